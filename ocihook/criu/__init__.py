@@ -1,0 +1,1 @@
+"""What CRIU reads and writes: its images, its configuration files, its version."""

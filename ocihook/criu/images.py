@@ -1,0 +1,179 @@
+"""Reads CRIU's image files: which memory a page image holds, which processes were dumped, how long it took.
+
+An image begins with little-endian magics (one for an inventory, two for all others: criu/include/magic.h),
+then holds messages, each after its size as u32 (criu/protobuf.c).
+"""
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from ocihook.criu.proto import message_class
+from ocihook.errors import ImageError
+
+PAGE_BYTES = 4096
+PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
+
+_COMMON_MAGIC = 0x54564319
+_SERVICE_MAGIC = 0x55105940
+_PAGEMAP_MAGIC = 0x56084025
+_PSTREE_MAGIC = 0x50273030
+_STATS_MAGIC = 0x57093306
+_PE_PRESENT = 1 << 2  # criu/include/pagemap.h
+_MAX_MESSAGE_BYTES = 1 << 20  # far above any message of these images; a limit for damaged ones
+_U32 = struct.Struct("<I")
+_TWO_MAGICS = struct.Struct("<II")
+
+
+class PageRun(NamedTuple):
+    """Consecutive pages of one process's (or shared) memory, as one pagemap entry describes them."""
+
+    vaddr: int
+    pages: int
+    is_present: bool  # else the pages are in a parent image, or lazy
+
+
+class Pagemap(NamedTuple):
+    """One pagemap image: what the pages of `pages_name` are, in their order there."""
+
+    pages_name: str
+    runs: tuple[PageRun, ...]
+    is_compressed: bool  # by CRIU itself (after 4.2): its page image is then opaque
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes that this pagemap says its page image has."""
+        return sum(run.pages for run in self.runs if run.is_present) * PAGE_BYTES
+
+
+class Process(NamedTuple):
+    """A dumped process, by its pids as CRIU stored them."""
+
+    pid: int
+    ppid: int
+    threads: int
+
+
+class DumpStats(NamedTuple):
+    """CRIU's own measure of a dump; times in microseconds as CRIU stores them."""
+
+    freezing_us: int
+    frozen_us: int
+    memdump_us: int
+    memwrite_us: int
+    pages_written: int
+
+
+def _messages(data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, str]) -> Iterator[Message]:
+    """Yield the first message as kinds[0], all others as kinds[1].
+
+    Raises:
+        ImageError: if the magics or any message are not what they must be.
+    """
+    if len(data) < _TWO_MAGICS.size or _TWO_MAGICS.unpack_from(data) != magic:
+        raise ImageError(f"{name} does not begin as a CRIU image of its kind")
+    kind, position = kinds[0], _TWO_MAGICS.size
+    while position < len(data):
+        if position + _U32.size > len(data):
+            raise ImageError(f"{name} is truncated at byte {position}")
+        size = _U32.unpack_from(data, position)[0]
+        position += _U32.size
+        if size > _MAX_MESSAGE_BYTES or position + size > len(data):
+            raise ImageError(f"{name} is truncated or damaged at byte {position}")
+        message = message_class(kind)()
+        try:
+            message.ParseFromString(data[position : position + size])
+        except DecodeError as error:
+            raise ImageError(f"{name} is damaged at byte {position}") from error
+        yield message
+        position += size
+        kind = kinds[1]
+
+
+def parse_pagemap(data: bytes, name: str = "pagemap") -> Pagemap:
+    """Read a pagemap image.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    messages = _messages(data, name, (_COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
+    head = next(messages, None)
+    if head is None:
+        raise ImageError(f"{name} is empty")
+    runs = []
+    is_compressed = False
+    for entry in messages:
+        # 4.2 and later write nr_pages, older ones only compat_nr_pages.
+        pages = entry.nr_pages if entry.HasField("nr_pages") else entry.compat_nr_pages  # type: ignore[attr-defined]
+        has_flags = entry.HasField("flags")
+        is_present = bool(entry.flags & _PE_PRESENT) if has_flags else not entry.in_parent  # type: ignore[attr-defined]
+        runs.append(PageRun(entry.vaddr, pages, is_present))  # type: ignore[attr-defined]
+        is_compressed = is_compressed or len(UnknownFieldSet(entry)) > 0
+    return Pagemap(f"pages-{head.pages_id}.img", tuple(runs), is_compressed)  # type: ignore[attr-defined]
+
+
+def parse_processes(data: bytes) -> list[Process]:
+    """Read pstree.img.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    messages = _messages(data, "pstree.img", (_COMMON_MAGIC, _PSTREE_MAGIC), ("pstree_entry", "pstree_entry"))
+    return [Process(m.pid, m.ppid, len(m.threads)) for m in messages]  # type: ignore[attr-defined]
+
+
+def parse_dump_stats(data: bytes) -> DumpStats:
+    """Read stats-dump.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    message = next(_messages(data, "stats-dump", (_SERVICE_MAGIC, _STATS_MAGIC), ("stats_entry", "stats_entry")), None)
+    if message is None or not message.HasField("dump"):
+        raise ImageError("stats-dump has no statistics of a dump")
+    dump = message.dump  # type: ignore[attr-defined]
+    return DumpStats(dump.freezing_time, dump.frozen_time, dump.memdump_time, dump.memwrite_time, dump.pages_written)
+
+
+def read_pagemaps(directory: Path) -> dict[str, Pagemap]:
+    """Read every pagemap image of an image set, by file name.
+
+    Raises:
+        ImageError: if one is damaged.
+    """
+    return {
+        path.name: parse_pagemap(path.read_bytes(), path.name)
+        for path in sorted(directory.glob("pagemap-*.img"))
+        if path.is_file()
+    }
+
+
+def page_images(directory: Path) -> list[str]:
+    """Return the names of the page images in `directory`."""
+    return sorted(entry.name for entry in os.scandir(directory) if PAGES_NAME.fullmatch(entry.name))
+
+
+def check_page_images(directory: Path) -> None:
+    """Check that each page image is there and as large as its pagemap says: CRIU itself takes a missing one as empty.
+
+    Raises:
+        ImageError: naming the first that is not.
+    """
+    for name, pagemap in read_pagemaps(directory).items():
+        if pagemap.is_compressed:
+            continue
+        try:
+            size = os.stat(directory / pagemap.pages_name, follow_symlinks=True).st_size
+        except FileNotFoundError:
+            size = 0
+        if size != pagemap.present_bytes:
+            raise ImageError(
+                f"{pagemap.pages_name} has {size} bytes, {name} says {pagemap.present_bytes}",
+                hint="the checkpoint is incomplete; use another copy of it",
+            )

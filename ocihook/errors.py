@@ -1,0 +1,105 @@
+"""Every error a user can meet: what happened, and what to do about it.
+
+OcihookError
+├─ ConfigError              a key or value in the configuration or in an annotation is wrong
+├─ UnsupportedError         this node, or this container, cannot do what was asked
+├─ IdentificationError      CRIU's caller or its container cannot be told
+├─ FreezeError              a container could not be thawed or frozen again
+├─ QuiesceError             an application did not answer before its dump
+├─ ImageError               CRIU's own images are missing, truncated or not what they say
+├─ StoreError
+│  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
+│  └─ StoreFull             no space left for packs or for rehydrated images
+├─ ArchiveError             a checkpoint archive is malformed or hostile
+└─ AgentError               the agent cannot be reached, or gave no verdict
+
+`code` crosses the socket and stands in JSON output; `exit_code` is the command line's.
+"""
+
+
+class OcihookError(Exception):
+    """Base of all errors that are reported without a traceback."""
+
+    code = "error"
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = str(self.args[0])
+        return f"{message}. {self.hint}" if self.hint else message
+
+
+class ConfigError(OcihookError):
+    """A key or value in the configuration or in an annotation is wrong."""
+
+    code = "config"
+    exit_code = 2
+
+
+class UnsupportedError(OcihookError):
+    """This node, or this container, cannot do what was asked."""
+
+    code = "unsupported"
+    exit_code = 5
+
+
+class IdentificationError(OcihookError):
+    """CRIU's caller or its container cannot be told."""
+
+    code = "identification"
+
+
+class FreezeError(OcihookError):
+    """A container could not be thawed or frozen again."""
+
+    code = "freeze"
+
+
+class QuiesceError(OcihookError):
+    """An application did not answer before its dump."""
+
+    code = "quiesce"
+
+
+class ImageError(OcihookError):
+    """CRIU's own images are missing, truncated or not what they say."""
+
+    code = "image"
+    exit_code = 4
+
+
+class StoreError(OcihookError):
+    """Packs or manifests could not be written or read."""
+
+    code = "store"
+
+
+class IntegrityError(StoreError):
+    """A pack or manifest is damaged, incomplete or not ours."""
+
+    code = "integrity"
+    exit_code = 4
+
+
+class StoreFull(StoreError):
+    """No space is left for packs or for rehydrated images."""
+
+    code = "store-full"
+    exit_code = 9
+
+
+class ArchiveError(OcihookError):
+    """A checkpoint archive is malformed or hostile."""
+
+    code = "archive"
+    exit_code = 4
+
+
+class AgentError(OcihookError):
+    """The agent cannot be reached, or gave no verdict."""
+
+    code = "agent"
+    exit_code = 7

@@ -1,0 +1,1 @@
+"""What the kernel offers: processes, cgroups, files. Knows nothing of containers."""

@@ -1,0 +1,204 @@
+"""The manifest: the commit record of a packed image set. A manifest that exists is complete.
+
+One line `ocihook-manifest <version> <XXH3-128 of all that follows>`, then JSON (README.md has the keys).
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from ocihook.errors import IntegrityError
+from ocihook.linux.files import replace_file
+from ocihook.model import ContainerRef
+from ocihook.store.pack import PackInfo
+
+MANIFEST_NAME = "ocihook.manifest"
+PACK_PREFIX = "ocihook-"
+PACK_NAME = re.compile(r"ocihook-[0-9]{1,4}\.pack")
+VERSION = 1
+
+_MAX_MANIFEST_BYTES = 256 << 20
+_PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
+_OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
+_FIRST_LINE = re.compile(rb"ocihook-manifest ([0-9]{1,9}) ([0-9a-f]{32})\n")
+
+
+class Segment(NamedTuple):
+    """A row of chunks in one pack that holds the next part of an image."""
+
+    pack: str
+    first_chunk: int
+    chunks: int
+
+
+class PackedImage(NamedTuple):
+    """A page image that was packed."""
+
+    name: str
+    size_bytes: int
+    segments: tuple[Segment, ...]
+
+
+class OtherImage(NamedTuple):
+    """An image that was left as CRIU wrote it. CRIU takes a missing one as empty, so it is recorded here."""
+
+    name: str
+    size_bytes: int
+    digest: str  # XXH3-128, hexadecimal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything that belongs to one packed image set."""
+
+    created: str  # RFC 3339, UTC
+    writer: str  # name and version of what wrote it
+    container: ContainerRef
+    host: Mapping[str, str]  # kernel, machine, criu: what a restore may need to be told
+    packed_images: tuple[PackedImage, ...]
+    other_images: tuple[OtherImage, ...]
+    packs: tuple[PackInfo, ...]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all page images before packing."""
+        return sum(image.size_bytes for image in self.packed_images)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all packs."""
+        return sum(pack.size_bytes for pack in self.packs)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the file's content."""
+    body = json.dumps(
+        {
+            "created": manifest.created,
+            "writer": manifest.writer,
+            "container": manifest.container.to_json(),
+            "host": dict(manifest.host),
+            "packed_images": [
+                {"name": i.name, "size_bytes": i.size_bytes, "segments": [list(s) for s in i.segments]}
+                for i in manifest.packed_images
+            ],
+            "other_images": [image._asdict() for image in manifest.other_images],
+            "packs": [{**p._asdict(), "table_checksum": f"{p.table_checksum:016x}"} for p in manifest.packs],
+        },
+        indent=1,
+    ).encode()
+    return b"ocihook-manifest %d %s\n" % (VERSION, xxh3_128_hexdigest(body).encode()) + body
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read a manifest's content; every name and number in it is checked.
+
+    Raises:
+        IntegrityError: if it is damaged, malformed, or of a version that this program does not know.
+    """
+    first = _FIRST_LINE.match(data)
+    if not first:
+        raise IntegrityError("the manifest does not begin as one")
+    if int(first[1]) != VERSION:
+        raise IntegrityError(
+            f"the manifest is of version {int(first[1])}, this ocihook knows version {VERSION}",
+            hint="restore with the ocihook version that wrote it, or a later one",
+        )
+    body = data[first.end() :]
+    if xxh3_128_hexdigest(body).encode() != first[2]:
+        raise IntegrityError("the manifest is damaged: its checksum does not match")
+    try:
+        return _from_json(json.loads(body))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise IntegrityError(f"the manifest is malformed: {error!r}") from error
+
+
+def _from_json(value: Any) -> Manifest:  # noqa: ANN401 - anything that JSON can say
+    images = tuple(
+        PackedImage(
+            _name(i["name"], _PAGES_NAME),
+            _number(i["size_bytes"]),
+            tuple(Segment(_name(p, PACK_NAME), _number(f), _number(c)) for p, f, c in i["segments"]),
+        )
+        for i in value["packed_images"]
+    )
+    others = tuple(
+        OtherImage(
+            _name(i["name"], _OTHER_NAME), _number(i["size_bytes"]), _name(i["digest"], re.compile(r"[0-9a-f]{32}"))
+        )
+        for i in value["other_images"]
+    )
+    packs = tuple(
+        PackInfo(
+            _name(p["name"], PACK_NAME),
+            _number(p["size_bytes"]),
+            _number(p["chunks"]),
+            int(_name(p["table_checksum"], re.compile(r"[0-9a-f]{16}")), 16),
+        )
+        for p in value["packs"]
+    )
+    names = [i.name for i in images] + [o.name for o in others] + [p.name for p in packs]
+    if len(set(names)) != len(names):
+        raise ValueError("a name occurs twice")
+    host = value["host"]
+    if not isinstance(host, dict) or not all(isinstance(v, str) for v in host.values()):
+        raise ValueError("host must map names to strings")
+    return Manifest(
+        created=_text(value["created"]),
+        writer=_text(value["writer"]),
+        container=ContainerRef.from_json(value["container"]),
+        host=host,
+        packed_images=images,
+        other_images=others,
+        packs=packs,
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a string")
+    return value
+
+
+def _name(value: object, pattern: re.Pattern[str]) -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise ValueError(f"{value!r} is not a valid name here")
+    return value
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
+        raise ValueError(f"{value!r} is not a valid number here")
+    return value
+
+
+def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
+    """Commit: afterwards the packs are the checkpoint."""
+    replace_file(directory / MANIFEST_NAME, encode_manifest(manifest), mode=0o600, durable=durable)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """Return the manifest of an image set, or None if it was never packed.
+
+    Raises:
+        IntegrityError: if there is one that cannot be used.
+    """
+    try:
+        fd = os.open(directory / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise IntegrityError(f"the manifest cannot be opened: {error.strerror}") from error
+    with open(fd, "rb") as file:
+        if not os.path.isfile(f"/proc/self/fd/{fd}"):
+            raise IntegrityError("the manifest is not a regular file")
+        data = file.read(_MAX_MANIFEST_BYTES + 1)
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise IntegrityError(f"the manifest is larger than {_MAX_MANIFEST_BYTES} bytes")
+    return decode_manifest(data)

@@ -1,0 +1,241 @@
+"""One pack file: an append-only row of chunks with a table at its end (byte tables in README.md)."""
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from ocihook.errors import IntegrityError, StoreError
+
+PAGE_BYTES = 4096
+CHUNK_PAGES = 64  # one bit each in Chunk.present
+
+ZERO, RAW, LZ4 = 0, 1, 2
+
+_MAGIC = b"OCIHPACK"
+_TAIL_MAGIC = b"OCIHTAIL"
+VERSION = 1
+_HEADER = struct.Struct("<8sHHI")  # magic, version, 0, 0
+_RECORD = struct.Struct("<QQQIHBx")  # Chunk in its own order, and a zero byte
+_TRAILER = struct.Struct("<8sQQII")  # magic, table offset, table xxh3-64, chunks, 0
+_HEADER_BYTES = _HEADER.pack(_MAGIC, VERSION, 0, 0)
+RECORD_BYTES = _RECORD.size
+_GATHER_MAX = 1000  # below IOV_MAX (1024 on Linux)
+
+Buffer = bytes | memoryview
+
+
+class Chunk(NamedTuple):
+    """Where up to CHUNK_PAGES consecutive pages of an image (any number, if all zero) are kept.
+
+    `present` has bit i set when page i has content; the content of those pages, in order, is what is stored.
+    `checksum` is XXH3-64 of the stored bytes.
+    """
+
+    offset: int
+    present: int
+    checksum: int
+    stored_bytes: int
+    pages: int
+    kind: int
+
+
+class PackInfo(NamedTuple):
+    """What a manifest records of a pack: enough to notice a missing, truncated or foreign one."""
+
+    name: str
+    size_bytes: int
+    chunks: int
+    table_checksum: int
+
+
+class PackWriter:
+    """Appends chunks to a new pack; incomplete until `close`, which writes the table and may sync."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
+        self._offset = _HEADER.size
+        self._table = bytearray()
+        self._pending: list[Buffer] = [_HEADER_BYTES]
+        self.chunks = 0
+
+    def append(self, kind: int, pages: int, present: int, stored: Buffer | None = None) -> None:
+        """Add one chunk. The buffer must stay unchanged until the next `flush`."""
+        if stored is None:
+            self._table += _RECORD.pack(self._offset, 0, 0, 0, pages, ZERO)
+        else:
+            size = len(stored)
+            self._table += _RECORD.pack(self._offset, present, xxh3_64_intdigest(stored), size, pages, kind)
+            self._offset += size
+            self._pending.append(stored)
+        self.chunks += 1
+
+    def flush(self) -> None:
+        """Hand everything appended so far to the kernel."""
+        write_all(self._fd, self._pending)
+        self._pending.clear()
+
+    def close(self, *, durable: bool) -> PackInfo:
+        """Write table and trailer; with `durable`, return only when all of it is on stable storage."""
+        checksum = xxh3_64_intdigest(self._table)
+        trailer = _TRAILER.pack(_TAIL_MAGIC, self._offset, checksum, self.chunks, 0)
+        self._pending += (bytes(self._table), trailer)
+        self.flush()
+        if durable:
+            os.fsync(self._fd)
+        os.close(self._fd)
+        size = self._offset + len(self._table) + len(trailer)
+        return PackInfo(self.path.name, size, self.chunks, checksum)
+
+
+def write_all(fd: int, buffers: Sequence[Buffer]) -> None:
+    """Write every buffer at the file's position, whatever the kernel takes at a time."""
+    for start in range(0, len(buffers), _GATHER_MAX):
+        batch = list(buffers[start : start + _GATHER_MAX])
+        size = sum(len(buffer) for buffer in batch)
+        written = os.writev(fd, batch)
+        while written < size:
+            rest = memoryview(b"".join(batch))[written:]
+            batch, size = [rest], len(rest)
+            written = os.writev(fd, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class PackFile:
+    """Bytes of one pack: a file of its own, or a window of an archive it lies in."""
+
+    path: Path
+    offset: int = 0
+    size_bytes: int | None = None  # None: to the end of the file
+
+    def open(self) -> int:
+        """Open for reading; refuse what is not a regular file.
+
+        Raises:
+            IntegrityError: if it is missing, a link or not a file.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise IntegrityError(f"pack {self.path.name} cannot be opened: {error.strerror}") from error
+        if not os.path.isfile(f"/proc/self/fd/{fd}"):
+            os.close(fd)
+            raise IntegrityError(f"pack {self.path.name} is not a regular file")
+        return fd
+
+
+class PackReader:
+    """A pack whose header, table and trailer have been checked against what the manifest says of it."""
+
+    def __init__(self, file: PackFile, info: PackInfo) -> None:
+        """Open and check.
+
+        Raises:
+            IntegrityError: if the pack is missing, truncated, foreign, or its table is damaged.
+        """
+        self.info = info
+        self._base = file.offset
+        self.fd = file.open()
+        try:
+            self._table = self._read_table(file, info)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def _read_table(self, file: PackFile, info: PackInfo) -> bytes:
+        name = info.name
+        here = os.fstat(self.fd).st_size - file.offset
+        size = here if file.size_bytes is None else min(file.size_bytes, here)
+        if size != info.size_bytes:
+            raise IntegrityError(f"pack {name} has {size} bytes, its manifest says {info.size_bytes}")
+        table_offset = size - _TRAILER.size - info.chunks * _RECORD.size
+        if table_offset < _HEADER.size:
+            raise IntegrityError(f"pack {name} is too small for its {info.chunks} chunks")
+        if os.pread(self.fd, _HEADER.size, self._base) != _HEADER_BYTES:
+            raise IntegrityError(f"pack {name} does not begin with the header of version {VERSION}")
+        table = read_at(self.fd, info.chunks * _RECORD.size, self._base + table_offset)
+        trailer = os.pread(self.fd, _TRAILER.size, self._base + size - _TRAILER.size)
+        expected = _TRAILER.pack(_TAIL_MAGIC, table_offset, info.table_checksum, info.chunks, 0)
+        if trailer != expected or xxh3_64_intdigest(table) != info.table_checksum:
+            raise IntegrityError(f"pack {name}: its table or trailer is damaged")
+        return table
+
+    def chunks(self, first: int, count: int) -> Iterator[Chunk]:
+        """Yield chunks `first` .. `first + count`, each checked for sense.
+
+        Raises:
+            IntegrityError: if the range or a record is impossible.
+        """
+        if first < 0 or count < 0 or first + count > self.info.chunks:
+            raise IntegrityError(f"pack {self.info.name} has no chunks {first}..{first + count}")
+        window = memoryview(self._table)[first * _RECORD.size : (first + count) * _RECORD.size]
+        end_of_chunks = self.info.size_bytes - _TRAILER.size - len(self._table)
+        for record in _RECORD.iter_unpack(window):
+            chunk = Chunk(*record)
+            if not _is_sane(chunk, end_of_chunks):
+                raise IntegrityError(f"pack {self.info.name} has an impossible record: {chunk}")
+            yield chunk
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset` in the pack."""
+        if os.preadv(self.fd, [buffer], self._base + offset) != len(buffer):
+            raise IntegrityError(f"pack {self.info.name} ends early")
+
+    def read(self, chunk: Chunk) -> bytes:
+        """Return the stored bytes of one chunk, checksum verified."""
+        stored = read_at(self.fd, chunk.stored_bytes, self._base + chunk.offset)
+        self.verify(chunk, stored)
+        return stored
+
+    def verify(self, chunk: Chunk, stored: Buffer) -> None:
+        """Check stored bytes.
+
+        Raises:
+            IntegrityError: if they are not what was written.
+        """
+        if xxh3_64_intdigest(stored) != chunk.checksum:
+            raise IntegrityError(
+                f"pack {self.info.name}: the chunk at byte {chunk.offset} is damaged",
+                hint="use another copy of this checkpoint",
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.fd)
+
+
+def _is_sane(chunk: Chunk, end_of_chunks: int) -> bool:
+    if chunk.kind == ZERO:
+        return chunk.pages > 0 and chunk.present == chunk.stored_bytes == chunk.checksum == 0
+    content_bytes = chunk.present.bit_count() * PAGE_BYTES
+    return (
+        0 < chunk.pages <= CHUNK_PAGES
+        and 0 < chunk.present < 1 << chunk.pages
+        and _HEADER.size <= chunk.offset
+        and chunk.offset + chunk.stored_bytes <= end_of_chunks
+        and (
+            (chunk.kind == RAW and chunk.stored_bytes == content_bytes)
+            or (chunk.kind == LZ4 and 0 < chunk.stored_bytes < content_bytes)
+        )
+    )
+
+
+def read_at(fd: int, size: int, offset: int) -> bytes:
+    """Read exactly `size` bytes.
+
+    Raises:
+        StoreError: if the file ends before.
+    """
+    data = os.pread(fd, size, offset)
+    while len(data) < size:  # the kernel caps one read at 2 GiB
+        more = os.pread(fd, size - len(data), offset + len(data))
+        if not more:
+            raise StoreError(f"file ends at byte {offset + len(data)}, {size - len(data)} bytes early")
+        data += more
+    return data

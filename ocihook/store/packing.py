@@ -1,0 +1,347 @@
+"""Turns page images into packs and back, in parallel: the way of every byte of memory that CRIU wrote."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import lz4.block
+
+from ocihook.errors import IntegrityError, StoreError
+from ocihook.linux.workers import run_forked
+from ocihook.store.manifest import PackedImage, Segment
+from ocihook.store.pack import (
+    CHUNK_PAGES,
+    LZ4,
+    PAGE_BYTES,
+    RAW,
+    ZERO,
+    Chunk,
+    PackFile,
+    PackInfo,
+    PackReader,
+    PackWriter,
+)
+
+CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
+SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
+BATCH_BYTES = 2 << 20  # what a worker reads and writes at a time; stays in the L2 and L3 caches
+# Buffers, table, interpreter and allocator of one worker, measured by `make bench` ("agent memory").
+WORKER_BYTES = 24 << 20
+
+_GATHER_MAX = 1024 - 2 * CHUNK_PAGES  # IOV_MAX, less what one more chunk can add
+
+_ZERO_PAGE = bytes(PAGE_BYTES)
+_ZERO_CHUNK = bytes(CHUNK_BYTES)
+
+Progress = Callable[[int], None]  # told how many more bytes of image are done
+
+
+def no_progress(_image_bytes: int) -> None:
+    """Ignore progress."""
+
+
+class _SegmentPacked(NamedTuple):
+    task: int
+    segment: Segment
+
+
+def pack_images(
+    directory: Path,
+    names: Sequence[str],
+    *,
+    prefix: str,
+    workers: int,
+    durable: bool,
+    progress: Progress = no_progress,
+) -> tuple[list[PackedImage], list[PackInfo]]:
+    """Pack `names`, files of whole pages in `directory`, into new packs `<prefix>N.pack` beside them.
+
+    The images are left as they are. On any error the new packs are left too, for the caller to remove.
+
+    Raises:
+        StoreError: if an image is not made of whole pages, or changes meanwhile.
+        OSError: from the file system, a full one included.
+    """
+    sizes = {name: os.stat(directory / name, follow_symlinks=False).st_size for name in names}
+    for name, size in sizes.items():
+        if size % PAGE_BYTES:
+            raise StoreError(f"{name} has {size} bytes, which is not a whole number of pages")
+    tasks = [
+        (name, start, min(SEGMENT_BYTES, size - start))
+        for name, size in sizes.items()
+        for start in range(0, size, SEGMENT_BYTES)
+    ]
+
+    def worker(number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
+        # The pack is made with the first segment, so that no worker leaves an empty one.
+        writer = None
+        buffer = bytearray(BATCH_BYTES)
+        for task in task_numbers:
+            if writer is None:
+                writer = PackWriter(directory / f"{prefix}{number}.pack")
+            name, start, size = tasks[task]
+            first = writer.chunks
+            with (directory / name).open("rb", buffering=0) as image:
+                _pack_range(image.fileno(), start, size, writer, buffer)
+            segment = Segment(writer.path.name, first, writer.chunks - first)
+            yield _SegmentPacked(task, segment)
+        if writer is not None:
+            yield writer.close(durable=durable)
+
+    segments: dict[int, Segment] = {}
+    packs: list[PackInfo] = []
+    for result in run_forked(worker, tasks=len(tasks), workers=workers):
+        if isinstance(result, PackInfo):
+            packs.append(result)
+        else:
+            segments[result.task] = result.segment
+            progress(tasks[result.task][2])
+    images = [
+        PackedImage(name, size, tuple(segments[n] for n, task in enumerate(tasks) if task[0] == name))
+        for name, size in sizes.items()
+    ]
+    return images, sorted(packs)
+
+
+def _pack_range(fd: int, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
+    zero_pages = 0
+    starts_with = buffer.startswith
+    with memoryview(buffer) as view:
+        for batch_start in range(start, start + size, BATCH_BYTES):
+            length = min(BATCH_BYTES, start + size - batch_start)
+            if os.preadv(fd, [view[:length]], batch_start) != length:
+                raise StoreError(f"an image ended before byte {batch_start + length} while it was packed")
+            for chunk_start in range(0, length, CHUNK_BYTES):
+                chunk_end = min(chunk_start + CHUNK_BYTES, length)
+                pages = (chunk_end - chunk_start) // PAGE_BYTES
+                if pages == CHUNK_PAGES and starts_with(_ZERO_CHUNK, chunk_start):
+                    zero_pages += pages
+                    continue
+                present = 0
+                for page in range(pages):
+                    if not starts_with(_ZERO_PAGE, chunk_start + page * PAGE_BYTES):
+                        present |= 1 << page
+                if not present:
+                    zero_pages += pages
+                    continue
+                if zero_pages:
+                    writer.append(ZERO, zero_pages, 0)
+                    zero_pages = 0
+                content: bytes | memoryview = view[chunk_start:chunk_end]
+                if present != (1 << pages) - 1:
+                    content = b"".join(content[a:b] for a, b in _byte_runs(present))
+                compressed = lz4.block.compress(content, store_size=False)
+                # Less than 1/16 saved is not worth the time to decompress it.
+                if len(compressed) < len(content) - len(content) // 16:
+                    writer.append(LZ4, pages, present, compressed)
+                else:
+                    writer.append(RAW, pages, present, content)
+            writer.flush()
+    if zero_pages:
+        writer.append(ZERO, zero_pages, 0)
+
+
+def _byte_runs(present: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) in bytes of each run of set bits, one bit a page."""
+    page = 0
+    while present:
+        skip = (present & -present).bit_length() - 1
+        page += skip
+        present >>= skip
+        run = (~present & (present + 1)).bit_length() - 1
+        yield page * PAGE_BYTES, (page + run) * PAGE_BYTES
+        page += run
+        present >>= run
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    image: PackedImage
+    segment: Segment
+    start: int
+    size_bytes: int
+
+
+class Packs:
+    """Packs of one checkpoint, opened and checked, with their images mapped onto them."""
+
+    def __init__(self, images: Sequence[PackedImage], infos: Sequence[PackInfo], files: dict[str, PackFile]) -> None:
+        """Open every pack and check that the images are covered exactly.
+
+        Raises:
+            IntegrityError: if a pack is missing, damaged at its ends, or the sizes do not add up.
+        """
+        self._readers: dict[str, PackReader] = {}
+        self.images = images
+        try:
+            for info in infos:
+                if info.name not in files:
+                    raise IntegrityError(f"pack {info.name} is missing")
+                self._readers[info.name] = PackReader(files[info.name], info)
+            self._tasks = [task for image in images for task in self._segments(image)]
+        except BaseException:
+            self.close()
+            raise
+
+    def _segments(self, image: PackedImage) -> Iterator[_Task]:
+        start = 0
+        for segment in image.segments:
+            reader = self._readers.get(segment.pack)
+            if reader is None:
+                raise IntegrityError(f"{image.name} refers to {segment.pack}, which the manifest does not list")
+            size = sum(c.pages for c in reader.chunks(segment.first_chunk, segment.chunks)) * PAGE_BYTES
+            yield _Task(image, segment, start, size)
+            start += size
+        if start != image.size_bytes:
+            raise IntegrityError(f"packs hold {start} bytes of {image.name}, which had {image.size_bytes}")
+
+    def verify(self, *, workers: int, progress: Progress = no_progress) -> None:
+        """Read everything and check every checksum.
+
+        Raises:
+            IntegrityError: naming the first damaged chunk.
+        """
+        self._run(None, workers, progress)
+
+    def rehydrate(self, directory: Path, *, workers: int, progress: Progress = no_progress) -> None:
+        """Write the images into `directory` anew, checking every checksum on the way. Zero pages stay holes.
+
+        Raises:
+            IntegrityError: naming the first damaged chunk.
+            OSError: from the file system, a full one included.
+        """
+        for image in self.images:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(directory / image.name, flags, 0o600)
+            try:
+                os.ftruncate(fd, image.size_bytes)
+            finally:
+                os.close(fd)
+        self._run(directory, workers, progress)
+
+    def _run(self, directory: Path | None, workers: int, progress: Progress) -> None:
+        def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
+            buffer = bytearray(BATCH_BYTES + CHUNK_BYTES)
+            for number in task_numbers:
+                task = self._tasks[number]
+                out = -1
+                if directory is not None:
+                    out = os.open(directory / task.image.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    _unpack_segment(self._readers[task.segment.pack], task, out, buffer)
+                finally:
+                    if out >= 0:
+                        os.close(out)
+                yield number
+
+        for number in run_forked(worker, tasks=len(self._tasks), workers=workers):
+            progress(self._tasks[number].size_bytes)
+
+    def read_pages(self, image_name: str) -> Iterator[bytes]:
+        """Yield the content of an image from its start, a chunk at a time."""
+        for task in self._tasks:
+            if task.image.name != image_name:
+                continue
+            reader = self._readers[task.segment.pack]
+            for chunk in reader.chunks(task.segment.first_chunk, task.segment.chunks):
+                if chunk.kind == ZERO:
+                    for _ in range(chunk.pages // CHUNK_PAGES):
+                        yield _ZERO_CHUNK
+                    yield _ZERO_CHUNK[: chunk.pages % CHUNK_PAGES * PAGE_BYTES]
+                    continue
+                content = _decode(reader, chunk, reader.read(chunk))
+                window = bytearray(chunk.pages * PAGE_BYTES)
+                taken = 0
+                for start, end in _byte_runs(chunk.present):
+                    window[start:end] = content[taken : taken + end - start]
+                    taken += end - start
+                yield bytes(window)
+
+    def close(self) -> None:
+        """Close the packs."""
+        for reader in self._readers.values():
+            reader.close()
+
+
+def _decode(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> bytes | memoryview:
+    if chunk.kind == RAW:
+        return stored
+    size = chunk.present.bit_count() * PAGE_BYTES
+    try:
+        content: bytes = lz4.block.decompress(stored, uncompressed_size=size)
+    except lz4.block.LZ4BlockError as error:
+        raise IntegrityError(f"pack {reader.info.name}: the chunk at byte {chunk.offset} does not decode") from error
+    if len(content) != size:
+        raise IntegrityError(f"pack {reader.info.name}: the chunk at byte {chunk.offset} decodes to a wrong size")
+    return content
+
+
+def _unpack_segment(reader: PackReader, task: _Task, out: int, buffer: bytearray) -> None:
+    """Verify one segment and, if `out` is a file, write its pages."""
+    chunks = list(reader.chunks(task.segment.first_chunk, task.segment.chunks))
+    position = task.start
+    with memoryview(buffer) as view:
+        first = 0
+        while first < len(chunks):
+            base = chunks[first].offset
+            last, length = first, 0
+            while last < len(chunks) and chunks[last].offset + chunks[last].stored_bytes - base <= len(buffer):
+                if chunks[last].offset != base + length:
+                    raise IntegrityError(f"pack {reader.info.name}: its chunks are not in one row")
+                length += chunks[last].stored_bytes
+                last += 1
+            if length:
+                reader.read_into(view[:length], base)
+            position = _write_chunks(reader, chunks[first:last], base, view, out, position)
+            first = last
+
+
+def _write_chunks(reader: PackReader, chunks: list[Chunk], base: int, view: memoryview, out: int, position: int) -> int:
+    """Verify `chunks`, whose stored bytes begin at view[0]; gather-write their pages; return the new position."""
+    pending: list[bytes | memoryview] = []
+    pending_start = position
+    for chunk in chunks:
+        size = chunk.pages * PAGE_BYTES
+        if chunk.kind == ZERO:
+            _flush(out, pending, pending_start)
+            position += size
+            pending_start = position
+            continue
+        stored = view[chunk.offset - base : chunk.offset - base + chunk.stored_bytes]
+        reader.verify(chunk, stored)
+        position += size
+        if out < 0:
+            continue
+        content = _decode(reader, chunk, stored)
+        if chunk.present == (1 << chunk.pages) - 1:
+            pending.append(content)
+        else:
+            at = taken = 0
+            for start, end in _byte_runs(chunk.present):
+                if start > at:
+                    pending.append(_ZERO_CHUNK[: start - at])
+                pending.append(content[taken : taken + end - start])
+                taken += end - start
+                at = end
+            if at < size:
+                pending.append(_ZERO_CHUNK[: size - at])
+        if len(pending) > _GATHER_MAX:
+            _flush(out, pending, pending_start)
+            pending_start = position
+    _flush(out, pending, pending_start)
+    return position
+
+
+def _flush(out: int, pending: list[bytes | memoryview], position: int) -> None:
+    if not pending:
+        return
+    size = sum(len(buffer) for buffer in pending)
+    written = os.pwritev(out, pending, position)
+    while written < size:  # a signal, or a nearly full disk
+        rest = memoryview(b"".join(pending))[written:]
+        position += written
+        pending[:], size = [rest], len(rest)
+        written = os.pwritev(out, pending, position)
+    pending.clear()
