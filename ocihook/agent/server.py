@@ -1,0 +1,195 @@
+"""The agent's main process: takes requests and hands each to the process of its session.
+
+One process a session, forked from a warm interpreter: sessions cannot disturb one another, each is single-threaded
+(so it may fork workers), and all die with the agent, whose lock they hold. A restarted agent finds their journals.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ocihook import wire
+from ocihook.agent.session import Session
+from ocihook.config import Settings, load_settings
+from ocihook.errors import AgentError, ConfigError, OcihookError
+from ocihook.linux.cgroup import leave_cgroup
+from ocihook.linux.procfs import Process
+from ocihook.linux.workers import die_with_parent
+from ocihook.log import set_up_logging
+from ocihook.ops.journal import Journal, open_journals
+from ocihook.ops.lock import lock_agent
+
+REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
+_UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
+_FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """Accepts requests, keeps one child for each session, leaves when idle."""
+
+    def __init__(self, listener: socket.socket, runtime_dir: Path, load: Callable[[], Settings]) -> None:
+        self._listener = listener
+        self._runtime_dir = runtime_dir
+        self._load = load
+        self._controls: dict[str, socket.socket] = {}  # by session id
+        self._children: dict[int, tuple[str, int]] = {}  # pidfd -> session id, pid
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._is_stopping = False
+
+    def run(self, idle_timeout_s: float) -> None:
+        """Serve until there has been nothing to do for so long, or SIGTERM and the last session has ended."""
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        for path in open_journals(self._runtime_dir):
+            self._adopt(path)
+        idle_since = time.monotonic()
+        while self._children or (not self._is_stopping and time.monotonic() - idle_since < idle_timeout_s):
+            for key, _ in self._selector.select(timeout=1.0):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._reap(key.fd)
+                idle_since = time.monotonic()
+
+    def _stop(self) -> None:
+        log.info("stopping; %d sessions will end first", len(self._children))
+        self._is_stopping = True
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            try:
+                request = self._read_request(connection)
+                control = self._session_for(request)
+            except (OcihookError, wire.ProtocolError, OSError) as error:
+                log.error("request refused: %s", error)
+                with contextlib.suppress(OSError):
+                    connection.send(wire.encode_verdict(1, f"the agent refused the request: {error}"))
+                return
+            # A session that has just died takes nothing: the hook then finds its connection closed and asks again.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(control, [request.encode()], [connection.fileno()])
+
+    def _read_request(self, connection: socket.socket) -> wire.Request:
+        _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if uid != 0:
+            raise AgentError(f"user {uid} is not root")
+        connection.settimeout(REQUEST_TIMEOUT_S)
+        request = wire.Request.decode(connection.recv(wire.PACKET_BYTES))
+        if request.stage not in wire.DUMP_STAGES + wire.RESTORE_STAGES:
+            raise wire.ProtocolError(f"unknown stage {request.stage!r}")
+        return request
+
+    def _session_for(self, request: wire.Request) -> socket.socket:
+        criu = Process.find(request.criu_pid)
+        if criu is None:
+            raise AgentError(f"process {request.criu_pid}, which should be CRIU, is gone")
+        session_id = f"{criu.pid}-{criu.start_ticks}"
+        if session_id not in self._controls:
+            path = self._runtime_dir / "sessions" / f"{session_id}.json"
+            self._start_session(Journal.load(path) if path.exists() else Journal.create(self._runtime_dir, criu))
+        return self._controls[session_id]
+
+    def _adopt(self, path: Path) -> None:
+        """Take over a session whose agent died."""
+        try:
+            journal = Journal.load(path)
+        except OcihookError as error:
+            log.error("%s", error)
+            return
+        log.warning("taking over session %s, container %s", journal.session_id, journal.container)
+        self._start_session(journal)
+
+    def _start_session(self, journal: Journal) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_session(journal, theirs, ours, parent)
+        theirs.close()
+        pidfd = os.pidfd_open(pid)
+        self._controls[journal.session_id] = ours
+        self._children[pidfd] = (journal.session_id, pid)
+        self._selector.register(pidfd, selectors.EVENT_READ)
+
+    def _be_session(self, journal: Journal, control: socket.socket, ours: socket.socket, parent: int) -> None:
+        """Body of a session's process; never returns."""
+        status = 1
+        try:
+            die_with_parent(parent)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a checkpoint that runs is finished
+            self._selector.close()
+            self._listener.close()
+            for inherited in (ours, *self._controls.values()):
+                inherited.close()
+            for pidfd in self._children:
+                os.close(pidfd)
+            Session(journal, self._load).serve(control)
+            status = 0
+        except Exception:
+            log.exception("session %s", journal.session_id)
+        finally:
+            logging.shutdown()
+            os._exit(status)
+
+    def _reap(self, pidfd: int) -> None:
+        session_id, pid = self._children.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self._controls.pop(session_id).close()
+        path = self._runtime_dir / "sessions" / f"{session_id}.json"
+        if status != 0 and path.exists():
+            log.error("session %s ended with wait status %d; its journal is taken over", session_id, status)
+            self._adopt(path)
+
+
+def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> None:
+    """Run an agent: on systemd's socket if there is one, else on a socket of its own; leave if another one runs."""
+    os.umask(0o077)
+    os.chdir("/")
+    runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    set_up_logging(logging.INFO, runtime_dir / "agent.log" if detached else None)
+    lock = lock_agent(runtime_dir)
+    if lock is None:
+        log.info("another agent runs in %s", runtime_dir)
+        return
+    if detached:
+        leave_cgroup()
+    listener, is_ours = _listener(runtime_dir)
+    try:
+        Agent(listener, runtime_dir, load_settings).run(_idle_timeout_s())
+    finally:
+        if is_ours:
+            (runtime_dir / wire.SOCKET_NAME).unlink(missing_ok=True)
+        listener.close()
+        os.close(lock)
+
+
+def _listener(runtime_dir: Path) -> tuple[socket.socket, bool]:
+    """Return the socket to accept on, and whether it was made here."""
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        return socket.socket(fileno=_FIRST_SYSTEMD_FD), False
+    path = runtime_dir / wire.SOCKET_NAME
+    path.unlink(missing_ok=True)  # stale: whoever holds the lock is the only agent
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen(64)
+    return listener, True
+
+
+def _idle_timeout_s() -> float:
+    try:
+        return load_settings().idle_timeout_s
+    except ConfigError as error:  # told to whoever checkpoints; it is no reason not to listen
+        log.error("%s", error)
+        return Settings().idle_timeout_s

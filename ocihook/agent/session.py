@@ -1,0 +1,123 @@
+"""One dump or restore in one process: handles its stages, watches CRIU, and undoes what is left when CRIU is gone."""
+
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ocihook import wire
+from ocihook.config import Settings, load_settings
+from ocihook.errors import OcihookError
+from ocihook.ops import dump, restore
+from ocihook.ops.journal import Journal
+from ocihook.ops.undo import undo_all
+
+RETRY_S = 5.0  # between attempts to undo what could not be undone yet
+
+log = logging.getLogger(__name__)
+
+_Stage = Callable[[Journal, wire.Request, Path, Callable[[], Settings]], str]
+_STAGES: dict[str, _Stage] = {
+    "pre-dump": dump.pre_dump,
+    "post-dump": dump.post_dump,
+    "pre-restore": restore.pre_restore,
+    "post-resume": restore.post_resume,
+}
+# What an error in a stage leaves behind, told after the error itself. CRIU ignores a veto in post-resume.
+_STATE_AFTER_ERROR = {
+    "pre-dump": "The dump is refused, the container runs on",
+    "post-dump": "The dump fails, the container runs on",
+    "pre-restore": "The restore is refused, nothing was started",
+    "post-resume": "The container is restored and runs",
+}
+
+
+class Session:
+    """What the agent does for one CRIU process."""
+
+    def __init__(self, journal: Journal, load: Callable[[], Settings] = load_settings) -> None:
+        self.journal = journal
+        self._load = load
+
+    def handle(self, request: wire.Request) -> tuple[int, str]:
+        """Handle one stage; the same stage again gets the same verdict.
+
+        A stage that an agent began and did not end is undone and begun anew.
+        """
+        given = self.journal.verdict_of(request.stage)
+        if given is not None:
+            return given
+        if self.journal.begin_stage(request.stage):
+            log.warning("session %s: %s was interrupted, beginning again", self.journal.session_id, request.stage)
+            undo_all(self.journal, release_timeout_s=0)
+        status, message = self._run(request)
+        self.journal.end_stage(request.stage, status, message)
+        return status, message
+
+    def _run(self, request: wire.Request) -> tuple[int, str]:
+        stage = request.stage
+        try:
+            directory = -1 if stage == "post-resume" else os.open(request.image_dir, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                # CRIU's descriptor names the right directory in whatever mount namespace CRIU is.
+                message = _STAGES[stage](self.journal, request, Path(f"/proc/self/fd/{directory}"), self._load)
+            finally:
+                if directory >= 0:
+                    os.close(directory)
+        except (OcihookError, OSError) as error:
+            return self._refuse(stage, str(error))
+        except Exception as error:
+            log.exception("session %s: %s", self.journal.session_id, stage)
+            return self._refuse(stage, f"{type(error).__name__}: {error} (a defect in ocihook)")
+        if message:
+            log.info("%s: %s", stage, message)
+        return 0, message
+
+    def _refuse(self, stage: str, error: str) -> tuple[int, str]:
+        container = self.journal.container
+        about = f" of container {container}" if container else ""
+        message = f"{stage}{about}: {error.rstrip('.')}. {_STATE_AFTER_ERROR[stage]}"
+        try:
+            undo_all(self.journal, release_timeout_s=0)
+        except OcihookError as undo_error:
+            log.warning("%s", undo_error)  # tried again when CRIU is gone
+        log.error("%s", message)
+        return (0 if stage == "post-resume" else 1), message
+
+    def finish(self) -> None:
+        """Undo whatever is left, trying until it succeeds; then close the journal."""
+        while True:
+            try:
+                undo_all(self.journal)
+            except OcihookError as error:
+                log.error("%s", error)
+                time.sleep(RETRY_S)
+            else:
+                self.journal.finish()
+                return
+
+    def serve(self, control: socket.socket) -> None:
+        """Handle stages that arrive on `control` (a packet with the caller's connection) until CRIU is gone."""
+        pidfd = self.journal.criu.open()
+        if pidfd is not None:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.register(control, select.POLLIN)
+            while pidfd not in dict(poll.poll()):
+                self._answer(control)
+            os.close(pidfd)
+        control.close()  # the agent starts another session should a request still be in it
+        log.info("session %s: CRIU has ended", self.journal.session_id)
+        self.finish()
+
+    def _answer(self, control: socket.socket) -> None:
+        packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)
+        with socket.socket(fileno=fds[0]) as connection:
+            verdict = self.handle(wire.Request.decode(packet))
+            try:
+                connection.send(wire.encode_verdict(*verdict))
+            except OSError as error:
+                log.warning("session %s: the hook has gone: %s", self.journal.session_id, error)

@@ -1,0 +1,76 @@
+"""`ocihook ps` and `ocihook recover`: what sessions do on this node, and putting back what a dead one left."""
+
+import time
+from typing import Any
+
+import click
+
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table
+from ocihook.errors import AgentError
+from ocihook.ops.journal import Journal, finished_journals, open_journals
+from ocihook.ops.recover import recover as recover_sessions
+
+
+@click.command()
+@click.option("--all", "-a", "show_all", is_flag=True, help="Also show the last ended sessions.")
+@json_option
+def ps(*, show_all: bool, as_json: bool) -> None:
+    """Show the dumps and restores that are going on."""
+    paths = (finished_journals() if show_all else []) + open_journals()
+    journals = [Journal.load(path) for path in paths]
+    if as_json:
+        print_json({"sessions": [{"id": journal.session_id, **journal.to_json()} for journal in journals]})
+        return
+    columns = ["SESSION", "CONTAINER", "ENGINE", "ACT", "STAGE", "STATE", "RAW", "STORED", "TIME"]
+    print_table(columns, [_row(journal) for journal in journals])
+
+
+def _row(journal: Journal) -> list[str]:
+    data = journal.to_json()
+    stages: dict[str, Any] = data["stages"]
+    stage = list(stages)[-1] if stages else ""
+    facts = data["facts"]
+    container = journal.container
+    return [
+        journal.session_id,
+        str(container or ""),
+        container.engine or container.runtime if container else "",
+        "dump" if any(name.endswith("dump") for name in stages) else "restore",
+        stage,
+        _state(journal, data),
+        format_bytes(facts["raw_bytes"]) if "raw_bytes" in facts else "",
+        format_bytes(facts["stored_bytes"]) if "stored_bytes" in facts else "",
+        f"{data.get('ended', time.time()) - data['began']:.1f} s",
+    ]
+
+
+def _state(journal: Journal, data: dict[str, Any]) -> str:
+    if any(entry.get("status") for entry in data["stages"].values()):
+        return "refused"
+    if "ended" in data:
+        return "done"
+    if journal.criu.is_alive():
+        return "running"
+    waiting = ", ".join(effect["kind"] for effect in journal.effects)
+    return f"undoing: {waiting}" if waiting else "ending"
+
+
+@click.command()
+@click.option("--wait", "release_timeout_s", default=60.0, show_default=True, help="Seconds for a container to run.")
+@json_option
+def recover(*, release_timeout_s: float, as_json: bool) -> None:
+    """Undo what sessions left whose agent was killed.
+
+    Normally there is nothing to do: a restarted agent does this by itself. Exit status 7 if something could not be
+    undone; what and why is shown, and the command can be repeated.
+    """
+    recoveries = recover_sessions(release_timeout_s=release_timeout_s)
+    if as_json:
+        print_json({"sessions": [recovery._asdict() for recovery in recoveries]})
+    elif not recoveries:
+        click.echo("No session is open.")
+    else:
+        print_table(["SESSION", "CONTAINER", "OUTCOME", "DETAIL"], [list(recovery) for recovery in recoveries])
+    failed = [recovery.session_id for recovery in recoveries if recovery.outcome == "failed"]
+    if failed:
+        raise AgentError(f"sessions {', '.join(failed)} could not be recovered")

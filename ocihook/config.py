@@ -1,0 +1,138 @@
+"""Settings of a node and policy of a container: defaults < config.toml < config.d/*.toml < annotations.
+
+A wrong key or value is an error that names the file (or annotation) and the key.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ocihook.errors import ConfigError
+
+CONFIG_FILE = Path("/etc/ocihook/config.toml")
+ANNOTATION_PREFIX = "ocihook.io/"
+
+_SIGNALS = ("", "HUP", "USR1", "USR2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What to do with a container. Every key is also an annotation: `quiesce_signal` as ocihook.io/quiesce-signal."""
+
+    mode: str = "inline"  # inline: pack into the engine's archive; off: leave CRIU's images alone
+    on_pack_error: str = "keep"  # keep: the checkpoint succeeds unpacked, with a warning; fail: the dump fails
+    quiesce_signal: str = ""  # sent to the container's init before the dump, while it runs; "" for none
+    quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init then creates or touches
+    quiesce_timeout_s: float = 10.0
+    resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What holds for the whole node."""
+
+    policy: Policy = field(default_factory=Policy)
+    idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
+    memory_bound_bytes: int = 256 << 20  # of the agent with all its workers, whatever a checkpoint's size
+    workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
+
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "mode": ("inline", "off"),
+    "on_pack_error": ("keep", "fail"),
+    "quiesce_signal": _SIGNALS,
+    "resume_signal": _SIGNALS,
+}
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "quiesce_timeout_s": (0.1, 600),
+    "idle_timeout_s": (1, 86400),
+    "memory_bound_bytes": (64 << 20, 1 << 50),
+    "workers": (0, 1024),
+}
+_POLICY_KEYS = {f.name: f.default for f in dataclasses.fields(Policy)}
+_AGENT_KEYS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "policy"}
+
+
+def load_settings(root: Path = Path("/")) -> Settings:
+    """Read the node's configuration below `root`.
+
+    Raises:
+        ConfigError: naming file and key.
+    """
+    main = root / CONFIG_FILE.relative_to("/")
+    drop_ins = sorted((main.parent / "config.d").glob("*.toml"))
+    policy: dict[str, Any] = {}
+    agent: dict[str, Any] = {}
+    for file in (main, *drop_ins):
+        tables = _read_toml(file)
+        _check_keys(tables, ("policy", "agent"), str(file), "table")
+        for name, known, values in (("policy", _POLICY_KEYS, policy), ("agent", _AGENT_KEYS, agent)):
+            table = tables.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{file}: {name} must be a table, as in [{name}]")
+            _check_keys(table, known, f"{file}: [{name}]", "key")
+            values |= {key: _check_value(key, value, known[key], str(file)) for key, value in table.items()}
+    return Settings(policy=Policy(**policy), **agent)
+
+
+def apply_annotations(policy: Policy, annotations: Mapping[str, str]) -> Policy:
+    """Return `policy` as a container's annotations want it.
+
+    Raises:
+        ConfigError: naming the annotation.
+    """
+    changes: dict[str, Any] = {}
+    for name, text in annotations.items():
+        if not name.startswith(ANNOTATION_PREFIX):
+            continue
+        key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
+        _check_keys({key: text}, _POLICY_KEYS, "annotation " + ANNOTATION_PREFIX.rstrip("/"), "key")
+        value: object = text
+        if isinstance(_POLICY_KEYS[key], float):
+            try:
+                value = float(text)
+            except ValueError as error:
+                raise ConfigError(f"annotation {name}: {text!r} is not a number") from error
+        changes[key] = _check_value(key, value, _POLICY_KEYS[key], f"annotation {name}")
+    return dataclasses.replace(policy, **changes)
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _check_keys(table: Mapping[str, object], known: Any, where: str, what: str) -> None:  # noqa: ANN401 - any container
+    for key in table:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            meant = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown {what} {key!r}", hint=meant)
+
+
+def _check_value(key: str, value: object, default: object, where: str) -> object:
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not type(default):
+        kinds = {str: "a string", int: "an integer", float: "a number"}
+        raise ConfigError(f"{where}: {key} must be {kinds[type(default)]}, not {value!r}")
+    if key in _CHOICES and value not in _CHOICES[key]:
+        raise ConfigError(f"{where}: {key} must be one of {', '.join(map(repr, _CHOICES[key]))}, not {value!r}")
+    if key in _RANGES and isinstance(value, (int, float)):
+        low, high = _RANGES[key]
+        if not low <= value <= high:
+            raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
+    if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
+        raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
+    return value

@@ -1,0 +1,99 @@
+"""Asks the agent what to do at one stage, starts it where none is listening, and gives CRIU the verdict."""
+
+import os
+import sys
+import time
+from _socket import AF_UNIX, SOCK_SEQPACKET, socket  # the module `socket` would double this program's start-up time
+
+from ocihook import wire
+
+AGENT_START_S = 10.0
+RETRY_S = 0.1
+VERDICT_S = 3600.0  # packing a large image set takes minutes; an agent that dies is noticed at once
+ATTEMPTS = 5  # an agent killed at work is started again and finishes what it began
+
+
+def main() -> int:
+    """Handle the stage that the environment names; return 0 to let CRIU go on, 1 to veto."""
+    stage = os.environ.get("CRTOOLS_SCRIPT_ACTION", "")
+    image_dir = os.environ.get("CRTOOLS_IMAGE_DIR", "")
+    init_pid = os.environ.get("CRTOOLS_INIT_PID", "")
+    if stage not in wire.DUMP_STAGES + wire.RESTORE_STAGES:
+        return 0
+    request = wire.Request(stage, os.getppid(), int(init_pid) if init_pid.isdigit() else 0, image_dir)
+    try:
+        if os.geteuid() != 0:
+            raise PermissionError("only root can checkpoint and restore containers with ocihook")
+        status, message = _ask(request.encode())
+    except (OSError, wire.ProtocolError) as error:
+        status, message = _without_agent(stage, image_dir, error)
+    if message:
+        sys.stderr.write(f"ocihook: {message}\n")  # into CRIU's log
+    return status
+
+
+def _ask(packet: bytes) -> tuple[int, str]:
+    for _ in range(ATTEMPTS):
+        connection = _connect()
+        try:
+            connection.settimeout(VERDICT_S)
+            connection.send(packet)
+            answer = connection.recv(wire.PACKET_BYTES)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""
+        finally:
+            connection.close()
+        if answer:
+            return wire.decode_verdict(answer)
+        time.sleep(RETRY_S)
+    raise ConnectionError(f"the agent died {ATTEMPTS} times over this stage")
+
+
+def _connect() -> socket:
+    """Return a connection to the agent; start one if nobody listens."""
+    path = f"{wire.RUNTIME_DIR}/{wire.SOCKET_NAME}"
+    deadline = time.monotonic() + AGENT_START_S
+    start_again = 0.0
+    while True:
+        connection = socket(AF_UNIX, SOCK_SEQPACKET)
+        try:
+            connection.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            now = time.monotonic()
+            if now > deadline:
+                raise
+            if now > start_again:  # the one started before may have met an agent that was just leaving
+                _start_agent()
+                start_again = now + 1.0
+            time.sleep(0.01)
+        else:
+            return connection
+
+
+def _start_agent() -> None:
+    """Start an agent that outlives this process. If two hooks do so at once, the second agent leaves by itself."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from ocihook.agent.server import main; main(detached=True)"
+    site = sys.path[0]
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-I", "-c", code, site],
+        {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDWR, 0),
+            (os.POSIX_SPAWN_DUP2, 0, 1),
+            (os.POSIX_SPAWN_DUP2, 0, 2),
+        ],
+        setsid=True,
+    )
+
+
+def _without_agent(stage: str, image_dir: str, error: Exception) -> tuple[int, str]:
+    """Decide alone. Nothing may be half done: a dump without us is complete, a packed checkpoint is not restorable."""
+    if stage == "pre-restore" and os.path.lexists(f"{image_dir}/ocihook.manifest"):
+        return 1, f"this checkpoint is packed and cannot be unpacked here ({error}); nothing was started"
+    if stage == "pre-dump" and os.geteuid() == 0:
+        return 1, f"no agent ({error}); the dump is refused, the container runs on; see `ocihook doctor`"
+    if stage == "post-dump":
+        return 0, f"the checkpoint is complete but not packed: {error}"
+    return 0, f"nothing was done in {stage}: {error}"

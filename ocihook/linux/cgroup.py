@@ -1,0 +1,138 @@
+"""The freezer of a container's cgroup, v1 and v2: is it frozen, thaw it, freeze it again.
+
+Engines freeze a container before they let CRIU dump it (CRI-O and containerd do, podman does not). In v2 the state
+of a frozen task in /proc is still S: only cgroup.events tells. CRIU and the engine put back what they found, so
+whoever thaws must freeze again.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ocihook.errors import FreezeError
+
+POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Freezer:
+    """The freezer of one cgroup."""
+
+    directory: Path
+    version: int  # of cgroups: 1 or 2
+
+    def is_frozen(self) -> bool:
+        """Tell whether every task in it stands still, by its own freezer or an ancestor's."""
+        if self.version == 1:
+            return self._read("freezer.state") == "FROZEN"
+        return "frozen 1" in self._read("cgroup.events").splitlines()
+
+    def thaw(self, timeout_s: float) -> None:
+        """Let the tasks run.
+
+        Raises:
+            FreezeError: if an ancestor holds them frozen, or they do not run in time.
+        """
+        self._write("THAWED" if self.version == 1 else "0")
+        held_by = self._frozen_ancestor()
+        if held_by:
+            raise FreezeError(f"{self.directory} is frozen by its ancestor {held_by}, which is not ours to thaw")
+        self._wait(frozen=False, timeout_s=timeout_s)
+
+    def freeze(self, timeout_s: float) -> None:
+        """Stop the tasks.
+
+        Raises:
+            FreezeError: if they do not stop in time.
+        """
+        self._write("FROZEN" if self.version == 1 else "1")
+        self._wait(frozen=True, timeout_s=timeout_s)
+
+    def _frozen_ancestor(self) -> Path | None:
+        if self.version == 1:
+            frozen = self._read("freezer.parent_freezing") == "1"
+            return self.directory.parent if frozen else None
+        for ancestor in self.directory.parents:
+            try:
+                if (ancestor / "cgroup.freeze").read_text().strip() == "1":
+                    return ancestor
+            except OSError:
+                break  # the root cgroup has no freezer
+        return None
+
+    def _wait(self, *, frozen: bool, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.is_frozen() != frozen:
+            if time.monotonic() > deadline:
+                wanted = "frozen" if frozen else "thawed"
+                raise FreezeError(f"{self.directory} was not {wanted} within {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.directory / name).read_text().strip()
+        except OSError as error:
+            raise FreezeError(f"{self.directory / name} cannot be read: {error.strerror}") from error
+
+    def _write(self, value: str) -> None:
+        name = "freezer.state" if self.version == 1 else "cgroup.freeze"
+        try:
+            (self.directory / name).write_text(value)
+        except OSError as error:
+            raise FreezeError(f"{self.directory / name} cannot be written: {error.strerror}") from error
+
+
+def find_freezer(pid: int) -> Freezer | None:
+    """Return the freezer of the cgroup that `pid` is in; None if it is in a root cgroup or has no freezer.
+
+    On a hybrid machine, where a task is in both hierarchies, the one that is frozen counts.
+    """
+    found = [
+        Freezer(mount / path.lstrip("/"), version)
+        for version, path in _cgroup_paths(pid)
+        for mount in _cgroup_mounts(version)
+        if path != "/"
+    ]
+    found = [f for f in found if (f.directory / ("freezer.state" if f.version == 1 else "cgroup.freeze")).exists()]
+    return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
+
+
+def leave_cgroup() -> None:
+    """Move this process to the root of every cgroup hierarchy that can be reached.
+
+    An agent started by a hook is otherwise born into the cgroup of the container that is being restored: its
+    memory limit and its end would be the agent's too.
+    """
+    for version in (1, 2):
+        for mount in _cgroup_mounts(version, controller=None):
+            try:
+                (mount / "cgroup.procs").write_text("0")
+            except OSError:
+                continue  # read-only, or a hierarchy without processes
+
+
+def _cgroup_paths(pid: int) -> list[tuple[int, str]]:
+    paths = []
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            paths.append((2, path))
+        elif "freezer" in controllers.split(","):
+            paths.append((1, path))
+    return sorted(paths)
+
+
+def _cgroup_mounts(version: int, controller: str | None = "freezer") -> list[Path]:
+    """Return where a hierarchy is mounted: of v1, the one with `controller` (None: all)."""
+    mounts = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        is_wanted = kind == "cgroup" and (controller is None or controller in options.split(","))
+        if kind == "cgroup2" if version == 2 else is_wanted:
+            mounts.append(Path(before.split()[4]))
+    return mounts

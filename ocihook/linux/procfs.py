@@ -1,0 +1,87 @@
+"""Reads /proc: who a process is, who started it, whether it is still the same one."""
+
+import contextlib
+import os
+import select
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """A process that cannot be mistaken for a later one with the same pid."""
+
+    pid: int
+    start_ticks: int  # since boot, in clock ticks (proc_pid_stat(5), field 22)
+
+    @classmethod
+    def find(cls, pid: int) -> "Process | None":
+        """Return the living process with this pid, if there is one."""
+        fields = _stat_fields(pid)
+        return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
+
+    def is_alive(self) -> bool:
+        """Tell whether it still runs; a zombie does not."""
+        return Process.find(self.pid) == self
+
+    def open(self) -> int | None:
+        """Return a pidfd, or None when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(self.pid)
+            if self.is_alive():
+                return pidfd
+            os.close(pidfd)
+        return None
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal to exactly this process; False when it is gone."""
+        pidfd = self.open()
+        if pidfd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(pidfd)
+        return True
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return /proc/PID/stat from its third field (state) on; [] when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # a command name may contain anything, ')' too
+
+
+def parent_pid(pid: int) -> int:
+    """Return the parent's pid, 0 if there is none."""
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else 0
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the arguments of a process; [] when it is gone."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [part.decode("utf-8", "surrogateescape") for part in data.rstrip(b"\0").split(b"\0")] if data else []
+
+
+def tracer_pid(pid: int) -> int | None:
+    """Return the pid of the process that traces this one, 0 for none, None when it is gone."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("TracerPid:"):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return None
+
+
+def has_ended(pidfd: int) -> bool:
+    """Tell whether the process behind a pidfd has ended."""
+    return bool(select.select([pidfd], [], [], 0)[0])

@@ -1,0 +1,139 @@
+"""Tells from CRIU's pid which runtime called it, for which container, and how.
+
+CRIU's parent is `runc|crun [--root R] checkpoint|restore ... ID`. runc keeps R/ID/state.json, crun R/ID/status;
+both name the bundle. All paths are the caller's, so they are read below /proc/<criu>/root.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ocihook.errors import IdentificationError
+from ocihook.linux.procfs import command_line, parent_pid
+
+_DEFAULT_ROOTS = {"runc": "/run/runc", "crun": "/run/crun"}
+# Global options that take a value: main.go of runc, crun.c of crun.
+_VALUE_OPTIONS = ("--root", "--log", "--log-format", "--criu", "--rootless", "--cgroup-manager")
+_MAX_ANCESTORS = 4  # a wrapper or a shell may stand between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeCall:
+    """One `checkpoint` or `restore` that a runtime was asked for."""
+
+    runtime: str  # runc, crun
+    verb: str  # checkpoint, restore
+    container_id: str
+    bundle: str  # "" if it is not known
+    leave_running: bool
+
+
+def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
+    """Read a runtime's command line: (call, state root), or None if it is not a checkpoint or restore."""
+    runtime = os.path.basename(argv[0]) if argv else ""
+    if runtime not in _DEFAULT_ROOTS:
+        return None
+    root = _DEFAULT_ROOTS[runtime]
+    position = 1
+    while position < len(argv) and argv[position].startswith("-"):
+        name, equals, value = argv[position].partition("=")
+        if not equals and name in _VALUE_OPTIONS:
+            position += 1
+            value = argv[position] if position < len(argv) else ""
+        if name == "--root":
+            root = value
+        position += 1
+    verb, *options = argv[position:] or [""]
+    if verb not in ("checkpoint", "restore") or not options:
+        return None
+    call = RuntimeCall(
+        runtime=runtime,
+        verb=verb,
+        container_id=options[-1],
+        bundle=_option(options, "--bundle", "-b"),
+        leave_running="--leave-running" in options or "-R" in options,
+    )
+    return call, root
+
+
+def _option(options: Sequence[str], *names: str) -> str:
+    for number, option in enumerate(options):
+        name, equals, value = option.partition("=")
+        if name in names:
+            return value if equals else options[number + 1]
+    return ""
+
+
+def find_runtime_call(criu_pid: int) -> RuntimeCall | None:
+    """Return the call that CRIU serves, with its bundle; None when CRIU was not called by runc or crun."""
+    pid = criu_pid
+    for _ in range(_MAX_ANCESTORS):
+        pid = parent_pid(pid)
+        if pid <= 1:
+            return None
+        found = parse_runtime_call(command_line(pid))
+        if found:
+            call, root = found
+            bundle = call.bundle or _bundle_from_state(criu_pid, call, root)
+            if call.verb == "restore" and not bundle:
+                bundle = os.readlink(f"/proc/{pid}/cwd")
+            return RuntimeCall(
+                runtime=call.runtime,
+                verb=call.verb,
+                container_id=call.container_id,
+                bundle=bundle,
+                leave_running=call.leave_running,
+            )
+    return None
+
+
+def _bundle_from_state(criu_pid: int, call: RuntimeCall, root: str) -> str:
+    if "/" in call.container_id or call.container_id.startswith("."):
+        raise IdentificationError(f"{call.runtime} was called for {call.container_id!r}, which is no container id")
+    name = "state.json" if call.runtime == "runc" else "status"
+    try:
+        state = _read_json(_seen_by(criu_pid, f"{root}/{call.container_id}/{name}"))
+    except FileNotFoundError:
+        return ""
+    if call.runtime == "crun":
+        return str(state.get("bundle", ""))
+    config = state.get("config")
+    labels = config.get("labels") if isinstance(config, Mapping) else None
+    for label in labels or ():
+        if str(label).startswith("bundle="):
+            return str(label).removeprefix("bundle=")
+    return ""
+
+
+def read_annotations(criu_pid: int, bundle: str) -> dict[str, str]:
+    """Return the annotations of a bundle; {} without one.
+
+    Raises:
+        IdentificationError: if its config.json cannot be read.
+    """
+    if not bundle:
+        return {}
+    try:
+        annotations = _read_json(_seen_by(criu_pid, f"{bundle}/config.json")).get("annotations")
+    except FileNotFoundError as error:
+        raise IdentificationError(f"bundle {bundle} has no config.json") from error
+    if not isinstance(annotations, Mapping):
+        return {}
+    return {str(key): str(value) for key, value in annotations.items()}
+
+
+def _seen_by(pid: int, path: str) -> Path:
+    """Return a path as the process `pid` sees it, whatever mount namespace that is in."""
+    return Path(f"/proc/{pid}/root") / path.lstrip("/")
+
+
+def _read_json(path: Path) -> Mapping[str, object]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, PermissionError) as error:
+        raise IdentificationError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, Mapping):
+        raise IdentificationError(f"{path} is not a JSON object")
+    return value

@@ -1,0 +1,141 @@
+"""One dump, stage by stage: identify and quiesce before it, pack its images after it."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ocihook.config import Policy, Settings, apply_annotations
+from ocihook.engine.identity import container_ref
+from ocihook.errors import OcihookError
+from ocihook.linux.cgroup import find_freezer
+from ocihook.linux.procfs import Process
+from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
+from ocihook.ops.image_set import finish_packing, pack_image_set
+from ocihook.ops.journal import Journal
+from ocihook.ops.quiesce import ask_to_quiesce
+from ocihook.ops.undo import FREEZE_TIMEOUT_S
+from ocihook.store.packing import workers_within
+from ocihook.wire import Request
+
+log = logging.getLogger(__name__)
+
+
+def pre_dump(journal: Journal, request: Request, _directory: Path, load_settings: Callable[[], Settings]) -> str:
+    """Find out which container is dumped and what is wanted, and let its application come to rest.
+
+    Raises:
+        OcihookError: to refuse the dump; nothing has been done to the container then.
+    """
+    call = find_runtime_call(request.criu_pid)
+    if call is None:  # somebody's own `criu dump`, which reads default.conf too
+        return ""
+    settings = load_settings()
+    policy = identify(journal, request, call, settings.policy)
+    journal.note(workers=pack_workers(settings), criu_version=criu_version(request.criu_pid))
+    if policy.quiesce_signal:
+        _quiesce(journal, request.init_pid, policy)
+    return ""
+
+
+def identify(journal: Journal, request: Request, call: RuntimeCall, node_policy: Policy) -> Policy:
+    """Record container, image directory and policy in the journal; return the policy."""
+    annotations = read_annotations(request.criu_pid, call.bundle)
+    container = container_ref(annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle)
+    image_dir = os.readlink(request.image_dir)
+    journal.identify(container, image_dir, verb=call.verb, leave_running=call.leave_running)
+    policy = apply_annotations(node_policy, annotations)
+    journal.note(policy=dataclasses.asdict(policy))
+    return policy
+
+
+def _quiesce(journal: Journal, init_pid: int, policy: Policy) -> None:
+    init = Process.find(init_pid)
+    if init is None:
+        raise OcihookError(f"CRIU named process {init_pid} as the container's init, which does not exist")
+    with _running_tasks(journal, init_pid), journal.phase("quiesce"):
+        if policy.resume_signal:
+            journal.push("quiesced", init=list(init), signal=policy.resume_signal)
+        ask_to_quiesce(
+            init, signal_name=policy.quiesce_signal, ack=policy.quiesce_ack, timeout_s=policy.quiesce_timeout_s
+        )
+
+
+@contextlib.contextmanager
+def _running_tasks(journal: Journal, init_pid: int) -> Iterator[None]:
+    """Let the tasks of a container run that its engine has frozen, and freeze them again."""
+    freezer = find_freezer(init_pid)
+    if freezer is None or not freezer.is_frozen():
+        yield
+        return
+    journal.push("thawed", directory=str(freezer.directory), version=freezer.version)
+    try:
+        freezer.thaw(FREEZE_TIMEOUT_S)
+        yield
+    finally:
+        freezer.freeze(FREEZE_TIMEOUT_S)
+        journal.pop("thawed")
+
+
+def post_dump(journal: Journal, request: Request, directory: Path, _load_settings: Callable[[], Settings]) -> str:
+    """Pack the page images where they are; the engine's archive then carries the packs.
+
+    Raises:
+        OcihookError: to fail the dump, if the policy wants that when packing fails; the images are as CRIU wrote them.
+    """
+    container = journal.container
+    policy: dict[str, Any] = journal.facts.get("policy", {})
+    if container is None or policy.get("mode") != "inline":
+        return ""
+    status = os.stat(directory)
+    journal.push("packing", directory=os.readlink(request.image_dir), identity=[status.st_dev, status.st_ino])
+    try:
+        with journal.phase("pack"):
+            manifest = pack_image_set(
+                directory,
+                container=container,
+                host=host_facts(str(journal.facts.get("criu_version", ""))),
+                workers=int(journal.facts.get("workers", 1)),
+                # A container left running is itself the other copy; one that is about to be killed is not.
+                durable=not journal.facts.get("leave_running"),
+            )
+    except (OcihookError, OSError) as error:
+        finish_packing(directory)
+        journal.pop("packing")
+        if policy.get("on_pack_error") == "fail":
+            raise
+        log.warning("container %s: not packed: %s", container, error)
+        return f"warning: container {container}: {str(error).rstrip('.')}. The checkpoint is complete but not packed"
+    journal.pop("packing")
+    if manifest is None:
+        return ""
+    journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes)
+    return f"container {container}: packed {manifest.raw_bytes} bytes of memory into {manifest.stored_bytes}"
+
+
+def pack_workers(settings: Settings) -> int:
+    """Return how many processes may pack or unpack at a time."""
+    cores = settings.workers or len(os.sched_getaffinity(0))
+    return workers_within(settings.memory_bound_bytes, cores)
+
+
+def host_facts(criu: str) -> dict[str, str]:
+    """Return what a restore on another node may have to be told of this one."""
+    return {"kernel": platform.release(), "machine": platform.machine(), "criu": criu}
+
+
+def criu_version(criu_pid: int) -> str:
+    """Return the version of a running CRIU, "" if it does not tell."""
+    try:
+        done = subprocess.run(
+            [f"/proc/{criu_pid}/exe", "--version"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    first_line = done.stdout.partition("\n")[0]
+    return first_line.removeprefix("Version:").strip()

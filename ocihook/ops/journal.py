@@ -1,0 +1,179 @@
+"""The journal of a session: what a dump or restore has done to a node, on disk before it is done.
+
+Whoever finds a journal whose session is dead can put everything back: each effect names its own inverse
+(ops/undo.py). One JSON file a session, replaced as a whole; finished ones are kept for a while to be looked at.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ocihook import wire
+from ocihook.errors import OcihookError
+from ocihook.linux.files import replace_file
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+
+HISTORY_KEPT = 64  # finished journals
+_VERSION = 1
+
+
+class Journal:
+    """One session's record: who, which stages with which verdicts, and the effects that still have to be undone."""
+
+    def __init__(self, path: Path, data: dict[str, Any]) -> None:
+        self.path = path
+        self._data = data
+
+    @classmethod
+    def create(cls, runtime_dir: Path, criu: Process) -> "Journal":
+        """Start a session's journal."""
+        data = {
+            "version": _VERSION,
+            "criu": list(criu),
+            "began": time.time(),
+            "container": None,
+            "image_dir": None,
+            "stages": {},
+            "effects": [],
+            "phases": [],
+            "facts": {},
+        }
+        journal = cls(runtime_dir / "sessions" / f"{criu.pid}-{criu.start_ticks}.json", data)
+        journal._write()
+        return journal
+
+    @classmethod
+    def load(cls, path: Path) -> "Journal":
+        """Read a journal.
+
+        Raises:
+            OcihookError: if it is not one; it is left in place for a person to look at.
+        """
+        try:
+            data = json.loads(path.read_bytes())
+            Process(*data["criu"])
+            if data["version"] != _VERSION or not isinstance(data["effects"], list):
+                raise ValueError(f"version {data['version']}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise OcihookError(f"{path} is no journal of this version: {error!r}") from error
+        return cls(path, data)
+
+    @property
+    def session_id(self) -> str:
+        """CRIU's pid and start time: unique on this boot."""
+        return self.path.stem
+
+    @property
+    def criu(self) -> Process:
+        """The CRIU process that this session serves."""
+        pid, start_ticks = self._data["criu"]
+        return Process(pid, start_ticks)
+
+    @property
+    def container(self) -> ContainerRef | None:
+        """The container, once identified."""
+        value = self._data["container"]
+        return None if value is None else ContainerRef.from_json(value)
+
+    @property
+    def effects(self) -> list[dict[str, Any]]:
+        """Effects that are to be undone, oldest first: each has `kind` and what its inverse needs."""
+        return list(self._data["effects"])
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the session found out or measured."""
+        return dict(self._data["facts"])
+
+    @property
+    def image_dir(self) -> Path | None:
+        """The image directory as the agent's own mount namespace may see it."""
+        value = self._data["image_dir"]
+        return None if value is None else Path(value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, for display."""
+        return dict(self._data)
+
+    def identify(self, container: ContainerRef | None, image_dir: str, **facts: object) -> None:
+        """Record which container and image directory this is about."""
+        self._data["container"] = container.to_json() if container else None
+        self._data["image_dir"] = image_dir
+        self._data["facts"] |= facts
+        self._write()
+
+    def note(self, **facts: object) -> None:
+        """Record facts."""
+        self._data["facts"] |= facts
+        self._write()
+
+    def verdict_of(self, stage: str) -> tuple[int, str] | None:
+        """Return the verdict on a stage that was already handled; CRIU <= 4.1.1 asks twice."""
+        entry = self._data["stages"].get(stage)
+        return None if entry is None or "status" not in entry else (entry["status"], entry["message"])
+
+    def begin_stage(self, stage: str) -> bool:
+        """Record that a stage is being handled; True if it was begun before and never ended."""
+        was_begun = stage in self._data["stages"]
+        self._data["stages"][stage] = {"began": time.time()}
+        self._write()
+        return was_begun
+
+    def end_stage(self, stage: str, status: int, message: str) -> None:
+        """Record the verdict."""
+        entry = self._data["stages"][stage]
+        entry |= {"seconds": time.time() - entry["began"], "status": status, "message": message}
+        self._write()
+
+    def push(self, kind: str, **facts: object) -> None:
+        """Record an effect, before it is made."""
+        self._data["effects"].append({"kind": kind, **facts})
+        self._write()
+
+    def pop(self, kind: str) -> None:
+        """Forget the newest effect of this kind: it has been undone, or needs no undoing any more."""
+        effects = self._data["effects"]
+        for number in range(len(effects) - 1, -1, -1):
+            if effects[number]["kind"] == kind:
+                del effects[number]
+                break
+        self._write()
+
+    @contextlib.contextmanager
+    def phase(self, name: str, size_bytes: int = 0) -> Iterator[None]:
+        """Measure a phase of the work."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            seconds = time.time() - start
+            self._data["phases"].append({"name": name, "began": start, "seconds": seconds, "bytes": size_bytes})
+
+    def finish(self) -> None:
+        """Move the journal of an ended session to the history."""
+        self._data["ended"] = time.time()
+        self._write()
+        history = self.path.parent.parent / "history"
+        history.mkdir(mode=0o700, exist_ok=True)
+        self.path.replace(history / self.path.name)
+        finished = sorted(history.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in finished[:-HISTORY_KEPT]:
+            path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(self.path, json.dumps(self._data, indent=1).encode(), mode=0o600)
+
+
+def open_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:
+    """Return the journals of sessions that have not ended."""
+    return sorted((runtime_dir / "sessions").glob("*.json"))
+
+
+def finished_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:
+    """Return the journals of ended sessions, newest last."""
+    return sorted((runtime_dir / "history").glob("*.json"), key=lambda path: path.stat().st_mtime)

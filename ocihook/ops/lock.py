@@ -1,0 +1,17 @@
+"""The lock that says who answers for the sessions of a node: one agent with all its processes, or one recovery."""
+
+import fcntl
+import os
+from pathlib import Path
+
+
+def lock_agent(runtime_dir: Path) -> int | None:
+    """Take the lock; None while an agent, or any process of one, is alive. Forked processes share it."""
+    runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(runtime_dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock

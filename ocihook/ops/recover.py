@@ -1,0 +1,53 @@
+"""Puts a node back in order after an agent was killed: undoes what the journals of dead sessions still hold."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook import wire
+from ocihook.errors import OcihookError
+from ocihook.ops.journal import Journal, open_journals
+from ocihook.ops.lock import lock_agent
+from ocihook.ops.undo import undo_all
+
+
+class Recovery(NamedTuple):
+    """What became of one session."""
+
+    session_id: str
+    container: str
+    outcome: str  # undone, running (CRIU is at work), served (by an agent), failed
+    detail: str
+
+
+def recover(runtime_dir: Path = Path(wire.RUNTIME_DIR), *, release_timeout_s: float = 60.0) -> list[Recovery]:
+    """Undo the effects of every session whose CRIU and agent are gone.
+
+    Sessions that an agent serves are left to it; it undoes them itself. A session whose CRIU still runs is left
+    alone, too: its next stage starts an agent that finishes it.
+    """
+    lock = lock_agent(runtime_dir)
+    try:
+        return [
+            _recover(path, is_served=lock is None, timeout_s=release_timeout_s) for path in open_journals(runtime_dir)
+        ]
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _recover(path: Path, *, is_served: bool, timeout_s: float) -> Recovery:
+    container = "unknown"
+    try:
+        journal = Journal.load(path)
+        container = str(journal.container or "unknown")
+        if is_served:
+            return Recovery(path.stem, container, "served", "an agent is at work on it")
+        if journal.criu.is_alive():
+            return Recovery(path.stem, container, "running", f"CRIU (pid {journal.criu.pid}) is at work on it")
+        kinds = [effect["kind"] for effect in journal.effects]
+        undo_all(journal, release_timeout_s=timeout_s)
+        journal.finish()
+    except OcihookError as error:
+        return Recovery(path.stem, container, "failed", str(error))
+    return Recovery(path.stem, container, "undone", ", ".join(kinds) or "nothing was left")

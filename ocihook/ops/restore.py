@@ -1,0 +1,83 @@
+"""One restore, stage by stage: verify and rehydrate before it, let the application go on after it."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ocihook.config import Settings
+from ocihook.errors import ConfigError, IdentificationError, UnsupportedError
+from ocihook.linux.procfs import Process
+from ocihook.oci.runtime import find_runtime_call
+from ocihook.ops.dump import criu_version, identify, pack_workers
+from ocihook.ops.image_set import rehydrate_image_set
+from ocihook.ops.journal import Journal
+from ocihook.ops.quiesce import signal_number
+from ocihook.store.manifest import Manifest, read_manifest
+from ocihook.wire import Request
+
+log = logging.getLogger(__name__)
+
+
+def pre_restore(journal: Journal, request: Request, directory: Path, load_settings: Callable[[], Settings]) -> str:
+    """Verify a packed image set and write its page images for CRIU to read.
+
+    Every check that can fail is made here, before any process exists.
+
+    Raises:
+        OcihookError: to refuse the restore; the image set is as it was.
+    """
+    try:
+        settings = load_settings()
+    except ConfigError as error:
+        log.warning("%s; restoring with default settings", error)
+        settings = Settings()
+    call = find_runtime_call(request.criu_pid)
+    if call is not None:
+        with contextlib.suppress(IdentificationError, ConfigError):
+            identify(journal, request, call, settings.policy)
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        _check_criu(manifest, criu_version(request.criu_pid))
+        status = os.stat(directory)
+        journal.push(
+            "rehydrated",
+            directory=os.readlink(request.image_dir),
+            identity=[status.st_dev, status.st_ino],
+            names=[image.name for image in manifest.packed_images],
+        )
+    with journal.phase("unpack", manifest.raw_bytes if manifest else 0):
+        rehydrate_image_set(directory, workers=pack_workers(settings))
+    if manifest is None:
+        return ""
+    journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes)
+    return f"container {manifest.container}: verified and unpacked {manifest.raw_bytes} bytes of memory"
+
+
+def _check_criu(manifest: Manifest, here: str) -> None:
+    """Refuse what CRIU would fail on halfway: pagemaps of 4.2 and later are not read by older ones."""
+    there = manifest.host.get("criu", "")
+    if _major_minor(there) >= (4, 2) and (0, 0) < _major_minor(here) < (4, 2):
+        raise UnsupportedError(
+            f"the checkpoint was made by CRIU {there}, this node's CRIU {here} cannot read it",
+            hint="install CRIU 4.2 or later on this node",
+        )
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    try:
+        major, minor = version.split(".")[:2]
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0
+
+
+def post_resume(journal: Journal, request: Request, _directory: Path, _load_settings: Callable[[], Settings]) -> str:
+    """Tell a restored application to go on, if its policy names a signal."""
+    policy: dict[str, Any] = journal.facts.get("policy", {})
+    init = Process.find(request.init_pid)
+    if init and policy.get("resume_signal"):
+        init.send(signal_number(policy["resume_signal"]))
+    return ""
