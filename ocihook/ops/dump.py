@@ -16,10 +16,11 @@ from ocihook.errors import OcihookError
 from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
-from ocihook.ops.image_set import finish_packing, pack_image_set
+from ocihook.ops.image_set import discard_packs, finish_packing, pack_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import ask_to_quiesce
 from ocihook.ops.undo import FREEZE_TIMEOUT_S
+from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import workers_within
 from ocihook.wire import Request
 
@@ -92,7 +93,14 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
     policy: dict[str, Any] = journal.facts.get("policy", {})
     if container is None or policy.get("mode") != "inline":
         return ""
+    if journal.facts.get("packing_began"):  # and was interrupted; whether it came to its commit, the manifest tells
+        manifest = read_manifest(directory)
+        if manifest is not None:
+            return _packed(journal, manifest)
+    else:  # whatever lies there is of an earlier dump into the same directory
+        discard_packs(directory)
     status = os.stat(directory)
+    journal.note(packing_began=True)
     journal.push("packing", directory=os.readlink(request.image_dir), identity=[status.st_dev, status.st_ino])
     try:
         with journal.phase("pack"):
@@ -112,10 +120,12 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
         log.warning("container %s: not packed: %s", container, error)
         return f"warning: container {container}: {str(error).rstrip('.')}. The checkpoint is complete but not packed"
     journal.pop("packing")
-    if manifest is None:
-        return ""
+    return _packed(journal, manifest) if manifest else ""
+
+
+def _packed(journal: Journal, manifest: Manifest) -> str:
     journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes)
-    return f"container {container}: packed {manifest.raw_bytes} bytes of memory into {manifest.stored_bytes}"
+    return f"container {journal.container}: packed {manifest.raw_bytes} bytes of memory into {manifest.stored_bytes}"
 
 
 def pack_workers(settings: Settings) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
@@ -176,6 +176,15 @@ def _number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
         raise ValueError(f"{value!r} is not a valid number here")
     return value
+
+
+def digest_file(path: Path) -> str:
+    """Return the XXH3-128 of a file's content, as OtherImage has it."""
+    digest = xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:

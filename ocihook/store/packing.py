@@ -29,6 +29,7 @@ SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all fi
 BATCH_BYTES = 2 << 20  # what a worker reads and writes at a time; stays in the L2 and L3 caches
 # Buffers, table, interpreter and allocator of one worker, measured by `make bench` ("agent memory").
 WORKER_BYTES = 24 << 20
+AGENT_BYTES = 48 << 20  # the agent and one session without workers
 
 _GATHER_MAX = 1024 - 2 * CHUNK_PAGES  # IOV_MAX, less what one more chunk can add
 
@@ -45,6 +46,11 @@ def no_progress(_image_bytes: int) -> None:
 class _SegmentPacked(NamedTuple):
     task: int
     segment: Segment
+
+
+def workers_within(memory_bound_bytes: int, cores: int) -> int:
+    """Return how many workers, at most one a core and at least one, stay within a bound on memory."""
+    return max(1, min(cores, (memory_bound_bytes - AGENT_BYTES) // WORKER_BYTES))
 
 
 def pack_images(

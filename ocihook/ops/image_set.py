@@ -1,0 +1,219 @@
+"""An image set goes into packs and comes out again: what a dump, a restore and `ocihook archive` all do.
+
+The manifest decides. While there is none, the page images are the checkpoint and packs are rubbish; once there is
+one, the packs are the checkpoint and leftover page images are rubbish. So an interruption at any point is put
+right by `finish_packing`, without knowing where it was.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ocihook import __version__
+from ocihook.criu.images import check_page_images, page_images, read_pagemaps
+from ocihook.errors import IntegrityError, OcihookError, StoreFull
+from ocihook.linux.files import sync_directory
+from ocihook.model import ContainerRef
+from ocihook.store.manifest import (
+    MANIFEST_NAME,
+    PACK_NAME,
+    PACK_PREFIX,
+    Manifest,
+    OtherImage,
+    digest_file,
+    read_manifest,
+    write_manifest,
+)
+from ocihook.store.pack import PackFile
+from ocihook.store.packing import Packs, Progress, no_progress, pack_images
+
+_SPACE_MARGIN_BYTES = 16 << 20
+
+
+def pack_image_set(
+    directory: Path,
+    *,
+    container: ContainerRef,
+    host: Mapping[str, str],
+    workers: int,
+    durable: bool,
+    progress: Progress = no_progress,
+) -> Manifest | None:
+    """Replace the page images in `directory` by packs and a manifest; None if there is nothing to pack.
+
+    Page images go only when everything else is complete. If this fails, they are as they were.
+
+    Args:
+        directory: an image set that CRIU has finished. Packs and manifest in it are of an earlier dump into the
+            same directory, and are discarded.
+        container: recorded in the manifest.
+        host: recorded in the manifest.
+        workers: processes to use.
+        durable: return only when the packs are on stable storage.
+        progress: told the bytes of image done.
+
+    Raises:
+        ImageError: if CRIU's images are incomplete.
+        StoreFull: if there is no space for the packs.
+        OcihookError: on anything else that makes packing impossible.
+    """
+    discard_packs(directory)
+    check_page_images(directory)
+    opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
+    names = [name for name in page_images(directory) if name not in opaque]
+    if not names:
+        return None
+    try:
+        packed, packs = pack_images(
+            directory, names, prefix=PACK_PREFIX, workers=workers, durable=durable, progress=progress
+        )
+        manifest = Manifest(
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            writer=f"ocihook {__version__}",
+            container=container,
+            host=host,
+            packed_images=tuple(packed),
+            other_images=tuple(_other_images(directory, packed_names=set(names))),
+            packs=tuple(packs),
+        )
+        write_manifest(directory, manifest, durable=durable)
+    except BaseException as error:
+        finish_packing(directory)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(
+                "no space left to pack the checkpoint's memory; its images are left as CRIU wrote them",
+                hint=f"packing needs up to {sum(_size(directory / name) for name in names)} bytes beside the images",
+            ) from error
+        raise
+    finish_packing(directory)
+    if durable:
+        sync_directory(directory)
+    return manifest
+
+
+def discard_packs(directory: Path) -> None:
+    """Remove packs and manifest, the manifest first: without it the packs mean nothing."""
+    for name in (MANIFEST_NAME, f"{MANIFEST_NAME}.partial", *_pack_names(directory)):
+        (directory / name).unlink(missing_ok=True)
+
+
+def finish_packing(directory: Path) -> None:
+    """Bring an image set into order whose packing was interrupted: complete it, or take it back. May run any time."""
+    (directory / f"{MANIFEST_NAME}.partial").unlink(missing_ok=True)
+    manifest = read_manifest(directory)
+    rubbish = _pack_names(directory) if manifest is None else [image.name for image in manifest.packed_images]
+    for name in rubbish:
+        (directory / name).unlink(missing_ok=True)
+
+
+def _pack_names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(directory) if PACK_NAME.fullmatch(entry.name))
+
+
+def _other_images(directory: Path, packed_names: set[str]) -> Iterable[OtherImage]:
+    for path in sorted(directory.glob("*.img")):
+        if path.name not in packed_names and path.is_file() and not path.is_symlink():
+            yield OtherImage(path.name, _size(path), digest_file(path))
+
+
+def _size(path: Path) -> int:
+    return os.stat(path, follow_symlinks=False).st_size
+
+
+def verify_image_set(directory: Path, *, workers: int, progress: Progress = no_progress) -> Manifest | None:
+    """Check every byte of a packed image set; None if it is not packed.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+    """
+    manifest = _read_packed(directory)
+    if manifest is not None:
+        packs = open_packs(directory, manifest)
+        try:
+            packs.verify(workers=workers, progress=progress)
+        finally:
+            packs.close()
+    return manifest
+
+
+def rehydrate_image_set(directory: Path, *, workers: int, progress: Progress = no_progress) -> list[str]:
+    """Verify a packed image set and write its page images beside the packs; return their names ([]: not packed).
+
+    If this fails, no page image is left.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+        StoreFull: if the page images do not fit; nothing has been written then.
+    """
+    manifest = _read_packed(directory)
+    if manifest is None:
+        return []
+    names = [image.name for image in manifest.packed_images]
+    packs = open_packs(directory, manifest)
+    try:
+        dehydrate(directory, names)  # of an earlier attempt
+        _check_space(directory, manifest)
+        packs.rehydrate(directory, workers=workers, progress=progress)
+        check_page_images(directory)
+    except BaseException as error:
+        dehydrate(directory, names)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(manifest, 0) from error
+        raise
+    finally:
+        packs.close()
+    return names
+
+
+def dehydrate(directory: Path, names: Iterable[str]) -> None:
+    """Remove page images that were written from packs. May run any time."""
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+
+
+def open_packs(directory: Path, manifest: Manifest) -> Packs:
+    """Open the packs that a manifest names.
+
+    Raises:
+        IntegrityError: if one is missing, or not what the manifest says.
+    """
+    files = {pack.name: PackFile(directory / pack.name) for pack in manifest.packs}
+    return Packs(manifest.packed_images, manifest.packs, files)
+
+
+def _read_packed(directory: Path) -> Manifest | None:
+    """Return the manifest, once every image that was not packed is what it was."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        packs = _pack_names(directory)
+        if packs:
+            raise IntegrityError(
+                f"there are packs ({', '.join(packs)}) without a manifest",
+                hint="the checkpoint is incomplete; use another copy of it",
+            )
+        return None
+    for image in manifest.other_images:
+        path = directory / image.name
+        try:
+            is_same = not path.is_symlink() and _size(path) == image.size_bytes and digest_file(path) == image.digest
+        except FileNotFoundError as error:
+            raise IntegrityError(f"image {image.name} is missing") from error
+        if not is_same:
+            raise IntegrityError(f"image {image.name} is not what was checkpointed")
+    return manifest
+
+
+def _check_space(directory: Path, manifest: Manifest) -> None:
+    file_system = os.statvfs(directory)
+    free_bytes = file_system.f_bavail * file_system.f_frsize
+    if free_bytes < manifest.raw_bytes + _SPACE_MARGIN_BYTES:
+        raise _no_space(manifest, free_bytes)
+
+
+def _no_space(manifest: Manifest, free_bytes: int) -> OcihookError:
+    return StoreFull(
+        f"unpacking the checkpoint needs {manifest.raw_bytes} bytes, {free_bytes} are free",
+        hint="free space where the engine unpacks checkpoints, then restore again",
+    )
