@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 def fill(size_mib: int) -> mmap.mmap:
     """Return memory with a quarter of zero pages, random bytes (as weights are), counters and text, in runs."""
-    memory = mmap.mmap(-1, size_mib * MIB)
+    memory = mmap.mmap(-1, size_mib * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     chooser = random.Random(1)  # noqa: S311 - the same layout each time
     words = [os.urandom(4).hex() for _ in range(512)]
     text = " ".join(chooser.choice(words) for _ in range(MIB // 9 + 1)).encode()[:MIB]

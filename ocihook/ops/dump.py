@@ -103,7 +103,7 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
     journal.note(packing_began=True)
     journal.push("packing", directory=os.readlink(request.image_dir), identity=[status.st_dev, status.st_ino])
     try:
-        with journal.phase("pack"):
+        with journal.phase("pack") as phase:
             manifest = pack_image_set(
                 directory,
                 container=container,
@@ -112,6 +112,7 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
                 # A container left running is itself the other copy; one that is about to be killed is not.
                 durable=not journal.facts.get("leave_running"),
             )
+            phase["bytes"] = manifest.raw_bytes if manifest else 0
     except (OcihookError, OSError) as error:
         finish_packing(directory)
         journal.pop("packing")

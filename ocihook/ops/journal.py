@@ -144,14 +144,13 @@ class Journal:
         self._write()
 
     @contextlib.contextmanager
-    def phase(self, name: str, size_bytes: int = 0) -> Iterator[None]:
-        """Measure a phase of the work."""
-        start = time.time()
+    def phase(self, name: str) -> Iterator[dict[str, Any]]:
+        """Measure a phase of the work; the caller may add its `bytes`."""
+        entry = {"name": name, "began": time.time(), "bytes": 0}
         try:
-            yield
+            yield entry
         finally:
-            seconds = time.time() - start
-            self._data["phases"].append({"name": name, "began": start, "seconds": seconds, "bytes": size_bytes})
+            self._data["phases"].append(entry | {"seconds": time.time() - entry["began"]})
 
     def finish(self) -> None:
         """Move the journal of an ended session to the history."""

@@ -48,7 +48,8 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
             identity=[status.st_dev, status.st_ino],
             names=[image.name for image in manifest.packed_images],
         )
-    with journal.phase("unpack", manifest.raw_bytes if manifest else 0):
+    with journal.phase("unpack") as phase:
+        phase["bytes"] = manifest.raw_bytes if manifest else 0
         rehydrate_image_set(directory, workers=pack_workers(settings))
     if manifest is None:
         return ""
