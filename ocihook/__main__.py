@@ -1,0 +1,5 @@
+"""`python -m ocihook` is the `ocihook` command."""
+
+from ocihook.cli.main import main
+
+main()

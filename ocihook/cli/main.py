@@ -1,0 +1,72 @@
+"""The `ocihook` command: finds the subcommand, and turns every error into one line and an exit status."""
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+
+import click
+
+from ocihook import __version__
+from ocihook.errors import OcihookError
+
+# name -> module:attribute and summary, so that `--help` imports none of them
+_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "install": ("ocihook.cli.install:install", "Have CRIU call ocihook on this node."),
+    "uninstall": ("ocihook.cli.install:uninstall", "Take back what install changed."),
+    "doctor": ("ocihook.cli.doctor:doctor", "Tell whether a checkpoint will work here, and what to do if not."),
+    "archive": ("ocihook.cli.archive:archive", "List, inspect, verify, pack, unpack and compare checkpoint archives."),
+    "ps": ("ocihook.cli.sessions:ps", "Show the dumps and restores that are going on."),
+    "recover": ("ocihook.cli.sessions:recover", "Undo what sessions left whose agent was killed."),
+    "agent": ("ocihook.cli.agent:agent", "Run the agent in the foreground."),
+    "demo": ("ocihook.cli.demo:demo", "Checkpoint and restore a real container, with figures."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="ocihook")
+def cli() -> None:
+    """Checkpoint and restore GPU containers on stock clusters.
+
+    \b
+    Exit status: 0 done, 1 error, 2 usage or configuration, 4 damaged checkpoint,
+    5 not possible on this node, 7 agent, 9 no space, 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except OcihookError as error:
+        click.echo(f"ocihook: error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
+        sys.exit(1)
+    except OSError as error:
+        click.echo(f"ocihook: error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,63 @@
+"""How results look: tables for people, JSON for programs, a progress bar for long work on a terminal."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SCHEMA_VERSION = 1
+
+
+def json_option(command: F) -> F:
+    """Give a command `--json`, passed to it as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object."""
+    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows under column names; without names, just the rows."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None if any(columns) else box.SIMPLE, show_header=any(columns), pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how far long work is, if somebody watches; yields what is to be told each number of bytes done."""
+    if not sys.stderr.isatty():
+        yield lambda _size: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total_bytes)
+        yield lambda size: progress.update(task, advance=size)
+
+
+def format_bytes(size: int) -> str:
+    """Return a size for people."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
