@@ -42,7 +42,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ocihook")
 def cli() -> None:
-    """Checkpoint and restore GPU containers on stock clusters.
+    r"""Checkpoint and restore GPU containers on stock clusters.
 
     \b
     Exit status: 0 done, 1 error, 2 usage or configuration, 4 damaged checkpoint,

@@ -146,11 +146,12 @@ class Journal:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
         """Measure a phase of the work; the caller may add its `bytes`."""
-        entry = {"name": name, "began": time.time(), "bytes": 0}
+        began = time.time()
+        entry: dict[str, Any] = {"name": name, "began": began, "bytes": 0}
         try:
             yield entry
         finally:
-            self._data["phases"].append(entry | {"seconds": time.time() - entry["began"]})
+            self._data["phases"].append(entry | {"seconds": time.time() - began})
 
     def finish(self) -> None:
         """Move the journal of an ended session to the history."""
