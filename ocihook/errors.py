@@ -29,7 +29,7 @@ class OcihookError(Exception):
 
     def __str__(self) -> str:
         message = str(self.args[0])
-        return f"{message}. {self.hint}" if self.hint else message
+        return f"{message.rstrip('.')}. {self.hint[0].upper()}{self.hint[1:]}" if self.hint else message
 
 
 class ConfigError(OcihookError):
