@@ -1,0 +1,69 @@
+"""`ocihook install` and `ocihook uninstall`."""
+
+import os
+from pathlib import Path
+
+import click
+
+from ocihook.cli.render import json_option, print_json
+from ocihook.errors import UnsupportedError
+from ocihook.ops.install import LIBEXEC, Change, apply_install, apply_uninstall, plan_install, plan_uninstall
+
+_PATH = click.Path(path_type=Path, file_okay=False)
+_root = click.option("--root", type=_PATH, default="/", help="Work on the file system tree in DIR (for image builds).")
+_libexec = click.option("--libexec", type=_PATH, default=LIBEXEC, show_default=True, help="Where the launcher goes.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Show what would change, change nothing.")
+
+
+@click.command()
+@_root
+@_libexec
+@_dry_run
+@json_option
+def install(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
+    """Have CRIU call ocihook at every checkpoint and restore on this node.
+
+    Writes a marked block into the CRIU configuration files that this node's runtimes read; every other line stays
+    as it is. Installing again is harmless.
+    """
+    root = root.resolve()
+    changes = plan_install(root, libexec)
+    if not dry_run:
+        _check_root(root)
+        apply_install(changes, root)
+    _report(changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is installed already; nothing to change.")
+
+
+@click.command()
+@_root
+@_libexec
+@_dry_run
+@json_option
+def uninstall(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
+    """Take back what install changed; what was there before is left, byte for byte."""
+    root = root.resolve()
+    changes = plan_uninstall(root, libexec)
+    if not dry_run:
+        _check_root(root)
+        apply_uninstall(changes, root, libexec)
+    _report(changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is not installed; nothing to change.")
+
+
+def _check_root(root: Path) -> None:
+    if os.geteuid() != 0 and root == Path("/"):
+        raise UnsupportedError("only root can change this node", hint="use sudo, --root DIR, or --dry-run")
+
+
+def _report(changes: list[Change], *, dry_run: bool, as_json: bool, nothing: str) -> None:
+    if as_json:
+        print_json(
+            {"dry_run": dry_run, "changes": [{"path": str(c.path), "removed": c.after is None} for c in changes]}
+        )
+    elif not changes:
+        click.echo(nothing)
+    elif dry_run:
+        for change in changes:
+            click.echo(change.diff())
+    else:
+        for change in changes:
+            click.echo(f"{'removed' if change.after is None else 'wrote'} {change.path}")

@@ -1,0 +1,92 @@
+"""Our block in CRIU's configuration files (runc.conf, crun.conf, default.conf); every foreign byte stays as it is.
+
+The block stands at the beginning of a file, so that what follows is untouched however its last line ends. Its first
+line also says what we made besides it, so that removing the block can leave exactly what was there before.
+"""
+
+import re
+from typing import NamedTuple
+
+from ocihook.errors import ConfigError
+
+_END = b"# END ocihook\n"
+_BLOCK = re.compile(
+    rb"^# BEGIN ocihook(?P<made>( made-file| made-directory)*)\n(?P<body>(?:[^\n]*\n)*?)# END ocihook\n", re.M
+)
+_MARK = re.compile(rb"^# (BEGIN|END) ocihook", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """What the block in a file says."""
+
+    action_script: str
+    made_file: bool
+    made_directory: bool
+
+
+def add_block(content: bytes, block: Block, *, where: str) -> bytes:
+    """Return `content` with our block in it; one that is there already is replaced.
+
+    Raises:
+        ConfigError: if a block in it is damaged.
+    """
+    made = b" made-file" * block.made_file + b" made-directory" * block.made_directory
+    lines = b"# BEGIN ocihook%s\naction-script %s\n%s" % (made, block.action_script.encode(), _END)
+    return lines + remove_block(content, where=where)
+
+
+def remove_block(content: bytes, *, where: str) -> bytes:
+    """Return `content` without our block: what it was before `add_block`.
+
+    Raises:
+        ConfigError: if the block is damaged.
+    """
+    match = _find(content, where)
+    return content if match is None else content[: match.start()] + content[match.end() :]
+
+
+def read_block(content: bytes, *, where: str) -> Block | None:
+    """Return our block, None if there is none.
+
+    Raises:
+        ConfigError: if it is damaged.
+    """
+    match = _find(content, where)
+    if match is None:
+        return None
+    scripts = action_scripts(match["body"])
+    return Block(scripts[0] if scripts else "", b" made-file" in match["made"], b" made-directory" in match["made"])
+
+
+def _find(content: bytes, where: str) -> re.Match[bytes] | None:
+    marks = list(_MARK.finditer(content))
+    match = _BLOCK.search(content)
+    if not marks:
+        return None
+    if match is None or len(marks) != 2:
+        line = content.count(b"\n", 0, marks[0].start()) + 1
+        raise ConfigError(
+            f"{where}, line {line}: ocihook's block is damaged; nothing was changed",
+            hint="remove the lines from '# BEGIN ocihook' to '# END ocihook' by hand and try again",
+        )
+    return match
+
+
+def options(content: bytes) -> list[tuple[str, str]]:
+    """Return the options of a CRIU configuration file in their order, as (name, value).
+
+    The syntax is CRIU's (criu/config.c): `name`, `name value`, `name=value`, quotes around a value, # for comments.
+    """
+    found = []
+    for line in content.decode("utf-8", "replace").splitlines():
+        text = line.split("#", 1)[0].strip()
+        if text:
+            match = re.match(r"(?:--)?([^\s=]+)[\s=]*(.*)", text)
+            if match:
+                found.append((match[1], match[2].strip("\"'")))
+    return found
+
+
+def action_scripts(content: bytes) -> list[str]:
+    """Return the action scripts that a configuration file names."""
+    return [value for name, value in options(content) if name == "action-script"]
