@@ -40,7 +40,7 @@ def _rows(result: DemoResult) -> list[list[str]]:
         ["podman's archive", format_bytes(result.archive_bytes), "nothing but CRIU's small images beside the packs"],
         ["checkpoint", f"{result.checkpoint_s:.2f} s", f"podman with {result.runtime}"],
         ["  container frozen", f"{result.frozen_s:.2f} s", "CRIU's own measure"],
-        ["  CRIU moves memory", f"{result.criu_memory_s:.2f} s", ""],
+        ["  CRIU writes memory", f"{result.criu_memory_s:.2f} s", ""],
         ["  ocihook packs", f"{result.pack_s:.2f} s", _rate(result.raw_bytes, result.pack_s)],
         ["restore", f"{result.restore_s:.2f} s", ""],
         ["  ocihook verifies, unpacks", f"{result.unpack_s:.2f} s", _rate(result.raw_bytes, result.unpack_s)],

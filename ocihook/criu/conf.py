@@ -11,7 +11,7 @@ from ocihook.errors import ConfigError
 
 _END = b"# END ocihook\n"
 _BLOCK = re.compile(
-    rb"^# BEGIN ocihook(?P<made>( made-file| made-directory)*)\n(?P<body>(?:[^\n]*\n)*?)# END ocihook\n", re.M
+    rb"^# BEGIN ocihook(?P<made>( made-file| made-directory)*)\n(?P<body>(?:[^\n]*\n)*?)# END ocihook\n", re.MULTILINE
 )
 _MARK = re.compile(rb"^# (BEGIN|END) ocihook", re.MULTILINE)
 

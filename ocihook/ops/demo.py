@@ -87,21 +87,24 @@ def run_demo(runtime: str, *, size_bytes: int, say: Say) -> DemoResult:
     """
     scratch = Path(tempfile.mkdtemp(prefix="ocihook-demo-", dir="/var/tmp"))
     try:
-        with tempfile.TemporaryDirectory(prefix="ocihook-demo-mounts-") as mounts:
-            _make_private(Path(mounts))
-            return _Demo(runtime, scratch, say).run(size_bytes >> 20)
+        _make_private(scratch / "mounts")
+        return _Demo(runtime, scratch, say).run(size_bytes >> 20)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _make_private(mounts: Path) -> None:
-    """Cover everything that is written: /etc and /usr/local with overlays, /run with an empty one."""
+    """Cover everything that is written: /etc with an overlay, /run with an empty one.
+
+    Nothing below /usr may be a mount, since the container has /usr bound, and CRIU would want to mount it again.
+    """
+    mounts.mkdir()
     _run("mount", "-t", "tmpfs", "tmpfs", str(mounts))
-    for name, path in (("etc", "/etc"), ("local", "/usr/local")):
-        upper, work = mounts / name / "upper", mounts / name / "work"
-        upper.mkdir(parents=True)
-        work.mkdir()
-        _run("mount", "-t", "overlay", "overlay", "-o", f"lowerdir={path},upperdir={upper},workdir={work}", path)
+    upper, work = mounts / "upper", mounts / "work"
+    upper.mkdir()
+    work.mkdir()
+    _run("mount", "-t", "overlay", "overlay", "-o", f"lowerdir=/etc,upperdir={upper},workdir={work}", "/etc")
+    _run("umount", "--lazy", str(mounts))  # the overlay keeps it
     _run("mount", "-t", "tmpfs", "tmpfs", "/run")
     if _run("stat", "-f", "-c", "%T", "/sys/fs/cgroup").strip() != "cgroup2fs":
         _run("mount", "-t", "cgroup2", "cgroup2", "/sys/fs/cgroup")
@@ -120,7 +123,7 @@ class _Demo:
         config = Path("/etc/ocihook/config.toml")
         config.parent.mkdir(exist_ok=True)
         config.write_text("[agent]\nidle_timeout_s = 1\n")
-        _run(sys.executable, "-m", "ocihook", "install")
+        _run(sys.executable, "-m", "ocihook", "install", "--libexec", "/etc/ocihook/libexec")
         image = self._import_image()
         try:
             return self._round_trip(image, size_mib)
@@ -233,13 +236,13 @@ class _Demo:
         return handled[-1]
 
     def _stats(self) -> tuple[int, int]:
-        """Return microseconds for which CRIU held the container frozen, and those in which it wrote memory."""
+        """Return the microseconds that CRIU held the container frozen, and those in which it wrote memory."""
         with tarfile.open(self.archive) as tar:
             member = tar.extractfile("stats-dump")
             if member is None:
                 raise OcihookError("podman's archive has no stats-dump")
             stats = parse_dump_stats(member.read())
-        return stats.frozen_us, stats.memdump_us + stats.memwrite_us
+        return stats.frozen_us, stats.memwrite_us
 
 
 def _phase_s(journal: dict[str, Any], name: str) -> float:
