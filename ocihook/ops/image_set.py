@@ -128,7 +128,7 @@ def verify_image_set(directory: Path, *, workers: int, progress: Progress = no_p
     Raises:
         IntegrityError: naming what is missing or damaged.
     """
-    manifest = _read_packed(directory)
+    manifest = read_packed(directory)
     if manifest is not None:
         packs = open_packs(directory, manifest)
         try:
@@ -147,7 +147,7 @@ def rehydrate_image_set(directory: Path, *, workers: int, progress: Progress = n
         IntegrityError: naming what is missing or damaged.
         StoreFull: if the page images do not fit; nothing has been written then.
     """
-    manifest = _read_packed(directory)
+    manifest = read_packed(directory)
     if manifest is None:
         return []
     names = [image.name for image in manifest.packed_images]
@@ -183,8 +183,12 @@ def open_packs(directory: Path, manifest: Manifest) -> Packs:
     return Packs(manifest.packed_images, manifest.packs, files)
 
 
-def _read_packed(directory: Path) -> Manifest | None:
-    """Return the manifest, once every image that was not packed is what it was."""
+def read_packed(directory: Path, *, check_images: bool = True) -> Manifest | None:
+    """Return the manifest, once every image that was not packed is what it was; None if nothing is packed.
+
+    Raises:
+        IntegrityError: if the manifest or an image is missing or damaged.
+    """
     manifest = read_manifest(directory)
     if manifest is None:
         packs = _pack_names(directory)
@@ -194,7 +198,7 @@ def _read_packed(directory: Path) -> Manifest | None:
                 hint="the checkpoint is incomplete; use another copy of it",
             )
         return None
-    for image in manifest.other_images:
+    for image in manifest.other_images if check_images else ():
         path = directory / image.name
         try:
             is_same = not path.is_symlink() and _size(path) == image.size_bytes and digest_file(path) == image.digest

@@ -1,0 +1,183 @@
+"""`ocihook archive`: look into, verify, pack, unpack and compare the checkpoint archives of engines."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table, progress_bar
+from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
+from ocihook.errors import ArchiveError
+from ocihook.ops import archive as ops
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OUTPUT = click.Path(dir_okay=False, path_type=Path)
+_workers = click.option("--workers", default=0, help="Processes to use; default: one for each core.")
+_compress = click.option(
+    "--compress",
+    "compression",
+    type=click.Choice(COMPRESSIONS),
+    default="none",
+    show_default=True,
+    help="Of the output.",
+)
+_force = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
+
+
+@click.group()
+def archive() -> None:
+    """Work with the checkpoint archives of podman, containerd and CRI-O (tar, also gzip or zstd)."""
+
+
+@archive.command("list")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@json_option
+def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
+    """List archives; a directory stands for the files in it (for instance /var/lib/kubelet/checkpoints)."""
+    rows: list[dict[str, Any]] = []
+    for path, facts in ops.list_archives(list(paths)):
+        row: dict[str, Any] = {"path": str(path), "bytes": path.stat().st_size}
+        if isinstance(facts, ArchiveFacts):
+            container = facts.container
+            row |= {"engine": container.engine, "container": str(container), "image": facts.image}
+            row |= {"created": facts.created, "packed": ops.is_packed(facts), "error": None}
+        else:
+            row |= {"engine": "", "container": "", "image": "", "created": "", "packed": None, "error": str(facts)}
+        rows.append(row)
+    if as_json:
+        print_json({"archives": rows})
+        return
+    cells = [
+        [r["path"], r["engine"], r["container"], r["image"], r["created"], format_bytes(r["bytes"]), _packed(r)]
+        for r in rows
+    ]
+    print_table(["ARCHIVE", "ENGINE", "CONTAINER", "IMAGE", "CREATED", "SIZE", "PACKED"], cells)
+
+
+def _packed(row: dict[str, Any]) -> str:
+    return f"error: {row['error']}" if row["error"] else "yes" if row["packed"] else "no"
+
+
+@archive.command()
+@click.argument("path", metavar="ARCHIVE", type=_FILE)
+@json_option
+def inspect(*, path: Path, as_json: bool) -> None:
+    """Show whose checkpoint an archive is, its processes and their memory, and how it was dumped."""
+    value = ops.to_json(ops.inspect_archive(path))
+    if as_json:
+        print_json({"archive": str(path), **value})
+        return
+    container, stats, manifest = value["container"], value["stats"], value["manifest"]
+    rows = [
+        ["archive", f"{path} ({format_bytes(value['archive_bytes'])})"],
+        ["engine", container["engine"]],
+        ["container", f"{container['name']} {container['id']}".strip()],
+        ["pod", f"{container['pod_namespace']}/{container['pod_name']}" if container["pod_name"] else ""],
+        ["image", value["image"]],
+        ["runtime", value["runtime"]],
+        ["created", value["created"]],
+        ["memory images", f"{format_bytes(value['raw_bytes'])} raw, {format_bytes(value['stored_bytes'])} stored"],
+        ["packed", f"by {manifest['writer']} at {manifest['created']}" if manifest else "no"],
+    ]
+    if manifest:
+        rows.append(["dumped on", ", ".join(f"{key} {text}" for key, text in manifest["host"].items() if text)])
+    if stats:
+        rows.append(["frozen", f"{stats['frozen_us'] / 1e6:.3f} s (CRIU's own measure)"])
+    print_table(["", ""], [row for row in rows if row[1]])
+    processes = [[p["pid"], p["ppid"], p["threads"], format_bytes(p["memory_bytes"])] for p in value["processes"]]
+    print_table(["PID", "PARENT", "THREADS", "MEMORY"], processes)
+
+
+@archive.command()
+@click.argument("path", metavar="ARCHIVE", type=_FILE)
+@_workers
+@json_option
+def verify(*, path: Path, workers: int, as_json: bool) -> None:
+    """Read an archive to its end and check every checksum and size in it. Exit status 4: it is damaged."""
+    size = path.stat().st_size
+    with progress_bar("verifying", size) as progress:
+        manifest = ops.verify_archive(path, workers=_count(workers), progress=progress)
+    if as_json:
+        print_json({"archive": str(path), "ok": True, "packed": manifest is not None})
+    elif manifest is None:
+        click.echo(f"{path}: not packed; its images are complete, their content has no checksums")
+    else:
+        click.echo(
+            f"{path}: {len(manifest.packs)} packs, {format_bytes(manifest.raw_bytes)} of memory, every checksum right"
+        )
+
+
+@archive.command()
+@click.argument("source", type=_FILE)
+@click.argument("output", type=_OUTPUT)
+@_compress
+@_force
+@_workers
+@json_option
+def pack(*, source: Path, output: Path, compression: str, force: bool, workers: int, as_json: bool) -> None:
+    """Write OUTPUT, a packed archive, from SOURCE, a plain one."""
+
+    def run(progress: Callable[[int], None]) -> None:
+        ops.pack_archive(
+            source, output, compression=compression, force=force, workers=_count(workers), progress=progress
+        )
+
+    _convert("packing", source, output, run, as_json=as_json, force=force)
+
+
+@archive.command()
+@click.argument("source", type=_FILE)
+@click.argument("output", type=_OUTPUT)
+@_compress
+@_force
+@_workers
+@json_option
+def unpack(*, source: Path, output: Path, compression: str, force: bool, workers: int, as_json: bool) -> None:
+    """Write OUTPUT, a plain archive that restores on a node without ocihook, from SOURCE, a packed one."""
+
+    def run(progress: Callable[[int], None]) -> None:
+        ops.unpack_archive(
+            source, output, compression=compression, force=force, workers=_count(workers), progress=progress
+        )
+
+    _convert("unpacking", source, output, run, as_json=as_json, force=force)
+
+
+def _convert(
+    label: str, source: Path, output: Path, run: Callable[[Callable[[int], None]], None], *, as_json: bool, force: bool
+) -> None:
+    if output.exists() and not force:
+        raise ArchiveError(f"{output} exists", hint="name another output, or use --force")
+    before = source.stat().st_size
+    with progress_bar(label, before) as progress:
+        run(progress)
+    after = output.stat().st_size
+    if as_json:
+        print_json({"source": str(source), "output": str(output), "source_bytes": before, "output_bytes": after})
+    else:
+        click.echo(f"{output}: {format_bytes(after)}, from {format_bytes(before)}")
+
+
+@archive.command()
+@click.argument("first", type=_FILE)
+@click.argument("second", type=_FILE)
+@json_option
+def diff(*, first: Path, second: Path, as_json: bool) -> None:
+    """Compare two archives: their images, and the memory of each process page by page. Exit status 1: they differ."""
+    result = ops.diff_archives(first, second)
+    if as_json:
+        images = [{"name": name, "state": state} for name, state in result.images]
+        print_json({"images": images, "memory": [m._asdict() for m in result.memory]})
+    else:
+        print_table(["IMAGE", "STATE"], [[name, state] for name, state in result.images if state != "same"])
+        columns = ["MEMORY", "SAME", "CHANGED", "ONLY IN FIRST", "ONLY IN SECOND"]
+        print_table(columns, [[m.name, *m[1:]] for m in result.memory])
+    is_same = all(state == "same" for _, state in result.images) and not any(any(m[2:]) for m in result.memory)
+    if not is_same:
+        raise click.exceptions.Exit(1)
+
+
+def _count(workers: int) -> int:
+    return workers or len(os.sched_getaffinity(0))
