@@ -1,7 +1,9 @@
-"""Files that are either wholly there or not at all."""
+"""Files that are either wholly there or not at all, and files that are really files."""
 
 import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
 
 
@@ -28,6 +30,19 @@ def replace_file(path: Path, data: bytes, *, mode: int, durable: bool = True) ->
         raise
     if durable:
         sync_directory(path.parent)
+
+
+def open_regular(path: Path) -> int:
+    """Open `path` for reading and return the descriptor; what was put there by others cannot lead or block us.
+
+    Raises:
+        OSError: also if it is a link, a directory, a FIFO or a device.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return fd
 
 
 def sync_directory(directory: Path) -> None:

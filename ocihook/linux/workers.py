@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _PIPE_BUF = 4096  # writes up to this are atomic, so that all workers may share one pipe (pipe(7))
+_MAX_TEXT = 800  # characters of an error that cannot be passed as it is; at 4 bytes each they fit
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Keep freed memory instead of handing it back and faulting it in again for the next chunk: a quarter more
 # throughput with LZ4's buffers (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
@@ -120,9 +121,10 @@ def _send(sink: int, *, failed: bool, value: object) -> None:
         data = pickle.dumps((failed, value))
         pickle.loads(data)  # noqa: S301 - an exception may pickle and yet not come back
     except Exception:  # noqa: BLE001
-        data = pickle.dumps((True, OcihookError(f"{type(value).__name__}: {value}"[:1000])))
+        data = pickle.dumps((True, OcihookError(f"{type(value).__name__}: {value}"[:_MAX_TEXT])))
     if len(data) + _LENGTH.size > _PIPE_BUF:
-        data = pickle.dumps((True, OcihookError(f"a worker's result is too large: {value!r}"[:1000])))
+        what = f"{type(value).__name__}: {value}" if failed else f"a worker's result is too large: {value!r}"
+        data = pickle.dumps((True, OcihookError(what[:_MAX_TEXT])))
     os.write(sink, _LENGTH.pack(len(data)) + data)
 
 

@@ -4,8 +4,8 @@ One line `ocihook-manifest <version> <XXH3-128 of all that follows>`, then JSON 
 """
 
 import json
-import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from ocihook.errors import IntegrityError
-from ocihook.linux.files import replace_file
+from ocihook.errors import IntegrityError, StoreError
+from ocihook.linux.files import open_regular, replace_file
 from ocihook.model import ContainerRef
 from ocihook.store.pack import PackInfo
 
@@ -23,7 +23,7 @@ PACK_PREFIX = "ocihook-"
 PACK_NAME = re.compile(r"ocihook-[0-9]{1,4}\.pack")
 VERSION = 1
 
-_MAX_MANIFEST_BYTES = 256 << 20
+_MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes several times the size
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 _FIRST_LINE = re.compile(rb"ocihook-manifest ([0-9]{1,9}) ([0-9a-f]{32})\n")
@@ -114,7 +114,7 @@ def decode_manifest(data: bytes) -> Manifest:
     if xxh3_128_hexdigest(body).encode() != first[2]:
         raise IntegrityError("the manifest is damaged: its checksum does not match")
     try:
-        return _from_json(json.loads(body))
+        return _from_json(json.loads(body.decode(), parse_constant=_refuse_constant))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise IntegrityError(f"the manifest is malformed: {error!r}") from error
 
@@ -147,12 +147,15 @@ def _from_json(value: Any) -> Manifest:  # noqa: ANN401 - anything that JSON can
     if len(set(names)) != len(names):
         raise ValueError("a name occurs twice")
     host = value["host"]
-    if not isinstance(host, dict) or not all(isinstance(v, str) for v in host.values()):
-        raise ValueError("host must map names to strings")
+    if not isinstance(host, dict):
+        raise ValueError("host is not an object")
+    container = ContainerRef.from_json(value["container"])
+    for text in (*host, *host.values(), *container.to_json().values()):
+        _text(text)
     return Manifest(
         created=_text(value["created"]),
         writer=_text(value["writer"]),
-        container=ContainerRef.from_json(value["container"]),
+        container=container,
         host=host,
         packed_images=images,
         other_images=others,
@@ -162,20 +165,25 @@ def _from_json(value: Any) -> Manifest:  # noqa: ANN401 - anything that JSON can
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a string")
+        raise ValueError(f"{reprlib.repr(value)} is not a string")
+    value.encode()  # half a surrogate pair, which JSON can say, could never be printed
     return value
 
 
 def _name(value: object, pattern: re.Pattern[str]) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{value!r} is not a valid name here")
+        raise ValueError(f"{reprlib.repr(value)} is not a valid name here")
     return value
 
 
 def _number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
-        raise ValueError(f"{value!r} is not a valid number here")
+        raise ValueError(f"{reprlib.repr(value)} is not a valid number here")
     return value
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
 
 
 def digest_file(path: Path) -> str:
@@ -188,8 +196,16 @@ def digest_file(path: Path) -> str:
 
 
 def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> None:
-    """Commit: afterwards the packs are the checkpoint."""
-    replace_file(directory / MANIFEST_NAME, encode_manifest(manifest), mode=0o600, durable=durable)
+    """Commit: afterwards the packs are the checkpoint.
+
+    Raises:
+        StoreError: if it would be too large to be read again.
+        OSError: from the file system, a full one included.
+    """
+    data = encode_manifest(manifest)
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise StoreError(f"the manifest would be larger than {_MAX_MANIFEST_BYTES} bytes")
+    replace_file(directory / MANIFEST_NAME, data, mode=0o600, durable=durable)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -199,14 +215,12 @@ def read_manifest(directory: Path) -> Manifest | None:
         IntegrityError: if there is one that cannot be used.
     """
     try:
-        fd = os.open(directory / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_regular(directory / MANIFEST_NAME)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise IntegrityError(f"the manifest cannot be opened: {error.strerror}") from error
     with open(fd, "rb") as file:
-        if not os.path.isfile(f"/proc/self/fd/{fd}"):
-            raise IntegrityError("the manifest is not a regular file")
         data = file.read(_MAX_MANIFEST_BYTES + 1)
     if len(data) > _MAX_MANIFEST_BYTES:
         raise IntegrityError(f"the manifest is larger than {_MAX_MANIFEST_BYTES} bytes")

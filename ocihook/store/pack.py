@@ -5,11 +5,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from xxhash import xxh3_64_intdigest
 
 from ocihook.errors import IntegrityError, StoreError
+from ocihook.linux.files import open_regular
 
 PAGE_BYTES = 4096
 CHUNK_PAGES = 64  # one bit each in Chunk.present
@@ -23,17 +24,16 @@ _HEADER = struct.Struct("<8sHHI")  # magic, version, 0, 0
 _RECORD = struct.Struct("<QQQIHBx")  # Chunk in its own order, and a zero byte
 _TRAILER = struct.Struct("<8sQQII")  # magic, table offset, table xxh3-64, chunks, 0
 _HEADER_BYTES = _HEADER.pack(_MAGIC, VERSION, 0, 0)
-RECORD_BYTES = _RECORD.size
 _GATHER_MAX = 1000  # below IOV_MAX (1024 on Linux)
 
 Buffer = bytes | memoryview
 
 
 class Chunk(NamedTuple):
-    """Where up to CHUNK_PAGES consecutive pages of an image (any number, if all zero) are kept.
+    """Where up to CHUNK_PAGES consecutive pages of an image (up to 65535, if all zero) are kept.
 
     `present` has bit i set when page i has content; the content of those pages, in order, is what is stored.
-    `checksum` is XXH3-64 of the stored bytes.
+    `checksum` is XXH3-64 of the stored bytes. A zero chunk stores nothing: its bitmap, size and checksum are 0.
     """
 
     offset: int
@@ -54,7 +54,10 @@ class PackInfo(NamedTuple):
 
 
 class PackWriter:
-    """Appends chunks to a new pack; incomplete until `close`, which writes the table and may sync."""
+    """Appends chunks to a new pack; incomplete until `close`, which writes the table and may sync.
+
+    Leaving its `with` block any earlier leaves a file without a table, which no reader takes for a pack.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,6 +67,14 @@ class PackWriter:
         self._table = bytearray()
         self._pending: list[Buffer] = [_HEADER_BYTES]
         self.chunks = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def append(self, kind: int, pages: int, present: int, stored: Buffer | None = None) -> None:
         """Add one chunk. The buffer must stay unchanged until the next `flush`."""
@@ -89,7 +100,7 @@ class PackWriter:
         self.flush()
         if durable:
             os.fsync(self._fd)
-        os.close(self._fd)
+        self.__exit__()
         size = self._offset + len(self._table) + len(trailer)
         return PackInfo(self.path.name, size, self.chunks, checksum)
 
@@ -121,13 +132,9 @@ class PackFile:
             IntegrityError: if it is missing, a link or not a file.
         """
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            return open_regular(self.path)
         except OSError as error:
             raise IntegrityError(f"pack {self.path.name} cannot be opened: {error.strerror}") from error
-        if not os.path.isfile(f"/proc/self/fd/{fd}"):
-            os.close(fd)
-            raise IntegrityError(f"pack {self.path.name} is not a regular file")
-        return fd
 
 
 class PackReader:
@@ -166,20 +173,32 @@ class PackReader:
             raise IntegrityError(f"pack {name}: its table or trailer is damaged")
         return table
 
-    def chunks(self, first: int, count: int) -> Iterator[Chunk]:
-        """Yield chunks `first` .. `first + count`, each checked for sense.
-
-        Raises:
-            IntegrityError: if the range or a record is impossible.
-        """
+    def _records(self, first: int, count: int) -> Iterator[tuple[int, int, int, int, int, int]]:
         if first < 0 or count < 0 or first + count > self.info.chunks:
             raise IntegrityError(f"pack {self.info.name} has no chunks {first}..{first + count}")
-        window = memoryview(self._table)[first * _RECORD.size : (first + count) * _RECORD.size]
+        return _RECORD.iter_unpack(memoryview(self._table)[first * _RECORD.size : (first + count) * _RECORD.size])
+
+    def pages(self, first: int, count: int) -> int:
+        """Return how many pages `count` chunks from `first` on say that they hold.
+
+        Raises:
+            IntegrityError: if there are no such chunks.
+        """
+        return sum(record[4] for record in self._records(first, count))
+
+    def chunks(self, first: int, count: int) -> Iterator[Chunk]:
+        """Yield `count` chunks from `first` on, each checked for sense and to lie right after the one before.
+
+        Raises:
+            IntegrityError: if there are no such chunks, or a record is impossible.
+        """
         end_of_chunks = self.info.size_bytes - _TRAILER.size - len(self._table)
-        for record in _RECORD.iter_unpack(window):
+        expected_offset = None
+        for record in self._records(first, count):
             chunk = Chunk(*record)
-            if not _is_sane(chunk, end_of_chunks):
+            if not _is_sane(chunk, end_of_chunks) or chunk.offset != (expected_offset or chunk.offset):
                 raise IntegrityError(f"pack {self.info.name} has an impossible record: {chunk}")
+            expected_offset = chunk.offset + chunk.stored_bytes
             yield chunk
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -211,14 +230,14 @@ class PackReader:
 
 
 def _is_sane(chunk: Chunk, end_of_chunks: int) -> bool:
+    if not _HEADER.size <= chunk.offset <= end_of_chunks - chunk.stored_bytes:
+        return False
     if chunk.kind == ZERO:
         return chunk.pages > 0 and chunk.present == chunk.stored_bytes == chunk.checksum == 0
     content_bytes = chunk.present.bit_count() * PAGE_BYTES
     return (
         0 < chunk.pages <= CHUNK_PAGES
         and 0 < chunk.present < 1 << chunk.pages
-        and _HEADER.size <= chunk.offset
-        and chunk.offset + chunk.stored_bytes <= end_of_chunks
         and (
             (chunk.kind == RAW and chunk.stored_bytes == content_bytes)
             or (chunk.kind == LZ4 and 0 < chunk.stored_bytes < content_bytes)

@@ -1,7 +1,8 @@
 """Turns page images into packs and back, in parallel: the way of every byte of memory that CRIU wrote."""
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import lz4.block
 
 from ocihook.errors import IntegrityError, StoreError
+from ocihook.linux.files import open_regular
 from ocihook.linux.workers import run_forked
 from ocihook.store.manifest import PackedImage, Segment
 from ocihook.store.pack import (
@@ -31,7 +33,7 @@ BATCH_BYTES = 2 << 20  # what a worker reads and writes at a time; stays in the 
 WORKER_BYTES = 24 << 20
 AGENT_BYTES = 48 << 20  # the agent and one session without workers
 
-_GATHER_MAX = 1024 - 2 * CHUNK_PAGES  # IOV_MAX, less what one more chunk can add
+_GATHER_MAX = 1024 - CHUNK_PAGES  # IOV_MAX (limits.h), less what one more chunk can add
 
 _ZERO_PAGE = bytes(PAGE_BYTES)
 _ZERO_CHUNK = bytes(CHUNK_BYTES)
@@ -67,10 +69,10 @@ def pack_images(
     The images are left as they are. On any error the new packs are left too, for the caller to remove.
 
     Raises:
-        StoreError: if an image is not made of whole pages, or changes meanwhile.
-        OSError: from the file system, a full one included.
+        StoreError: if an image is not made of whole pages, or becomes shorter or longer meanwhile.
+        OSError: from the file system, a full one included; also if an image is not a regular file.
     """
-    sizes = {name: os.stat(directory / name, follow_symlinks=False).st_size for name in names}
+    sizes = {name: _size(directory / name) for name in names}
     for name, size in sizes.items():
         if size % PAGE_BYTES:
             raise StoreError(f"{name} has {size} bytes, which is not a whole number of pages")
@@ -82,19 +84,19 @@ def pack_images(
 
     def worker(number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
         # The pack is made with the first segment, so that no worker leaves an empty one.
-        writer = None
-        buffer = bytearray(BATCH_BYTES)
-        for task in task_numbers:
-            if writer is None:
-                writer = PackWriter(directory / f"{prefix}{number}.pack")
-            name, start, size = tasks[task]
-            first = writer.chunks
-            with (directory / name).open("rb", buffering=0) as image:
-                _pack_range(image.fileno(), start, size, writer, buffer)
-            segment = Segment(writer.path.name, first, writer.chunks - first)
-            yield _SegmentPacked(task, segment)
-        if writer is not None:
-            yield writer.close(durable=durable)
+        with contextlib.ExitStack() as stack:
+            writer = None
+            buffer = bytearray(BATCH_BYTES)
+            for task in task_numbers:
+                if writer is None:
+                    writer = stack.enter_context(PackWriter(directory / f"{prefix}{number}.pack"))
+                name, start, size = tasks[task]
+                first = writer.chunks
+                with _opened(directory / name) as fd:
+                    _pack_range(fd, start, size, writer, buffer)
+                yield _SegmentPacked(task, Segment(writer.path.name, first, writer.chunks - first))
+            if writer is not None:
+                yield writer.close(durable=durable)
 
     segments: dict[int, Segment] = {}
     packs: list[PackInfo] = []
@@ -104,11 +106,27 @@ def pack_images(
         else:
             segments[result.task] = result.segment
             progress(tasks[result.task][2])
-    images = [
-        PackedImage(name, size, tuple(segments[n] for n, task in enumerate(tasks) if task[0] == name))
-        for name, size in sizes.items()
-    ]
-    return images, sorted(packs)
+    images: dict[str, list[Segment]] = {name: [] for name in sizes}
+    for number, (name, _, _) in enumerate(tasks):
+        images[name].append(segments[number])
+    for name, size in sizes.items():
+        if _size(directory / name) != size:
+            raise StoreError(f"{name} was changed while it was packed")
+    return [PackedImage(name, sizes[name], tuple(row)) for name, row in images.items()], sorted(packs)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = open_regular(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _size(path: Path) -> int:
+    with _opened(path) as fd:
+        return os.fstat(fd).st_size
 
 
 def _pack_range(fd: int, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
@@ -197,7 +215,9 @@ class Packs:
             reader = self._readers.get(segment.pack)
             if reader is None:
                 raise IntegrityError(f"{image.name} refers to {segment.pack}, which the manifest does not list")
-            size = sum(c.pages for c in reader.chunks(segment.first_chunk, segment.chunks)) * PAGE_BYTES
+            size = reader.pages(segment.first_chunk, segment.chunks) * PAGE_BYTES
+            if size > SEGMENT_BYTES:
+                raise IntegrityError(f"{image.name} has a segment of {size} bytes, more than {SEGMENT_BYTES}")
             yield _Task(image, segment, start, size)
             start += size
         if start != image.size_bytes:
@@ -229,16 +249,17 @@ class Packs:
 
     def _run(self, directory: Path | None, workers: int, progress: Progress) -> None:
         def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
-            buffer = bytearray(BATCH_BYTES + CHUNK_BYTES)
+            buffer = bytearray(BATCH_BYTES)
             for number in task_numbers:
                 task = self._tasks[number]
-                out = -1
-                if directory is not None:
+                reader = self._readers[task.segment.pack]
+                if directory is None:
+                    _unpack_segment(reader, task.segment, buffer, None)
+                else:
                     out = os.open(directory / task.image.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    _unpack_segment(self._readers[task.segment.pack], task, out, buffer)
-                finally:
-                    if out >= 0:
+                    try:
+                        _unpack_segment(reader, task.segment, buffer, _PageWriter(out, task.start))
+                    finally:
                         os.close(out)
                 yield number
 
@@ -284,70 +305,81 @@ def _decode(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> byt
     return content
 
 
-def _unpack_segment(reader: PackReader, task: _Task, out: int, buffer: bytearray) -> None:
-    """Verify one segment and, if `out` is a file, write its pages."""
-    chunks = list(reader.chunks(task.segment.first_chunk, task.segment.chunks))
-    position = task.start
-    with memoryview(buffer) as view:
-        first = 0
-        while first < len(chunks):
-            base = chunks[first].offset
-            last, length = first, 0
-            while last < len(chunks) and chunks[last].offset + chunks[last].stored_bytes - base <= len(buffer):
-                if chunks[last].offset != base + length:
-                    raise IntegrityError(f"pack {reader.info.name}: its chunks are not in one row")
-                length += chunks[last].stored_bytes
-                last += 1
-            if length:
-                reader.read_into(view[:length], base)
-            position = _write_chunks(reader, chunks[first:last], base, view, out, position)
-            first = last
+class _PageWriter:
+    """Gathers pages and writes them in few large calls; zero chunks become holes."""
 
+    def __init__(self, fd: int, position: int) -> None:
+        self._fd = fd
+        self._position = position
+        self._pending: list[bytes | memoryview] = []
+        self._pending_bytes = 0
 
-def _write_chunks(reader: PackReader, chunks: list[Chunk], base: int, view: memoryview, out: int, position: int) -> int:
-    """Verify `chunks`, whose stored bytes begin at view[0]; gather-write their pages; return the new position."""
-    pending: list[bytes | memoryview] = []
-    pending_start = position
-    for chunk in chunks:
+    def skip(self, pages: int) -> None:
+        """Leave the next `pages` as they are in a new file: zero."""
+        self.flush()
+        self._position += pages * PAGE_BYTES
+
+    def put(self, chunk: Chunk, content: bytes | memoryview) -> None:
+        """Add a chunk that has content. The buffer must stay unchanged until the next `flush`."""
         size = chunk.pages * PAGE_BYTES
-        if chunk.kind == ZERO:
-            _flush(out, pending, pending_start)
-            position += size
-            pending_start = position
-            continue
-        stored = view[chunk.offset - base : chunk.offset - base + chunk.stored_bytes]
-        reader.verify(chunk, stored)
-        position += size
-        if out < 0:
-            continue
-        content = _decode(reader, chunk, stored)
         if chunk.present == (1 << chunk.pages) - 1:
-            pending.append(content)
+            self._pending.append(content)
         else:
             at = taken = 0
             for start, end in _byte_runs(chunk.present):
                 if start > at:
-                    pending.append(_ZERO_CHUNK[: start - at])
-                pending.append(content[taken : taken + end - start])
+                    self._pending.append(_ZERO_CHUNK[: start - at])
+                self._pending.append(content[taken : taken + end - start])
                 taken += end - start
                 at = end
             if at < size:
-                pending.append(_ZERO_CHUNK[: size - at])
-        if len(pending) > _GATHER_MAX:
-            _flush(out, pending, pending_start)
-            pending_start = position
-    _flush(out, pending, pending_start)
-    return position
+                self._pending.append(_ZERO_CHUNK[: size - at])
+        self._pending_bytes += size
+        # Bytes, since a chunk may decode to many times its stored size; pieces, since the kernel takes IOV_MAX.
+        if self._pending_bytes >= BATCH_BYTES or len(self._pending) > _GATHER_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        while self._pending:
+            written = os.pwritev(self._fd, self._pending, self._position)
+            self._position += written
+            self._pending_bytes -= written
+            # What is left after a signal, or on a nearly full disk.
+            self._pending = [memoryview(b"".join(self._pending))[written:]] if self._pending_bytes else []
 
 
-def _flush(out: int, pending: list[bytes | memoryview], position: int) -> None:
-    if not pending:
-        return
-    size = sum(len(buffer) for buffer in pending)
-    written = os.pwritev(out, pending, position)
-    while written < size:  # a signal, or a nearly full disk
-        rest = memoryview(b"".join(pending))[written:]
-        position += written
-        pending[:], size = [rest], len(rest)
-        written = os.pwritev(out, pending, position)
-    pending.clear()
+def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, writer: _PageWriter | None) -> None:
+    """Verify one segment and, given a writer, write its pages."""
+    with memoryview(buffer) as view:
+        for batch in _batches(reader.chunks(segment.first_chunk, segment.chunks), len(buffer)):
+            base = batch[0].offset
+            stored_bytes = batch[-1].offset + batch[-1].stored_bytes - base
+            if stored_bytes:
+                reader.read_into(view[:stored_bytes], base)
+            for chunk in batch:
+                stored = view[chunk.offset - base : chunk.offset - base + chunk.stored_bytes]
+                if chunk.kind != ZERO:
+                    reader.verify(chunk, stored)
+                if writer is None:
+                    continue
+                if chunk.kind == ZERO:
+                    writer.skip(chunk.pages)
+                else:
+                    writer.put(chunk, _decode(reader, chunk, stored))
+            if writer is not None:
+                writer.flush()
+
+
+def _batches(chunks: Iterable[Chunk], limit_bytes: int) -> Iterator[list[Chunk]]:
+    """Split a row of chunks where the stored bytes of more would pass the limit."""
+    batch: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if size + chunk.stored_bytes > limit_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(chunk)
+        size += chunk.stored_bytes
+    if batch:
+        yield batch
