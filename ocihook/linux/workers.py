@@ -5,6 +5,7 @@ The caller must be single-threaded, as every process of ocihook that packs is.
 """
 
 import ctypes
+import fcntl
 import os
 import pickle
 import signal
@@ -48,7 +49,7 @@ def run_forked(worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: in
     if workers <= 1 or tasks <= 1:
         yield from worker(0, iter(range(tasks)))
         return
-    # Reads from one open file description are atomic, so the shared file offset is the queue.
+    # All workers share this open file, so its offset is the head of the queue.
     queue = os.memfd_create("ocihook-tasks", os.MFD_CLOEXEC)
     os.write(queue, b"".join(_LENGTH.pack(n) for n in range(tasks)))
     os.lseek(queue, 0, os.SEEK_SET)
@@ -101,12 +102,8 @@ def _work(worker: Callable[[int, Iterator[int]], Iterable[T]], number: int, queu
         for option, value_bytes in _MALLOPT:
             _libc.mallopt(option, value_bytes)
 
-        def task_numbers() -> Iterator[int]:
-            while record := os.read(queue, _LENGTH.size):
-                yield int(_LENGTH.unpack(record)[0])
-
         try:
-            for value in worker(number, task_numbers()):
+            for value in worker(number, _task_numbers(queue)):
                 _send(sink, failed=False, value=value)
             status = 0
         except Exception as error:  # noqa: BLE001 - raised again in the parent
@@ -114,6 +111,17 @@ def _work(worker: Callable[[int, Iterator[int]], Iterable[T]], number: int, queu
             status = 0
     finally:
         os._exit(status)
+
+
+def _task_numbers(queue: int) -> Iterator[int]:
+    while True:
+        # Unlike other files, one from memfd_create does not have its offset locked by the kernel during a read.
+        fcntl.lockf(queue, fcntl.LOCK_EX)
+        record = os.read(queue, _LENGTH.size)
+        fcntl.lockf(queue, fcntl.LOCK_UN)
+        if not record:
+            return
+        yield _LENGTH.unpack(record)[0]
 
 
 def _send(sink: int, *, failed: bool, value: object) -> None:

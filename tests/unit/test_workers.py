@@ -1,0 +1,172 @@
+"""Forked workers: every task once, and no worker left behind whichever way the work ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ocihook.errors import IntegrityError, OcihookError
+from ocihook.linux.workers import WorkerDied, run_forked
+
+Worker = Callable[[int, Iterator[int]], Iterator[object]]
+
+
+def echo(number: int, tasks: Iterator[int]) -> Iterator[tuple[int, int, int]]:
+    for task in tasks:
+        yield number, task, os.getpid()
+
+
+def no_children_left() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4, 16])
+@pytest.mark.parametrize("tasks", [0, 1, 2, 5, 1000])
+def test_each_task_goes_to_exactly_one_worker(tasks: int, workers: int) -> None:
+    results = list(run_forked(echo, tasks=tasks, workers=workers))
+    assert sorted(task for _, task, _ in results) == list(range(tasks))
+    assert {number for number, _, _ in results} <= set(range(max(1, min(workers, tasks))))
+    forked = {pid for _, _, pid in results} - {os.getpid()}
+    assert not forked if workers <= 1 or tasks <= 1 else forked
+    assert no_children_left()
+
+
+def test_descriptors_are_returned() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    list(run_forked(echo, tasks=10, workers=3))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_error_of_a_worker_is_raised_with_all_it_says(workers: int) -> None:
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for task in tasks:
+            if task == 2:
+                raise IntegrityError("page 7 is damaged", hint="use another copy")
+            yield task
+
+    with pytest.raises(IntegrityError, match="page 7") as caught:
+        list(run_forked(worker, tasks=8, workers=workers))
+    assert caught.value.hint == "use another copy"
+    assert no_children_left()
+
+
+def test_an_operating_system_error_keeps_its_number() -> None:
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for task in tasks:
+            os.open("/nonexistent", os.O_RDONLY)
+            yield task
+
+    with pytest.raises(FileNotFoundError) as caught:
+        list(run_forked(worker, tasks=2, workers=2))
+    assert caught.value.filename == "/nonexistent"
+
+
+def test_an_error_that_does_not_pickle_becomes_a_sentence() -> None:
+    class Odd(Exception):
+        def __init__(self, task: int, why: str) -> None:
+            super().__init__(f"odd thing {why}, {task}")
+
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for task in tasks:
+            raise Odd(task, "here")
+        yield 0
+
+    with pytest.raises(OcihookError, match="Odd: odd thing here"):
+        list(run_forked(worker, tasks=2, workers=2))
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{SNOWMAN}", "\N{GRINNING FACE}"])
+def test_an_error_too_long_for_the_pipe_is_cut(letter: str) -> None:
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for _task in tasks:
+            raise ValueError(letter * 100_000)
+        yield 0
+
+    with pytest.raises(OcihookError, match=f"ValueError: {letter}") as caught:
+        list(run_forked(worker, tasks=2, workers=2))
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_result_too_large_for_the_pipe_is_an_error() -> None:
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[bytes]:
+        for _task in tasks:
+            yield bytes(5000)
+
+    with pytest.raises(OcihookError, match="too large"):
+        list(run_forked(worker, tasks=2, workers=2))
+
+
+def test_a_killed_worker_is_noticed() -> None:
+    def worker(number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for task in tasks:
+            if task == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield task
+
+    with pytest.raises(WorkerDied, match="signal SIGKILL"):
+        list(run_forked(worker, tasks=6, workers=2))
+    assert no_children_left()
+
+
+def test_a_worker_that_exits_is_noticed() -> None:
+    def worker(number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for task in tasks:
+            if task == 3:
+                raise SystemExit(0)
+            yield task
+
+    with pytest.raises(WorkerDied, match="exit status 1"):
+        list(run_forked(worker, tasks=6, workers=2))
+
+
+def test_workers_are_killed_when_the_caller_stops_early() -> None:
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for _task in tasks:
+            yield os.getpid()
+            signal.pause()
+
+    results = run_forked(worker, tasks=2, workers=2)
+    pids = {next(results), next(results)}
+    assert all(is_alive(pid) for pid in pids)
+    results.close()  # type: ignore[attr-defined]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from ocihook.linux.workers import run_forked
+def worker(number, tasks):
+    for task in tasks:
+        yield os.getpid()
+        signal.pause()
+for pid in run_forked(worker, tasks=2, workers=2):
+    print(pid, flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        assert all(is_alive(pid) for pid in pids)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(is_alive(pid) for pid in pids)
