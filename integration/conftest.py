@@ -1,0 +1,41 @@
+"""Fixtures of the integration tests: real engines, real runtimes, real CRIU, each in a namespace of its own."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.namespace import is_required
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip everything where it cannot run; in CI let it fail instead."""
+    missing = [
+        name for name in ("criu", "podman", "runc", "crun", "gcc", "unshare", "setpriv") if not shutil.which(name)
+    ]
+    reason = "needs root" if os.geteuid() else f"needs {', '.join(missing)}" if missing else ""
+    if reason and not is_required():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=f"{reason}; `make integration` installs it"))
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory on a real disk, and short enough for socket names."""
+    directory = Path(tempfile.mkdtemp(prefix="ocihook-test-", dir="/var/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The static program that containers run."""
+    binary = tmp_path_factory.mktemp("workload") / "workload"
+    subprocess.run(["gcc", "-O2", "-static", "-s", "-o", binary, HERE / "workload.c"], check=True, timeout=120)
+    return binary

@@ -1,0 +1,19 @@
+"""What the sessions of a node left on record, for assertions."""
+
+import json
+from typing import Any
+
+from integration.namespace import Namespace, wait_for
+
+
+def sessions(namespace: Namespace) -> list[dict[str, Any]]:
+    """Return the journals of all ended sessions, oldest first, once none is open any more."""
+    directory = namespace.path("/run/ocihook")
+    wait_for("all sessions to end", lambda: not list((directory / "sessions").glob("*.json")))
+    paths = sorted((directory / "history").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def last_session(namespace: Namespace, stage: str) -> dict[str, Any]:
+    """Return the newest session that handled `stage`."""
+    return [session for session in sessions(namespace) if stage in session["stages"]][-1]

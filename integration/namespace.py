@@ -1,0 +1,99 @@
+"""A private mount namespace in which a test may change /etc, /run and the cgroup mount of this machine."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+TIMEOUT_S = 120.0
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class CommandError(AssertionError):
+    """A command that a test ran failed."""
+
+
+class Namespace:
+    """A holder process with mounts of its own. It, and all that is started with `spawn`, dies with the test run."""
+
+    def __init__(self, setup: str, arguments: Sequence[str] = ()) -> None:
+        script = f"set -e\n{setup}\necho ready\nexec sleep infinity"
+        command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "setup", *arguments]
+        self._holder = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stderr is not None
+        if self._holder.stdout.readline() != "ready\n":
+            raise CommandError(f"namespace set-up failed: {self._holder.stderr.read()}")
+        self._spawned: list[subprocess.Popen[bytes]] = []
+
+    def path(self, path: str) -> Path:
+        """Return a path of the namespace as this process can open it."""
+        return Path(f"/proc/{self._holder.pid}/root") / path.lstrip("/")
+
+    def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        variables = [f"{key}={value}" for key, value in {"PATH": PATH, "HOME": "/root", **environment}.items()]
+        return ["nsenter", "-t", str(self._holder.pid), "-m", "--root", "--wd=/", "env", "-i", *variables, *command]
+
+    def run(self, *command: str, check: bool = True, timeout_s: float = TIMEOUT_S, **environment: str) -> str:
+        """Run a command inside; return what it printed (stdout and stderr).
+
+        Raises:
+            CommandError: if it fails and `check` is set.
+        """
+        done = subprocess.run(
+            self._enter(command, environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+        if check and done.returncode != 0:
+            raise CommandError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}")
+        return done.stdout
+
+    def spawn(self, *command: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command inside that goes on until the namespace is closed."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *self._enter(command, environment)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._spawned.append(process)
+        return process
+
+    def close(self) -> None:
+        """End everything that was started here."""
+        processes: list[subprocess.Popen[bytes] | subprocess.Popen[str]] = [*self._spawned, self._holder]
+        for process in processes:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until something holds; fail if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:g} s for {what} in vain")
+        time.sleep(0.05)
+
+
+def is_required() -> bool:
+    """Tell whether a missing tool is a failure (in CI) and not a reason to skip."""
+    return bool(os.environ.get("OCIHOOK_REQUIRE_INTEGRATION"))

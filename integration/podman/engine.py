@@ -1,0 +1,138 @@
+"""podman of this machine with storage, runtime and configuration of its own."""
+
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+from integration.namespace import Namespace, wait_for
+
+SITE = Path(__file__).parents[2]
+IMAGE = "localhost/workload:latest"
+
+_SETUP = """
+mkdir -p "$1/mounts" "$1/podman"
+mount -t tmpfs tmpfs "$1/mounts"
+mkdir "$1/mounts/upper" "$1/mounts/work"
+mount -t overlay overlay -o "lowerdir=/etc,upperdir=$1/mounts/upper,workdir=$1/mounts/work" /etc
+mount -t tmpfs tmpfs /run
+[ "$(stat -f -c %T /sys/fs/cgroup)" = cgroup2fs ] || mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mkdir -p /etc/ocihook /etc/criu
+rm -f /etc/criu/*.conf
+[ -z "$2" ] || mount -t tmpfs -o "size=$2" tmpfs "$1/podman"
+"""
+
+# On a machine with hybrid cgroups crun asks CRIU to make cgroups anew that only v1 has, which CRIU may not.
+_CRUN = """#!/bin/sh
+for word; do
+    shift
+    case "$word" in
+        checkpoint | restore) set -- "$@" "$word" --manage-cgroups-mode ignore ;;
+        *) set -- "$@" "$word" ;;
+    esac
+done
+exec /usr/bin/crun "$@"
+"""
+
+
+class Podman:
+    """One podman, in a namespace of its own."""
+
+    def __init__(self, scratch: Path, runtime: str, workload: Path, *, size: str = "") -> None:
+        self.scratch = scratch
+        self.namespace = Namespace(_SETUP, [str(scratch), size])
+        self.configure("[agent]\nidle_timeout_s = 2\n")
+        self.runtime = f"/usr/sbin/{runtime}"
+        if runtime == "crun":
+            self.runtime = str(scratch / "crun")
+            Path(self.runtime).write_text(_CRUN)
+            Path(self.runtime).chmod(0o755)
+        self._import_image(workload)
+
+    def _import_image(self, workload: Path) -> None:
+        archive = self.scratch / "image.tar"
+        with tarfile.open(archive, "w") as tar:
+            for name in ("run", "tmp", "proc", "sys", "dev", "etc"):
+                entry = tarfile.TarInfo(name)
+                entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+                tar.addfile(entry)
+            tar.add(workload, "workload")
+        self("import", str(archive), IMAGE)
+
+    def __call__(self, *arguments: str, check: bool = True) -> str:
+        """Run a podman command; return what it prints."""
+        store = self.scratch / "podman"
+        where = ["--root", str(store), "--runroot", "/run/podman-test", "--tmpdir", "/run/podman-test/tmp"]
+        how = ["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs", "--runtime", self.runtime]
+        return self.namespace.run("podman", *where, *how, *arguments, check=check, TMPDIR=str(self.scratch))
+
+    def ocihook(self, *arguments: str, check: bool = True) -> str:
+        """Run an ocihook command inside."""
+        return self.namespace.run(sys.executable, "-m", "ocihook", *arguments, check=check)
+
+    def install(self) -> None:
+        """Install ocihook on this node."""
+        self.ocihook("install", "--libexec", "/etc/ocihook/libexec")
+
+    def configure(self, text: str) -> None:
+        """Write ocihook's configuration."""
+        self.namespace.path("/etc/ocihook/config.toml").write_text(text)
+
+    def start(self, name: str, mib: int = 24, **annotations: str) -> None:
+        """Run a workload and wait until it counts."""
+        options = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
+        command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0"]
+        self(*command, *options, IMAGE, "/workload", str(mib))
+        wait_for(f"{name} to count", lambda: self.count(name)[0] > 2)
+
+    def count(self, name: str) -> tuple[int, str]:
+        """Return the last count and checksum that a workload has printed."""
+        found = re.findall(r"count (\d+) checksum (\w+)$", self("logs", name), re.MULTILINE)
+        return (int(found[-1][0]), found[-1][1]) if found else (0, "")
+
+    def is_running(self, name: str) -> bool:
+        """Tell whether a container runs, by podman's own word."""
+        return self("inspect", "--format", "{{.State.Status}}", name, check=False).strip() == "running"
+
+    def assert_counts(self, name: str) -> None:
+        """Check that a container is running and at work."""
+        before = self.count(name)[0]
+        wait_for(f"{name} to go on counting", lambda: self.count(name)[0] > before + 1)
+
+    def checkpoint(self, name: str, archive: Path, *options: str, check: bool = True) -> str:
+        """Checkpoint into an archive."""
+        return self(
+            "container", "checkpoint", "--compress", "none", "--export", str(archive), *options, name, check=check
+        )
+
+    def restore(self, archive: Path, *options: str, check: bool = True) -> str:
+        """Restore from an archive."""
+        return self("container", "restore", "--import", str(archive), *options, check=check)
+
+    def assert_goes_on(self, name: str, before: tuple[int, str]) -> None:
+        """Check that a restored workload counts on from where it was, with the memory it had."""
+        wait_for(f"{name} to go on", lambda: self.count(name)[0] > before[0] + 1)
+        assert self.count(name)[1] == before[1]
+
+    def remove(self, name: str) -> None:
+        """Remove a container, running or not."""
+        self("rm", "--force", "--time", "0", name)
+
+    def close(self) -> None:
+        """Remove everything."""
+        self("rm", "--force", "--all", "--time", "0", check=False)
+        self.namespace.close()
+
+
+def image_names(archive: Path) -> set[str]:
+    """Return the names of the files below checkpoint/ in an archive."""
+    with tarfile.open(archive) as tar:
+        return {name.removeprefix("checkpoint/") for name in tar.getnames() if name.startswith("checkpoint/")}
+
+
+def assert_packed(archive: Path) -> None:
+    """Check that memory is in packs only."""
+    names = image_names(archive)
+    assert "ocihook.manifest" in names
+    assert any(name.endswith(".pack") for name in names)
+    assert not any(name.startswith("pages-") for name in names)

@@ -1,0 +1,57 @@
+/* The container of the integration tests: holds mixed memory, counts, and says a checksum of all of it.
+ *
+ * workload pause   just waits (a pod's sandbox)
+ * workload MIB     prints `count N checksum H` every 50 ms; on USR1 it touches /run/ocihook-quiesced and prints
+ *                  `quiesced`, on USR2 it prints `resumed`, on TERM it ends.
+ */
+#include <fcntl.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile sig_atomic_t quiesce, resume;
+
+static void on_usr1(int s) { (void)s; quiesce = 1; }
+static void on_usr2(int s) { (void)s; resume = 1; }
+static void on_term(int s) { (void)s; _exit(0); }
+
+int main(int argc, char **argv)
+{
+    signal(SIGTERM, on_term);
+    signal(SIGINT, on_term);
+    if (argc < 2 || !strcmp(argv[1], "pause"))
+        for (;;)
+            pause();
+    signal(SIGUSR1, on_usr1);
+    signal(SIGUSR2, on_usr2);
+    size_t words = (size_t)atoi(argv[1]) * (1 << 20) / sizeof(uint64_t);
+    uint64_t *memory = mmap(NULL, words * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uint64_t seed = (uint64_t)time(NULL) * 2654435761u + (uint64_t)getpid() + (uint64_t)(uintptr_t)memory;
+    for (size_t i = 0; i < words; i++) { /* by MiB: 2 of 8 zero, 3 random, 3 repetitive */
+        seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+        size_t kind = (i >> 17) & 7;
+        memory[i] = kind < 2 ? 0 : kind < 5 ? seed : i & 0xfff;
+    }
+    for (unsigned count = 1;; count++) {
+        if (quiesce) {
+            quiesce = 0;
+            close(open("/run/ocihook-quiesced", O_CREAT | O_TRUNC | O_WRONLY, 0600));
+            puts("quiesced");
+        }
+        if (resume) {
+            resume = 0;
+            puts("resumed");
+        }
+        uint64_t sum = 0;
+        for (size_t i = 0; i < words; i++)
+            sum = (sum << 1 | sum >> 63) ^ memory[i];
+        printf("count %u checksum %016llx\n", count, (unsigned long long)sum);
+        fflush(stdout);
+        usleep(50000);
+    }
+}
