@@ -1,0 +1,90 @@
+"""containerd's CRI, as the kubelet uses it: CheckpointContainer, restore from the archive and from an image."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from integration.containerd.conftest import MakeContainerd
+from integration.containerd.engine import Containerd
+from integration.journals import last_session, sessions
+from integration.namespace import wait_for
+from integration.podman.engine import assert_packed
+
+
+@pytest.mark.parametrize("source", ["archive", "image"])
+def test_round_trip(containerd: Containerd, source: str) -> None:
+    container = containerd.start("c1")
+    archive = containerd.checkpoint(container, "c1.tar")
+    assert containerd.is_running(container)
+    containerd.assert_counts(container)
+    before = containerd.count(container)
+    containerd.remove(container)
+    assert_packed(archive)
+    dump = last_session(containerd.namespace, "post-dump")["container"]
+    assert (dump["engine"], dump["runtime"]) == ("containerd", "runc")
+    assert (dump["pod_namespace"], dump["pod_name"], dump["name"]) == ("default", "c1", "c1")
+
+    image = "/scratch/c1.tar"
+    if source == "image":
+        annotations = {"org.criu.checkpoint.container.name": "c1"}
+        image = containerd.registry.add("checkpoint", archive.read_bytes(), annotations=annotations)
+    restored = containerd.start("c2", image=image)
+    wait_for("the workload to go on", lambda: containerd.count(restored)[0] > 2)
+    assert containerd.count(restored)[1] == before[1]
+    assert containerd.is_running(restored)
+    restore = last_session(containerd.namespace, "pre-restore")
+    assert restore["stages"]["pre-restore"]["status"] == 0
+    assert restore["effects"] == []
+
+
+def test_two_checkpoints_at_once_do_not_meet(containerd: Containerd) -> None:
+    containers = [containerd.start(name, mib=48) for name in ("a", "b")]
+    with ThreadPoolExecutor() as pool:
+        archives = list(pool.map(containerd.checkpoint, containers, ["a.tar", "b.tar"]))
+    before = [containerd.count(container) for container in containers]
+    assert before[0][1] != before[1][1]
+    assert len({tuple(session["criu"]) for session in sessions(containerd.namespace)}) == 2
+    for archive, container in zip(archives, containers, strict=True):
+        assert_packed(archive)
+        containerd.remove(container)
+    for name, (_, checksum) in zip(("a", "b"), before, strict=True):
+        restored = containerd.start(f"{name}2", image=f"/scratch/{name}.tar")
+        wait_for("the workload to go on", lambda restored=restored: containerd.count(restored)[0] > 2)  # type: ignore[misc]
+        assert containerd.count(restored)[1] == checksum
+
+
+# Records the freezer's state and the ack file before and after our script, whose place in the file decides the order.
+_PROBE = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
+path=$(sed -n 's/^0:://p' /proc/$CRTOOLS_INIT_PID/cgroup)
+v2=$(sed -n 's/^frozen //p' /sys/fs/cgroup$path/cgroup.events 2>/dev/null)
+path=$(sed -n 's/^[0-9]*:freezer://p' /proc/$CRTOOLS_INIT_PID/cgroup)
+v1=$(cat /sys/fs/cgroup/freezer$path/freezer.state 2>/dev/null)
+[ -e /proc/$CRTOOLS_INIT_PID/root/run/ocihook-quiesced ] && ack=yes || ack=no
+case "$v2$v1" in *1* | *FROZEN*) frozen=yes ;; *) frozen=no ;; esac
+echo "$(basename $0) frozen=$frozen ack=$ack" >> /run/probe.log
+"""
+
+
+@pytest.mark.parametrize("cgroup_version", [2, 1])
+def test_a_frozen_container_answers_in_pre_dump(make_containerd: MakeContainerd, cgroup_version: int) -> None:
+    """containerd freezes it; we thaw it, it answers, it is frozen again for CRIU, and goes on afterwards."""
+    containerd = make_containerd(cgroup_version=cgroup_version)
+    containerd.install()
+    for name in ("before", "after"):
+        probe = containerd.namespace.path(f"/usr/local/bin/{name}")
+        probe.write_text(_PROBE)
+        probe.chmod(0o755)
+    conf = containerd.namespace.path("/etc/criu/runc.conf")
+    # CRIU runs the script that is named last first.
+    conf.write_text(f"action-script /usr/local/bin/after\n{conf.read_text()}action-script /usr/local/bin/before\n")
+
+    container = containerd.start("c1", quiesce_signal="USR1", resume_signal="USR2")
+    archive = containerd.checkpoint(container, "c1.tar")
+    assert_packed(archive)
+    probes = containerd.namespace.path("/run/probe.log").read_text().splitlines()
+    assert probes == ["before frozen=yes ack=no", "after frozen=yes ack=yes"]
+    wait_for("the application to be told to go on", lambda: "resumed" in containerd.log(container))
+    containerd.assert_counts(container)
+    dump = last_session(containerd.namespace, "pre-dump")
+    assert dump["effects"] == []
