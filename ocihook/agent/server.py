@@ -163,6 +163,8 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     if lock is None:
         log.info("another agent runs in %s", runtime_dir)
         return
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())  # for people
     if detached:
         leave_cgroup()
     listener, is_ours = _listener(runtime_dir)
