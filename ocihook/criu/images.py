@@ -91,6 +91,8 @@ def _messages(data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, 
             message.ParseFromString(data[position : position + size])
         except DecodeError as error:
             raise ImageError(f"{name} is damaged at byte {position}") from error
+        if not message.IsInitialized():  # an empty message parses, whatever it requires
+            raise ImageError(f"{name} is damaged at byte {position}: a field is missing")
         yield message
         position += size
         kind = kinds[1]
