@@ -1,0 +1,176 @@
+"""Fuzzes everything that reads what an archive holds: whatever the bytes, only an OcihookError may come out.
+
+`fuzz_readers.py` gives each target a share of `--seconds` in a process of its own; `fuzz_readers.py TARGET
+[libFuzzer options] [files]` runs one target, for instance on an input that failed before.
+"""
+
+import argparse
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["ocihook"]):
+    from ocihook.criu.images import parse_dump_stats, parse_pagemap, parse_processes
+    from ocihook.criu.proto import message_class
+    from ocihook.errors import OcihookError
+    from ocihook.model import ContainerRef
+    from ocihook.store.manifest import Manifest, PackedImage, Segment, decode_manifest, encode_manifest
+    from ocihook.store.pack import PAGE_BYTES, PackFile, PackInfo
+    from ocihook.store.packing import Packs, pack_images
+
+from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+
+_TRAILER = struct.Struct("<8sQQII")
+_work = Path()  # set in `main`: where a target may keep files
+
+
+def _sealed(body: bytes) -> bytes:
+    return b"ocihook-manifest 1 " + xxh3_128_hexdigest(body).encode() + b"\n" + body
+
+
+def manifest(data: bytes) -> None:
+    """Take the bytes as a manifest, once as they are and once with a checksum that is right."""
+    for candidate in (data, _sealed(data)):
+        try:
+            decoded = decode_manifest(candidate)
+        except OcihookError:
+            continue
+        if decode_manifest(encode_manifest(decoded)) != decoded:
+            raise AssertionError("a manifest that was read is not read again as it was written")
+
+
+def table_end(table: bytes, chunks: int, offset: int) -> bytes:
+    """Return the trailer that makes a table a right one."""
+    return _TRAILER.pack(b"OCIHTAIL", offset, xxh3_64_intdigest(table), chunks, 0)
+
+
+def packs(data: bytes) -> None:
+    """Take the bytes as a pack: a count of chunks, the chunks and a table whose checksums are put right."""
+    provider = atheris.FuzzedDataProvider(data)
+    chunks = provider.ConsumeIntInRange(0, 40)
+    segment = Segment("ocihook-0.pack", provider.ConsumeIntInRange(0, 3), provider.ConsumeIntInRange(0, 40))
+    is_sealed = provider.ConsumeBool()
+    pages = provider.ConsumeIntInRange(0, 255)
+    content = provider.ConsumeBytes(1 << 20)
+    checksum = 0
+    if is_sealed:
+        table = content[max(0, len(content) - 32 * chunks) :]
+        checksum = xxh3_64_intdigest(table)
+        offset = 16 + len(content) - len(table)
+        content = struct.pack("<8sHHI", b"OCIHPACK", 1, 0, 0) + content
+        content += table_end(table, chunks, offset)
+        records = table[32 * segment.first_chunk : 32 * (segment.first_chunk + segment.chunks)]
+        pages = sum(int.from_bytes(records[at + 28 : at + 30], "little") for at in range(0, len(records), 32))
+    (_work / "ocihook-0.pack").write_bytes(content)
+    info = PackInfo("ocihook-0.pack", len(content), chunks, checksum)
+    image = PackedImage("pages-1.img", pages * PAGE_BYTES, (segment,))
+    try:
+        opened = Packs([image], [info], {info.name: PackFile(_work / info.name)})
+    except OcihookError:
+        return
+    try:
+        opened.verify(workers=1)
+        (_work / image.name).unlink(missing_ok=True)
+        opened.rehydrate(_work, workers=1)
+        if b"".join(opened.read_pages(image.name)) != (_work / image.name).read_bytes():
+            raise AssertionError("two ways of reading an image give different content")
+    except OcihookError:
+        pass
+    finally:
+        opened.close()
+
+
+def criu_images(data: bytes) -> None:
+    """Take the bytes as each of CRIU's images that we read; the magics are put right."""
+    for parse, magics in (
+        (parse_pagemap, (0x54564319, 0x56084025)),
+        (parse_processes, (0x54564319, 0x50273030)),
+        (parse_dump_stats, (0x55105940, 0x57093306)),
+    ):
+        read: Callable[[bytes], object] = parse
+        for candidate in (data, struct.pack("<II", *magics) + data):
+            try:
+                read(candidate)
+            except OcihookError:
+                continue
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {"manifest": manifest, "packs": packs, "criu_images": criu_images}
+
+
+def write_seeds(directory: Path) -> None:
+    """Write valid inputs for each target below `directory`, so that fuzzing starts behind the first checks."""
+    for target in TARGETS:
+        (directory / target).mkdir()
+    image = bytes(100 * PAGE_BYTES) + (b"text " * PAGE_BYTES)[: 3 * PAGE_BYTES] + bytes(range(256)) * 16
+    (directory / "pages-1.img").write_bytes(image)
+    packed, infos = pack_images(directory, ["pages-1.img"], prefix="ocihook-", workers=1, durable=False)
+    full = Manifest(
+        created="2026-11-20T22:57:44Z",
+        writer="ocihook",
+        container=ContainerRef(id="0123"),
+        host={"kernel": "6.12"},
+        packed_images=tuple(packed),
+        other_images=(),
+        packs=tuple(infos),
+    )
+    body = encode_manifest(full).partition(b"\n")[2]
+    (directory / "manifest" / "whole").write_bytes(encode_manifest(full))
+    (directory / "manifest" / "body").write_bytes(body)
+    (directory / "manifest" / "compact").write_bytes(json.dumps(json.loads(body)).encode())
+    # FuzzedDataProvider takes numbers from the end of its input, the first asked for last.
+    pack = (directory / infos[0].name).read_bytes()[16 : -_TRAILER.size]
+    count = infos[0].chunks
+    (directory / "packs" / "whole").write_bytes(pack + bytes([0, 1, count, 0, count]))
+    zeros = struct.pack("<QQQIHBx", 16, 0, 0, 0, 104, 0)
+    (directory / "packs" / "one-zero-chunk").write_bytes(zeros + bytes([0, 1, 1, 0, 1]))
+    entry = message_class("pagemap_entry")(vaddr=4096, compat_nr_pages=1, nr_pages=2, flags=4)
+    for name, message in {
+        "pagemap": message_class("pagemap_head")(pages_id=1),
+        "process": message_class("pstree_entry")(pid=1, ppid=0, pgid=1, sid=1, threads=[1]),
+    }.items():
+        framed = [struct.pack("<I", len(m)) + m for m in (message.SerializeToString(), entry.SerializeToString())]
+        (directory / "criu_images" / name).write_bytes(b"".join(framed))
+
+
+def _run_each(seconds: int) -> int:
+    share = max(1, seconds // len(TARGETS))
+    with tempfile.TemporaryDirectory(prefix="ocihook-fuzz-", dir="/dev/shm") as name:
+        write_seeds(Path(name))
+        for target in TARGETS:
+            # A crashing input stays in the current directory, and libFuzzer prints its name.
+            command = [sys.executable, __file__, target, f"-max_total_time={share}", "-verbosity=0", "-timeout=10"]
+            command += ["-rss_limit_mb=1024", "-max_len=65536", str(Path(name) / target)]
+            # libFuzzer ends its process without clean-up, so the target's own files lie in our directory.
+            environment = {**os.environ, "TMPDIR": name}
+            result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+            if result.returncode != 0:
+                print(result.stdout[-4000:] + result.stderr[-8000:])
+                print(f"fuzz {target}: FAILED")
+                return 1
+            print(f"fuzz {target}: {share} s, nothing but OcihookError")
+    return 0
+
+
+def main() -> int:
+    """Run one target if it is named, else all."""
+    if len(sys.argv) > 1 and sys.argv[1] in TARGETS:
+        global _work  # noqa: PLW0603 - libFuzzer hands a target nothing but the input
+        _work = Path(tempfile.mkdtemp(prefix="ocihook-fuzz-"))
+        atheris.Setup([sys.argv[0], *sys.argv[2:]], TARGETS[sys.argv[1]])
+        atheris.Fuzz()
+        return 0
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--seconds", type=int, default=30, help="for all targets together")
+    return _run_each(arguments.parse_args().seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
