@@ -56,7 +56,7 @@ def packs(data: bytes) -> None:
     provider = atheris.FuzzedDataProvider(data)
     chunks = provider.ConsumeIntInRange(0, 40)
     segment = Segment("ocihook-0.pack", provider.ConsumeIntInRange(0, 3), provider.ConsumeIntInRange(0, 40))
-    is_sealed = provider.ConsumeBool()
+    is_sealed = provider.ConsumeIntInRange(0, 1) == 1
     pages = provider.ConsumeIntInRange(0, 255)
     content = provider.ConsumeBytes(1 << 20)
     checksum = 0
@@ -125,7 +125,7 @@ def write_seeds(directory: Path) -> None:
     (directory / "manifest" / "whole").write_bytes(encode_manifest(full))
     (directory / "manifest" / "body").write_bytes(body)
     (directory / "manifest" / "compact").write_bytes(json.dumps(json.loads(body)).encode())
-    # FuzzedDataProvider takes numbers from the end of its input, the first asked for last.
+    # FuzzedDataProvider takes numbers from the end of its input, the first that is asked for from the very end.
     pack = (directory / infos[0].name).read_bytes()[16 : -_TRAILER.size]
     count = infos[0].chunks
     (directory / "packs" / "whole").write_bytes(pack + bytes([0, 1, count, 0, count]))
