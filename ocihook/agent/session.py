@@ -13,7 +13,7 @@ from ocihook.config import Settings, load_settings
 from ocihook.errors import OcihookError
 from ocihook.ops import dump, restore
 from ocihook.ops.journal import Journal
-from ocihook.ops.undo import undo_all
+from ocihook.ops.undo import undo_all, undo_interrupted
 
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet
 
@@ -52,7 +52,7 @@ class Session:
             return given
         if self.journal.begin_stage(request.stage):
             log.warning("session %s: %s was interrupted, beginning again", self.journal.session_id, request.stage)
-            undo_all(self.journal, release_timeout_s=0)
+            undo_interrupted(self.journal)
         status, message = self._run(request)
         self.journal.end_stage(request.stage, status, message)
         return status, message

@@ -60,7 +60,7 @@ def _quiesce(journal: Journal, init_pid: int, policy: Policy) -> None:
     if init is None:
         raise OcihookError(f"CRIU named process {init_pid} as the container's init, which does not exist")
     with _running_tasks(journal, init_pid), journal.phase("quiesce"):
-        if policy.resume_signal:
+        if policy.resume_signal and not any(effect["kind"] == "quiesced" for effect in journal.effects):
             journal.push("quiesced", init=list(init), signal=policy.resume_signal)
         ask_to_quiesce(
             init, signal_name=policy.quiesce_signal, ack=policy.quiesce_ack, timeout_s=policy.quiesce_timeout_s

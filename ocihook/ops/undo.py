@@ -20,11 +20,24 @@ RELEASE_POLL_S = 0.02
 log = logging.getLogger(__name__)
 
 
+def undo_interrupted(journal: Journal) -> None:
+    """Undo what a stage had begun when its agent was killed, so that it can begin anew.
+
+    An application that was asked to quiesce is left so: it is asked once more, and told to go on at the end.
+
+    Raises:
+        OcihookError: if an effect cannot be undone.
+    """
+    for effect in reversed(journal.effects):
+        if effect["kind"] != "quiesced":
+            _undo(effect, journal, None)
+
+
 def undo_all(journal: Journal, *, release_timeout_s: float | None = None) -> None:
     """Undo a session's effects, newest first, and forget each that is undone.
 
     Args:
-        journal: of a session that has ended, or whose stage begins anew.
+        journal: of a session that has ended, or whose stage was refused.
         release_timeout_s: how long to wait for a container to run again before it is told so; None: as long as
             it exists.
 
@@ -32,16 +45,20 @@ def undo_all(journal: Journal, *, release_timeout_s: float | None = None) -> Non
         OcihookError: if an effect cannot be undone; it and the older ones stay in the journal.
     """
     for effect in reversed(journal.effects):
-        try:
-            _INVERSES[effect["kind"]](effect, journal, release_timeout_s)
-        except OSError as error:
-            raise OcihookError(
-                f"{effect['kind']} of session {journal.session_id} (container {journal.container}) "
-                f"could not be undone: {error}",
-                hint="remove the cause and run `ocihook recover`",
-            ) from error
-        log.info("undone: %s of session %s, container %s", effect["kind"], journal.session_id, journal.container)
-        journal.pop(effect["kind"])
+        _undo(effect, journal, release_timeout_s)
+
+
+def _undo(effect: Mapping[str, Any], journal: Journal, release_timeout_s: float | None) -> None:
+    try:
+        _INVERSES[effect["kind"]](effect, journal, release_timeout_s)
+    except OSError as error:
+        raise OcihookError(
+            f"{effect['kind']} of session {journal.session_id} (container {journal.container}) "
+            f"could not be undone: {error}",
+            hint="remove the cause and run `ocihook recover`",
+        ) from error
+    log.info("undone: %s of session %s, container %s", effect["kind"], journal.session_id, journal.container)
+    journal.pop(effect["kind"])
 
 
 def _refreeze(effect: Mapping[str, Any], journal: Journal, _timeout_s: float | None) -> None:

@@ -1,0 +1,175 @@
+"""What goes wrong on real nodes: afterwards the container runs on, or its checkpoint is complete, and it is said."""
+
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from integration.journals import last_session, sessions
+from integration.namespace import wait_for
+from integration.podman.conftest import MakePodman
+from integration.podman.engine import Podman, assert_packed, image_names
+
+DYING_AGENT = Path(__file__).parents[1] / "dying_agent.py"
+
+
+def damage(archive: Path, member_pattern: str, *, offset: int) -> None:
+    """Flip one bit of a member in place."""
+    with tarfile.open(archive) as tar:
+        member = next(m for m in tar if re.fullmatch(member_pattern, m.name))
+    with archive.open("r+b") as file:
+        file.seek(member.offset_data + offset % member.size)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (r"checkpoint/ocihook-0\.pack", "is damaged"),
+        (r"checkpoint/ocihook\.manifest", "manifest is damaged"),
+        (r"checkpoint/core-1\.img", "core-1.img is not what was checkpointed"),
+    ],
+)
+def test_damaged_checkpoint_is_refused_before_anything_starts(podman: Podman, member: str, message: str) -> None:
+    archive = podman.scratch / "c.tar"
+    podman.start("c")
+    podman.checkpoint("c", archive)
+    podman.remove("c")
+    damage(archive, member, offset=1000)
+    podman.restore(archive, check=False)
+    assert not podman.is_running("c")
+    restore = last_session(podman.namespace, "pre-restore")
+    verdict = restore["stages"]["pre-restore"]
+    assert verdict["status"] == 1
+    assert message in verdict["message"]
+    assert "The restore is refused, nothing was started" in verdict["message"]
+    assert restore["effects"] == []
+    # No process was made: CRIU went no further than that stage.
+    assert "post-resume" not in restore["stages"]
+
+
+def test_missing_pack_is_refused(podman: Podman) -> None:
+    archive, partial = podman.scratch / "c.tar", podman.scratch / "partial.tar"
+    podman.start("c")
+    podman.checkpoint("c", archive)
+    podman.remove("c")
+    with tarfile.open(archive) as source, tarfile.open(partial, "w") as target:
+        for member in source:
+            if not member.name.endswith(".pack"):
+                target.addfile(member, source.extractfile(member))
+    podman.restore(partial, check=False)
+    assert not podman.is_running("c")
+    message = last_session(podman.namespace, "pre-restore")["stages"]["pre-restore"]["message"]
+    assert re.search(r"pack ocihook-\d+\.pack cannot be opened: No such file or directory", message)
+
+
+@pytest.mark.parametrize("on_pack_error", ["keep", "fail"])
+def test_full_disk_while_packing(make_podman: MakePodman, on_pack_error: str) -> None:
+    # Room for CRIU's images, and for half of the packs.
+    podman = make_podman("runc", size="84m")
+    podman.configure(f'[agent]\nidle_timeout_s = 2\n[policy]\non_pack_error = "{on_pack_error}"\n')
+    podman.install()
+    podman.start("c", 64)
+    archive = podman.scratch / "c.tar"
+    output = podman.checkpoint("c", archive, check=on_pack_error == "keep")
+    dump = last_session(podman.namespace, "post-dump")
+    message = dump["stages"]["post-dump"]["message"]
+    assert "no space left" in message
+    assert dump["effects"] == []
+    if on_pack_error == "fail":
+        assert "rror" in output
+        assert "The dump fails, the container runs on" in message
+        podman.assert_counts("c")
+        return
+    assert "The checkpoint is complete but not packed" in message
+    names = image_names(archive)
+    assert any(name.startswith("pages-") for name in names)
+    assert not any(name.startswith("ocihook") for name in names)
+    before = podman.count("c")
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+
+
+def test_wrong_configuration_refuses_the_dump_and_names_the_key(podman: Podman) -> None:
+    podman.configure('[policy]\nmoed = "inline"\n')
+    podman.start("c")
+    output = podman.checkpoint("c", podman.scratch / "c.tar", check=False)
+    assert "rror" in output
+    podman.assert_counts("c")
+    message = last_session(podman.namespace, "pre-dump")["stages"]["pre-dump"]["message"]
+    assert "/etc/ocihook/config.toml: [policy]: unknown key 'moed'. Did you mean 'mode'?" in message
+    assert "the container runs on" in message
+
+
+def test_wrong_annotation_refuses_the_dump(podman: Podman) -> None:
+    podman.start("c", mode="inlien")
+    podman.checkpoint("c", podman.scratch / "c.tar", check=False)
+    podman.assert_counts("c")
+    message = last_session(podman.namespace, "pre-dump")["stages"]["pre-dump"]["message"]
+    assert "annotation ocihook.io/mode: mode must be one of 'inline', 'off', not 'inlien'" in message
+
+
+def test_silent_application_refuses_the_dump(podman: Podman) -> None:
+    podman.start("c", quiesce_signal="USR1", quiesce_ack="/tmp/never", quiesce_timeout_s="0.5", resume_signal="USR2")
+    podman.checkpoint("c", podman.scratch / "c.tar", check=False)
+    podman.assert_counts("c")
+    message = last_session(podman.namespace, "pre-dump")["stages"]["pre-dump"]["message"]
+    assert "did not create or touch /tmp/never within 0.5 s of SIGUSR1" in message
+    wait_for("the application to be told to go on", lambda: "resumed" in podman("logs", "c"))
+
+
+def test_mode_off_leaves_the_images_alone(podman: Podman) -> None:
+    archive = podman.scratch / "c.tar"
+    podman.start("c", mode="off")
+    podman.checkpoint("c", archive)
+    assert not any(name.startswith("ocihook") for name in image_names(archive))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_agent_killed_at_every_journal_write(podman: Podman, when: str) -> None:
+    """The hook starts another agent, which finishes: every dump is packed, every restore goes on."""
+    archive = podman.scratch / "c.tar"
+    podman.start("c", quiesce_signal="USR1", resume_signal="USR2")
+    fatal_write, has_died = 0, True
+    while has_died:
+        fatal_write += 1
+        start_dying_agent(podman, fatal_write, when)
+        podman.checkpoint("c", archive)
+        has_died = end_dying_agent(podman, fatal_write)
+        before = podman.count("c")
+        assert_packed(archive)
+        assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
+        podman.remove("c")
+
+        start_dying_agent(podman, fatal_write, when)
+        podman.restore(archive)
+        has_died |= end_dying_agent(podman, fatal_write)
+        podman.assert_goes_on("c", before)
+        wait_for("the application to be told to go on", lambda: "resumed" in podman("logs", "c"))
+        archive.unlink()
+    assert fatal_write > 8, "so few writes were not seen before; does the agent journal at all?"
+
+
+def start_dying_agent(podman: Podman, fatal_write: int, when: str) -> None:
+    """Start an agent that does not survive its `fatal_write`-th write to a journal."""
+    (podman.namespace.path("/run/ocihook") / "writes").unlink(missing_ok=True)
+    podman.namespace.spawn(sys.executable, str(DYING_AGENT), str(fatal_write), when, log=podman.scratch / "agent.log")
+    wait_for("the agent to listen", podman.namespace.path("/run/ocihook/agent.sock").exists)
+
+
+def end_dying_agent(podman: Podman, fatal_write: int) -> bool:
+    """Let all be finished, end whatever agent is there, and tell whether the dying one has died."""
+    runtime_dir = podman.namespace.path("/run/ocihook")
+    # An agent killed in its very last step leaves a journal and no hook that would start another one.
+    wait_for("all sessions to end", lambda: "undone" not in podman.ocihook("recover", check=False))
+    assert all(session["effects"] == [] for session in sessions(podman.namespace))
+    writes = int((runtime_dir / "writes").read_text())
+    podman.namespace.run("sh", "-c", "kill $(cat /run/ocihook/agent.lock) 2>/dev/null", check=False)
+    podman.namespace.run("flock", "--timeout", "20", "/run/ocihook/agent.lock", "true")
+    (runtime_dir / "agent.sock").unlink(missing_ok=True)
+    return writes >= fatal_write
