@@ -12,6 +12,7 @@ SOCKET_NAME = "agent.sock"
 PACKET_BYTES = 16384
 
 DUMP_STAGES = ("pre-dump", "post-dump")
+SELF_TEST_STAGE = "self-test"  # none of CRIU's: `ocihook doctor` sees with it whether the hook can start
 RESTORE_STAGES = ("pre-restore", "post-resume")
 
 
