@@ -4,6 +4,8 @@
 9 % random bytes, 15 % fp32 Adam moments, 10 % heap, 5 % Zipf text. The same bytes for the same size.
 """
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +13,14 @@ import numpy.typing as npt
 
 PAGE = 4096
 Pages = npt.NDArray[np.uint8]
+Maker = Callable[[np.random.Generator, int], Pages]
 
 
 def write_dataset(path: Path, size_bytes: int, seed: int = 20240611) -> None:
     """Write `size_bytes` (whole pages) of mixed memory to `path`."""
     rng = np.random.default_rng(seed)
     total = size_bytes // PAGE
-    makers = {
+    makers: dict[str, tuple[float, Maker]] = {
         "zero": (0.17, _zero),
         "bf16": (0.36, _bf16),
         "random": (0.09, _random),
@@ -31,9 +34,17 @@ def write_dataset(path: Path, size_bytes: int, seed: int = 20240611) -> None:
         while any(left.values()):
             names = [name for name, pages in left.items() if pages]
             name = names[rng.integers(len(names))]
-            pages = int(min(left[name], rng.integers(256, 8192)))
+            pages = min(left[name], int(rng.integers(256, 8192)))
             left[name] -= pages
             out.write(makers[name][1](rng, pages).tobytes())
+
+
+def drop_zero_pages(source: Path, target: Path) -> None:
+    """Write the pages of `source` that are not zero to `target`."""
+    with source.open("rb") as file, target.open("wb") as out:
+        while data := file.read(64 << 20):
+            pages = np.frombuffer(data, np.uint8).reshape(-1, PAGE)
+            out.write(pages[pages.any(axis=1)].tobytes())
 
 
 def _zero(_rng: np.random.Generator, pages: int) -> Pages:
@@ -74,21 +85,26 @@ def _heap(rng: np.random.Generator, pages: int) -> Pages:
 def _text(rng: np.random.Generator, pages: int) -> Pages:
     letters = np.frombuffer(b"etaoinshrdlucmfwypvbgkjqxz", np.uint8)
     vocabulary = [bytes(letters[rng.integers(0, 26, rng.integers(2, 10))]) + b" " for _ in range(20000)]
-    ranks = np.minimum(rng.zipf(1.2, pages * PAGE // 4), 20000) - 1
+    ranks = np.minimum(rng.zipf(1.2, pages * PAGE // 6), 20000) - 1
     text = b"".join(vocabulary[r] for r in ranks)
     text = (text * (pages * PAGE // len(text) + 1))[: pages * PAGE]
     return np.frombuffer(text, np.uint8).reshape(pages, PAGE)
 
 
-def _with_holes(make):  # type: ignore[no-untyped-def]
+def _with_holes(make: Maker) -> Maker:
     def holed(rng: np.random.Generator, pages: int) -> Pages:
         data = np.array(make(rng, pages))
         at = 0
         while at < pages:
-            at += int(rng.integers(4, 32))
+            at += int(rng.integers(2, 27))
             run = int(rng.integers(1, 9))
             data[at : at + run] = 0
             at += run
         return data
 
     return holed
+
+
+if __name__ == "__main__":
+    write_dataset(Path(sys.argv[1]), int(sys.argv[3]))
+    drop_zero_pages(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,370 @@
+"""Measures the store and the hook against their peers: one line a figure, and bench-results.json.
+
+Every ratio is the median over rounds in which the contenders take turns, on the same two cores and the same
+tmpfs. What disturbs such a measure on a virtual machine, and what is done about it:
+
+* First touch of memory that the guest gave back to its host is many times slower. So the tmpfs has huge pages,
+  every contender runs once untimed, and each deletes its output right before it writes it again.
+* Other processes. A run during which they used more than a quarter of a core is done again, up to three times.
+* Too little memory: input and outputs of the largest measure take 8 GiB.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ocihook.linux.workers import run_forked
+from ocihook.store.pack import PackFile
+from ocihook.store.packing import SEGMENT_BYTES, Packs, pack_images
+
+DATASET_BYTES = 1 << 30
+ROUNDS = 5
+CORES = 2
+MEMORY_BOUND_BYTES = 256 << 20  # Settings.memory_bound_bytes, unless configured
+HOOK_RUNS = 61
+_QUIET_CORES = 0.25
+_CACHE = Path(".cache/bench")
+_RESULTS = Path("bench-results.json")
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the results."""
+
+    name: str
+    value: float
+    unit: str
+    peer: str
+    target: float | None
+    better: str  # higher or lower
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Something to time, and what it leaves, which is deleted before it runs again."""
+
+    run: Run
+    leaves: tuple[Path, ...]
+
+    def delete_output(self) -> None:
+        """Remove what an earlier run left."""
+        for path in self.leaves:
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+
+
+def main() -> int:
+    """Measure everything inside a mount namespace with a tmpfs of its own."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments.add_argument("--tmpfs", type=Path, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    _check_peers()
+    dataset, without_zeros = _datasets()
+    if options.tmpfs is None:
+        with tempfile.TemporaryDirectory(prefix="ocihook-bench-") as name:
+            mount = 'mount -t tmpfs -o huge=always,size=10g tmpfs "$0" && exec "$@"'
+            command = [sys.executable, "-m", "tests.bench.run", f"--rounds={options.rounds}", f"--tmpfs={name}"]
+            return subprocess.run(["unshare", "-m", "sh", "-c", mount, name, *command], check=False).returncode
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    figures = [
+        *_packing(options.tmpfs, dataset, options.rounds),
+        *_unpacking(options.tmpfs, dataset, options.rounds, zeros=True),
+        *_unpacking(options.tmpfs, without_zeros, options.rounds, zeros=False),
+        *_memory(options.tmpfs, dataset),
+        *_hook(options.tmpfs),
+    ]
+    _RESULTS.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    for figure in figures:
+        target = (
+            "" if figure.target is None else f"  target {'>=' if figure.better == 'higher' else '<='} {figure.target}"
+        )
+        print(f"{figure.name:<38} {figure.value:8.2f} {figure.unit:<5} {figure.peer}{target}")
+    return 0
+
+
+def _check_peers() -> None:
+    if os.geteuid() != 0:
+        raise SystemExit("bench: must be root: it mounts a tmpfs with huge pages")
+    for tool in ("lz4", "zstd", "unshare"):
+        if shutil.which(tool) is None:
+            raise SystemExit(f"bench: needs {tool}; `make bench` installs it")
+    version = subprocess.run(["lz4", "--version"], check=True, capture_output=True, text=True).stdout
+    if "multithread" not in version:
+        raise SystemExit(f"bench: needs lz4 >= 1.10 with -T, as Debian 13 has it; here is {version.strip()}")
+
+
+def _datasets() -> tuple[Path, Path]:
+    """Return the data set, and its pages that are not zero; made once."""
+    dataset, without_zeros = _CACHE / f"{DATASET_BYTES}.img", _CACHE / f"{DATASET_BYTES}-without-zeros.img"
+    if not without_zeros.exists():
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        partial = without_zeros.with_suffix(".partial")
+        # In a process of its own: numpy would be in every worker's memory.
+        maker = [sys.executable, "-m", "tests.bench.dataset", str(dataset), str(partial), str(DATASET_BYTES)]
+        subprocess.run(maker, check=True)
+        partial.rename(without_zeros)
+    return dataset, without_zeros
+
+
+# --- timing
+
+
+def _busy_s() -> float:
+    """CPU time that all processes have used so far."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, fields)
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _timed(contender: Contender) -> float:
+    """Return the seconds of a run; of three if others disturbed the first ones, the last."""
+    elapsed = 0.0
+    for _ in range(3):
+        contender.delete_output()
+        busy, own, start = _busy_s(), _own_s(), time.perf_counter()
+        contender.run()
+        elapsed = time.perf_counter() - start
+        others = (_busy_s() - busy) - (_own_s() - own)
+        if others < _QUIET_CORES * elapsed + 0.02:  # the kernel counts in steps of 10 ms
+            break
+        time.sleep(1)
+    return elapsed
+
+
+def _rounds(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Time the contenders in turns."""
+    for contender in contenders.values():
+        contender.delete_output()
+        contender.run()
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            seconds[name].append(_timed(contender))
+    return seconds
+
+
+def _ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
+    """Return how many times as fast as the peer we are: the median of the rounds."""
+    return statistics.median(peer / our for our, peer in zip(ours, peers, strict=True))
+
+
+def _command(*arguments: str | Path) -> Run:
+    return lambda: subprocess.run([str(argument) for argument in arguments], check=True)
+
+
+# --- packing
+
+
+def _pack(directory: Path, packs: Path, names: Sequence[str] = ("pages-1.img",)) -> Packs:
+    packs.mkdir()
+    prefix = f"{packs.name}/ocihook-"
+    images, infos = pack_images(directory, names, prefix=prefix, workers=CORES, durable=False)
+    return Packs(images, infos, {info.name: PackFile(packs / info.name) for info in infos})
+
+
+def _packing(directory: Path, dataset: Path, rounds: int) -> Iterator[Figure]:
+    image, packs = directory / "pages-1.img", directory / "packs"
+    shutil.copyfile(dataset, image)
+    outputs = {name: directory / f"{name}.out" for name in ("lz4", "zstd1", "zstd3")}
+    contenders = {
+        "ours": Contender(lambda: _pack(directory, packs).close(), (packs,)),
+        "lz4": Contender(_command("lz4", "-1", "-T2", "-qf", image, outputs["lz4"]), (outputs["lz4"],)),
+        "zstd1": Contender(_command("zstd", "-1", "-T2", "-qf", image, "-o", outputs["zstd1"]), (outputs["zstd1"],)),
+        "zstd3": Contender(
+            _command("zstd", "-3", "--single-thread", "-qf", image, "-o", outputs["zstd3"]), (outputs["zstd3"],)
+        ),
+    }
+    seconds = _rounds(contenders, rounds)
+    size = image.stat().st_size
+    stored = sum(path.stat().st_size for path in packs.iterdir())
+    podman = "zstd -3, one thread: podman's default, approximated"
+    yield Figure("pack throughput", size / statistics.median(seconds["ours"]) / 1e9, "GB/s", "", None, "higher")
+    yield Figure("pack vs lz4", _ratio(seconds["ours"], seconds["lz4"]), "x", "lz4 -1 -T2", 1.05, "higher")
+    yield Figure("pack vs zstd", _ratio(seconds["ours"], seconds["zstd1"]), "x", "zstd -1 -T2", 3.0, "higher")
+    yield Figure("pack vs podman", _ratio(seconds["ours"], seconds["zstd3"]), "x", podman, 5.0, "higher")
+    yield Figure("stored bytes vs lz4", stored / outputs["lz4"].stat().st_size, "x", "lz4 -1 -T2", 1.01, "lower")
+    for contender in contenders.values():
+        contender.delete_output()
+    image.unlink()
+
+
+def _unpacking(directory: Path, dataset: Path, rounds: int, *, zeros: bool) -> Iterator[Figure]:
+    """Compare unpacking, which always verifies.
+
+    We leave zero pages as holes; lz4 and zstd seek over zeros too, where the output is a regular file. Only the
+    data set without zero pages makes everybody write every byte, so only there the memory copy is a limit.
+    """
+    image, packs, out = directory / "pages-1.img", directory / "packs", directory / "out"
+    shutil.copyfile(dataset, image)
+    packed = _pack(directory, packs)
+    lz4, zstd = directory / "lz4.in", directory / "zstd.in"
+    _command("lz4", "-1", "-T2", "-qf", image, lz4)()
+    _command("zstd", "-1", "-T2", "-qf", image, "-o", zstd)()
+    outputs = {name: directory / f"{name}.out" for name in ("lz4", "zstd", "copy")}
+
+    def rehydrate() -> None:
+        out.mkdir()
+        packed.rehydrate(out, workers=CORES)
+
+    contenders = {
+        "ours": Contender(rehydrate, (out,)),
+        "verify": Contender(lambda: packed.verify(workers=CORES), ()),
+        "lz4": Contender(_command("lz4", "-d", "-qf", lz4, outputs["lz4"]), (outputs["lz4"],)),
+        "zstd": Contender(_command("zstd", "-d", "-qf", zstd, "-o", outputs["zstd"]), (outputs["zstd"],)),
+        "copy": Contender(lambda: _copy(image, outputs["copy"]), (outputs["copy"],)),
+    }
+    seconds = _rounds(contenders, rounds)
+    size = image.stat().st_size
+    what = "unpack" if zeros else "unpack, no zero pages,"
+    ours = seconds["ours"]
+    yield Figure(f"{what} throughput", size / statistics.median(ours) / 1e9, "GB/s", "", None, "higher")
+    yield Figure(f"{what} vs lz4", _ratio(ours, seconds["lz4"]), "x", "lz4 -d", 1.8, "higher")
+    yield Figure(f"{what} vs zstd", _ratio(ours, seconds["zstd"]), "x", "zstd -d of zstd -1", 3.5, "higher")
+    copy = "copy by 2 processes, 1 MiB pread and pwrite"
+    yield Figure(f"{what} vs copy", _ratio(ours, seconds["copy"]), "x", copy, None if zeros else 0.65, "higher")
+    if zeros:
+        yield Figure("verify vs unpack", _ratio(seconds["verify"], ours), "x", "our unpack", 1.0, "higher")
+    packed.close()
+    for contender in contenders.values():
+        contender.delete_output()
+    for path in (image, lz4, zstd):
+        path.unlink()
+    shutil.rmtree(packs)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy as fast as two processes can: the limit for what must write every byte."""
+    size = source.stat().st_size
+    target.touch()
+    os.truncate(target, size)
+
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        buffer = bytearray(1 << 20)
+        with (
+            source.open("rb", buffering=0) as read,
+            target.open("r+b", buffering=0) as write,
+            memoryview(buffer) as view,
+        ):
+            for task in tasks:
+                for at in range(task * SEGMENT_BYTES, min(size, (task + 1) * SEGMENT_BYTES), len(buffer)):
+                    length = os.preadv(read.fileno(), [buffer], at)
+                    os.pwrite(write.fileno(), view[:length], at)
+                yield task
+
+    for _ in run_forked(worker, tasks=-(-size // SEGMENT_BYTES), workers=CORES):
+        pass
+
+
+# --- memory
+
+
+def _memory(directory: Path, dataset: Path) -> Iterator[Figure]:
+    """Peak memory of packing and of unpacking 4 GiB: what all processes hold that is not a file's page cache."""
+    image = directory / "pages-1.img"
+    shutil.copyfile(dataset, image)
+    names = [f"pages-{number}.img" for number in range(1, 5)]
+    for name in names[1:]:
+        os.link(image, directory / name)
+    packs, out = directory / "packs", directory / "out"
+    program = (
+        "import os, sys, ocihook.agent.server; from pathlib import Path; from tests.bench.run import _pack\n"
+        "directory, packs, out, *names = sys.argv[1:]; out = Path(out)\n"
+        "packed = _pack(Path(directory), Path(packs), names)\n"
+        "for name in names: os.unlink(Path(directory, name))\n"
+        "out.mkdir(); packed.rehydrate(out, workers=2)\n"
+    )
+    command = [sys.executable, "-c", program, directory, packs, out, *names]
+    with subprocess.Popen([str(argument) for argument in command]) as process:
+        peak_process, peak_sum = _peak_memory(process)
+    if process.returncode != 0:
+        raise SystemExit("bench: packing 4 GiB failed")
+    bound = MEMORY_BOUND_BYTES / (1 << 20)
+    yield Figure("memory, packing and unpacking 4 GiB", peak_sum / (1 << 20), "MiB", "configured bound", bound, "lower")
+    yield Figure("memory of one worker", peak_process / (1 << 20), "MiB", "", None, "lower")
+    shutil.rmtree(packs)
+    shutil.rmtree(out)
+
+
+def _peak_memory(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """Return the peaks, in bytes, of the largest child of `process` and of it with all its children."""
+    largest = together = 0
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            sizes = [_held_bytes(int(pid)) for pid in children]
+            largest = max([largest, *sizes])
+            together = max(together, _held_bytes(process.pid) + sum(sizes))
+        time.sleep(0.01)
+    return largest, together
+
+
+def _held_bytes(pid: int) -> int:
+    """RssAnon and RssShmem; what forked workers share with their parent is counted for each."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return sum(int(fields.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+# --- the hook
+
+
+def _hook(directory: Path) -> Iterator[Figure]:
+    script = directory / "criu-action"
+    source = Path("ocihook/hook/criu-action").read_text()
+    script.write_text(source.replace("@PYTHON@", sys.executable).replace("@SITE@", str(Path.cwd())))
+    script.chmod(0o755)
+    yield Figure("hook, unhandled stage", unhandled_stage_ms(script), "ms", "", 1.0, "lower")
+
+
+def unhandled_stage_ms(script: Path) -> float:
+    """Return the milliseconds that a stage costs for which the hook has nothing to do."""
+    environment = {"CRTOOLS_SCRIPT_ACTION": "network-unlock"}
+    return statistics.median(_spawn_ms([str(script)], environment) for _ in range(HOOK_RUNS))
+
+
+def handled_stage_ratio(script: Path, environment: dict[str, str]) -> float:
+    """Return how many times a bare `python -IS` a handled stage takes; an agent must listen that answers at once.
+
+    Args:
+        script: the rendered launcher.
+        environment: what CRIU would set: CRTOOLS_SCRIPT_ACTION, CRTOOLS_IMAGE_DIR and CRTOOLS_INIT_PID.
+    """
+    ratios = []
+    for _ in range(HOOK_RUNS):
+        bare = _spawn_ms([sys.executable, "-IS", "-c", "pass"], {})
+        ratios.append(_spawn_ms([str(script)], environment) / bare)
+    return statistics.median(ratios)
+
+
+def _spawn_ms(command: list[str], environment: dict[str, str]) -> float:
+    start = time.perf_counter()
+    pid = os.posix_spawn(command[0], command, environment)
+    _, status = os.waitpid(pid, 0)
+    elapsed = time.perf_counter() - start
+    if status != 0:
+        raise SystemExit(f"bench: {command[0]} failed")
+    return elapsed * 1000
+
+
+if __name__ == "__main__":
+    sys.exit(main())
