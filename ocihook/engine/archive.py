@@ -33,12 +33,40 @@ _ALLOWED_LINKS = {"checkpoint/parent": "../pre-checkpoint"}
 _READ_ERRORS = (tarfile.TarError, zstd.ZstdError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
+class MemberData:
+    """The bytes of a member, to be read before the next member is asked for."""
+
+    def __init__(self, file: IO[bytes], size_bytes: int, where: str) -> None:
+        self._file = file
+        self._left_bytes = size_bytes
+        self._where = where
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes, b"" at the end.
+
+        Raises:
+            ArchiveError: if the archive is damaged here, or ends within the member.
+        """
+        try:
+            data = self._file.read(self._left_bytes if size < 0 else min(size, self._left_bytes))
+        except _READ_ERRORS as error:
+            raise _damaged(self._where, error) from error
+        if not data and self._left_bytes and size:
+            raise _damaged(self._where, "unexpected end")
+        self._left_bytes -= len(data)
+        return data
+
+
+def _damaged(where: str, why: object) -> ArchiveError:
+    return ArchiveError(f"{where} is truncated or damaged: {why}", hint="use another copy of it")
+
+
 class Member(NamedTuple):
     """One member of an archive that has passed all checks."""
 
     info: tarfile.TarInfo
     image_name: str  # its file name, if it is a file of the image set, else ""
-    data: IO[bytes] | None  # None for what is not a regular file; to be read before the next member
+    data: MemberData | None  # None for what is not a regular file
 
 
 class ArchiveFacts(NamedTuple):
@@ -77,12 +105,12 @@ def read_members(path: Path) -> Iterator[Member]:
                 seen.add(name)
                 last = info
                 match = _IMAGE_NAME.fullmatch(name)
-                yield Member(
-                    info, match[1] if match and info.isreg() else "", tar.extractfile(info) if info.isreg() else None
-                )
+                file = tar.extractfile(info) if info.isreg() else None
+                data = MemberData(file, info.size, f"{path}: {name}") if file is not None else None
+                yield Member(info, match[1] if match and data else "", data)
         _check_end(last, path)
     except _READ_ERRORS as error:
-        raise ArchiveError(f"{path} is truncated or damaged: {error}", hint="use another copy of it") from error
+        raise _damaged(str(path), error) from error
 
 
 @contextlib.contextmanager
@@ -176,7 +204,7 @@ def _document(member: Member, path: Path) -> Mapping[str, Any]:
     if member.data is None or member.info.size > _MAX_DOCUMENT_BYTES:
         raise ArchiveError(f"{path}: {member.info.name} is larger than {_MAX_DOCUMENT_BYTES} bytes")
     try:
-        value = json.load(member.data)
+        value = json.loads(member.data.read())
     except (ValueError, RecursionError) as error:
         raise ArchiveError(f"{path}: {member.info.name} is not JSON: {error}") from error
     if not isinstance(value, Mapping):

@@ -3,12 +3,11 @@
 import contextlib
 import filecmp
 import os
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from ocihook.criu.images import (
     PAGE_BYTES,
@@ -202,7 +201,7 @@ def _rewrite(
                 if member.image_name and is_dropped(member.image_name):
                     template = member.info
                 else:
-                    tar.addfile(member.info, member.data)
+                    tar.addfile(member.info, cast("IO[bytes] | None", member.data))
             for name in added:
                 _add(tar, directory / name, template)
         partial.chmod(mode)
@@ -245,9 +244,8 @@ def _extract(member: Member, path: Path) -> None:
     if member.data is None:
         raise ArchiveError(f"member {member.info.name!r} is not a file")
     with path.open("xb") as file:
-        shutil.copyfileobj(member.data, file, _COPY_BYTES)
-    if path.stat().st_size != member.info.size:
-        raise ArchiveError(f"the archive ends within {member.info.name!r}", hint="use another copy of it")
+        while data := member.data.read(_COPY_BYTES):
+            file.write(data)
 
 
 def diff_archives(first: Path, second: Path) -> ArchiveDiff:

@@ -1,0 +1,108 @@
+"""Image sets and archives as CRIU and the engines make them, small: real messages, real framing, made-up memory."""
+
+import json
+import random
+import struct
+import tarfile
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from ocihook.criu.images import PAGE_BYTES
+from ocihook.criu.proto import message_class
+
+_PRESENT = 4
+_MAGICS = {
+    "pagemap": struct.pack("<II", 0x54564319, 0x56084025),
+    "pstree": struct.pack("<II", 0x54564319, 0x50273030),
+    "stats": struct.pack("<II", 0x55105940, 0x57093306),
+}
+
+
+def _message(kind: str, **fields: Any) -> bytes:
+    data: bytes = message_class(kind)(**fields).SerializeToString()
+    return struct.pack("<I", len(data)) + data
+
+
+def mixed_pages(count: int, seed: int = 1) -> bytes:
+    """Return pages of which some are zero, some compress, and some do not."""
+    chooser = random.Random(seed)
+    pages: list[bytes] = []
+    while len(pages) < count:
+        run = chooser.randint(1, 40)
+        kind = chooser.randint(0, 2)
+        for _ in range(run):
+            pages.append((bytes(PAGE_BYTES), chooser.randbytes(PAGE_BYTES), bytes([len(pages) % 7]) * PAGE_BYTES)[kind])
+    return b"".join(pages[:count])
+
+
+def make_image_set(directory: Path, memory: Mapping[int, bytes]) -> None:
+    """Write an image set of processes with this memory, which is mapped in two runs with a hole between.
+
+    Args:
+        directory: new or empty.
+        memory: whole pages, by pid.
+    """
+    directory.mkdir(exist_ok=True)
+    processes = b"".join(_message("pstree_entry", pid=pid, ppid=0, pgid=pid, sid=pid, threads=[pid]) for pid in memory)
+    (directory / "pstree.img").write_bytes(_MAGICS["pstree"] + processes)
+    (directory / "inventory.img").write_bytes(b"\x16\x31\x31\x58 not read here")
+    (directory / "descriptors.json").write_text("[]")
+    for pages_id, (pid, content) in enumerate(memory.items(), 1):
+        pages = len(content) // PAGE_BYTES
+        first = pages // 3
+        runs = [(0x10000000, first), (0x20000000, pages - first)]
+        entries = [
+            _message("pagemap_entry", vaddr=vaddr, compat_nr_pages=count, nr_pages=count, flags=_PRESENT)
+            for vaddr, count in runs
+            if count
+        ]
+        head = _message("pagemap_head", pages_id=pages_id)
+        (directory / f"pagemap-{pid}.img").write_bytes(_MAGICS["pagemap"] + head + b"".join(entries))
+        (directory / f"pages-{pages_id}.img").write_bytes(content)
+        (directory / f"core-{pid}.img").write_bytes(b"core of %d" % pid)
+
+
+def stats_dump(frozen_us: int) -> bytes:
+    """Return a stats-dump."""
+    required = dict.fromkeys(("pages_scanned", "pages_skipped_parent", "pages_written", "pages_lazy"), 0)
+    times = {"freezing_time": 1, "frozen_time": frozen_us, "memdump_time": 3, "memwrite_time": 4}
+    return _MAGICS["stats"] + _message("stats_entry", dump={**times, **required})
+
+
+def make_archive(
+    path: Path, image_set: Path, engine: str = "podman", *, extra: Mapping[str, bytes] | None = None
+) -> None:
+    """Write the archive that an engine would make of an image set."""
+    annotations = {
+        "podman": {"io.container.manager": "libpod"},
+        "containerd": {
+            "io.kubernetes.cri.container-name": "c1",
+            "io.kubernetes.cri.sandbox-name": "p1",
+            "io.kubernetes.cri.sandbox-namespace": "default",
+        },
+        "cri-o": {
+            "io.kubernetes.container.name": "c1",
+            "io.kubernetes.pod.name": "p1",
+            "io.kubernetes.pod.namespace": "default",
+            "io.kubernetes.cri-o.Annotations": "{}",
+        },
+    }[engine]
+    config = {"id": "ab" * 32, "name": "c1", "rootfsImageName": "example.org/train:1", "runtime": "runc"}
+    documents = {
+        "config.dump": json.dumps(config).encode(),
+        "spec.dump": json.dumps({"annotations": annotations}).encode(),
+        "stats-dump": stats_dump(250_000),
+        **({"status.dump": b"{}"} if engine == "containerd" else {}),
+        **({"bind.mounts": b"[]"} if engine == "cri-o" else {}),
+        **(extra or {}),
+    }
+    with tarfile.open(path, "w") as tar:
+        for name, data in documents.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, BytesIO(data))
+        tar.add(image_set, "checkpoint", recursive=False)
+        for file in sorted(image_set.iterdir()):
+            tar.add(file, f"checkpoint/{file.name}")

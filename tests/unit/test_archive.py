@@ -1,0 +1,239 @@
+"""Archives of all engines: packed, unpacked, compared, and refused when damaged or hostile."""
+
+import gzip
+import os
+import tarfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ocihook.engine.archive import compression_of, read_facts
+from ocihook.errors import ArchiveError, ImageError, IntegrityError, OcihookError
+from ocihook.ops import archive as ops
+from tests.fakes.images import make_archive, make_image_set, mixed_pages
+
+MEMORY = {1: mixed_pages(500), 9: mixed_pages(70, seed=3)}
+
+
+@pytest.fixture
+def image_set(tmp_path: Path) -> Path:
+    make_image_set(tmp_path / "images", MEMORY)
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def plain(tmp_path: Path, image_set: Path) -> Path:
+    make_archive(tmp_path / "plain.tar", image_set)
+    return tmp_path / "plain.tar"
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path, "r:*" if compression_of(path) != "zstd" else "r:") as tar:
+        return {m.name: file.read() for m in tar if (file := tar.extractfile(m))}
+
+
+def pack(source: Path, target: Path, compression: str = "none") -> None:
+    ops.pack_archive(source, target, compression=compression, force=False, workers=2)
+
+
+def unpack(source: Path, target: Path, compression: str = "none") -> None:
+    ops.unpack_archive(source, target, compression=compression, force=False, workers=2)
+
+
+@pytest.mark.parametrize("engine", ["podman", "containerd", "cri-o"])
+def test_every_engine_is_recognised(tmp_path: Path, image_set: Path, engine: str) -> None:
+    make_archive(tmp_path / "a.tar", image_set, engine)
+    facts = read_facts(tmp_path / "a.tar")
+    assert facts.container.engine == engine
+    assert (facts.image, facts.runtime) == ("example.org/train:1", "runc")
+    if engine != "podman":
+        assert str(facts.container) == "default/p1/c1"
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
+def test_unpacked_is_what_it_was_before_packing(tmp_path: Path, plain: Path, compression: str) -> None:
+    packed, again = tmp_path / "packed.tar", tmp_path / "again.tar"
+    pack(plain, packed, compression)
+    assert compression_of(packed) == compression
+    assert ops.is_packed(read_facts(packed))
+    manifest = ops.verify_archive(packed, workers=2)
+    assert manifest is not None
+    assert manifest.raw_bytes == 570 * 4096
+    unpack(packed, again)
+    assert members(again) == members(plain)
+    assert ops.verify_archive(again, workers=2) is None
+    assert packed.stat().st_mode & 0o777 == plain.stat().st_mode & 0o777
+
+
+def test_packing_leaves_other_members_alone(tmp_path: Path, image_set: Path) -> None:
+    make_archive(tmp_path / "a.tar", image_set, extra={"rootfs-diff.tar": b"x" * 1000, "volumes/data.tar": b"y"})
+    pack(tmp_path / "a.tar", tmp_path / "b.tar")
+    before, after = members(tmp_path / "a.tar"), members(tmp_path / "b.tar")
+    gone = {"checkpoint/pages-1.img", "checkpoint/pages-2.img"}
+    assert before.keys() - after.keys() == gone
+    assert {name: after[name] for name in before.keys() - gone} == {n: d for n, d in before.items() if n not in gone}
+    assert all(name.startswith("checkpoint/ocihook") for name in after.keys() - before.keys())
+
+
+def test_inspect_tells_processes_and_times(tmp_path: Path, plain: Path) -> None:
+    pack(plain, tmp_path / "packed.tar")
+    for path in (plain, tmp_path / "packed.tar"):
+        inspection = ops.inspect_archive(path)
+        assert [(p.process.pid, p.memory_bytes) for p in inspection.processes] == [(1, 500 * 4096), (9, 70 * 4096)]
+        assert inspection.stats is not None
+        assert inspection.stats.frozen_us == 250_000
+        assert ops.to_json(inspection)["raw_bytes"] == 570 * 4096
+
+
+def test_diff_compares_page_by_page_whether_packed_or_not(tmp_path: Path, image_set: Path, plain: Path) -> None:
+    changed = bytearray(MEMORY[1])
+    for page in (0, 200, 499):
+        changed[page * 4096] ^= 1
+    make_image_set(tmp_path / "second", {1: bytes(changed), 10: mixed_pages(5)})
+    make_archive(tmp_path / "second.tar", tmp_path / "second")
+    pack(tmp_path / "second.tar", tmp_path / "second-packed.tar")
+    for second in (tmp_path / "second.tar", tmp_path / "second-packed.tar"):
+        diff = ops.diff_archives(plain, second)
+        assert diff.memory == [
+            ops.MemoryDiff("pagemap-1.img", 497, 3, 0, 0),
+            ops.MemoryDiff("pagemap-10.img", 0, 0, 0, 5),
+            ops.MemoryDiff("pagemap-9.img", 0, 0, 70, 0),
+        ]
+        states = dict(diff.images)
+        assert (states["inventory.img"], states["core-9.img"], states["core-10.img"]) == (
+            "same",
+            "only in first",
+            "only in second",
+        )
+    assert all(state == "same" for _, state in ops.diff_archives(plain, plain).images)
+
+
+def write_tar(path: Path, *entries: tarfile.TarInfo, source: Path | None = None) -> None:
+    with tarfile.open(path, "w") as tar:
+        if source is not None:
+            with tarfile.open(source) as old:
+                for member in old:
+                    tar.addfile(member, old.extractfile(member))
+        for entry in entries:
+            tar.addfile(entry, BytesIO(bytes(entry.size)))
+
+
+def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    info.size = 10 if kind == tarfile.REGTYPE else 0
+    return info
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (entry("../outside"), "climbs out"),
+        (entry("checkpoint/../../outside"), "climbs out"),
+        (entry("/etc/outside"), "climbs out"),
+        (entry("checkpoint/pages-3.img", tarfile.SYMTYPE, "/etc/shadow"), "is a link to '/etc/shadow'"),
+        (entry("checkpoint/ocihook-0.pack", tarfile.LNKTYPE, "checkpoint/core-1.img"), "is a link"),
+        (entry("checkpoint/parent", tarfile.SYMTYPE, "/"), "is a link"),
+        (entry("checkpoint/fifo", tarfile.FIFOTYPE), "neither a file nor a directory"),
+        (entry("checkpoint/device", tarfile.CHRTYPE), "neither a file nor a directory"),
+        (entry("checkpoint/core-1.img"), "occurs twice"),
+        (entry("./checkpoint/core-1.img"), "occurs twice"),
+    ],
+)
+@pytest.mark.parametrize("act", [read_facts, lambda p: ops.verify_archive(p, workers=1), ops.inspect_archive])
+def test_hostile_members_are_refused(
+    tmp_path: Path, plain: Path, member: tarfile.TarInfo, message: str, act: Callable[[Path], object]
+) -> None:
+    hostile = tmp_path / "hostile" / "archive.tar"
+    hostile.parent.mkdir()
+    write_tar(hostile, member, source=plain)
+    with pytest.raises(ArchiveError, match=message):
+        act(hostile)
+    assert [path.name for path in hostile.parent.iterdir()] == ["archive.tar"]
+    assert not (tmp_path / "outside").exists()
+
+
+def test_link_to_earlier_images_of_podman_is_allowed(tmp_path: Path, plain: Path) -> None:
+    write_tar(tmp_path / "a.tar", entry("checkpoint/parent", tarfile.SYMTYPE, "../pre-checkpoint"), source=plain)
+    assert ops.verify_archive(tmp_path / "a.tar", workers=1) is None
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
+def test_every_truncation_is_noticed(tmp_path: Path, plain: Path, compression: str) -> None:
+    packed = tmp_path / "packed.tar"
+    pack(plain, packed, compression)
+    data = packed.read_bytes()
+    # A tar ends with two blocks of zeros and padding: losing only those loses nothing.
+    end = len(data.rstrip(b"\0")) if compression == "none" else len(data)
+    cut = tmp_path / "cut.tar"
+    for size in {0, 100, 512, 1536, 5000, end // 3, end // 2, end - 600, end - 1}:
+        cut.write_bytes(data[:size])
+        with pytest.raises(OcihookError):
+            ops.verify_archive(cut, workers=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(position=st.integers(0, 1 << 30), bit=st.integers(0, 7))
+def test_a_flipped_bit_in_packed_memory_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
+) -> None:
+    directory = tmp_path_factory.mktemp("flip")
+    make_image_set(directory / "images", {1: mixed_pages(40)})
+    make_archive(directory / "plain.tar", directory / "images")
+    pack(directory / "plain.tar", directory / "packed.tar")
+    with tarfile.open(directory / "packed.tar") as tar:
+        ours = [m for m in tar if m.name.startswith("checkpoint/ocihook")]
+    offsets = [m.offset_data + number for m in ours for number in range(m.size)]
+    data = bytearray((directory / "packed.tar").read_bytes())
+    data[offsets[position % len(offsets)]] ^= 1 << bit
+    (directory / "packed.tar").write_bytes(data)
+    with pytest.raises(IntegrityError):
+        ops.verify_archive(directory / "packed.tar", workers=1)
+
+
+def test_plain_archive_with_a_short_page_image_does_not_verify(tmp_path: Path, image_set: Path) -> None:
+    os.truncate(image_set / "pages-2.img", 4096)
+    make_archive(tmp_path / "a.tar", image_set)
+    with pytest.raises(ImageError, match=r"pages-2.img has 4096 bytes, pagemap-9.img says 286720"):
+        ops.verify_archive(tmp_path / "a.tar", workers=1)
+
+
+def test_what_is_no_checkpoint_archive_says_so(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", entry("readme"))
+    with pytest.raises(ArchiveError, match="is no checkpoint archive"):
+        read_facts(tmp_path / "a.tar")
+    (tmp_path / "b.tar").write_bytes(gzip.compress(b"hello"))
+    with pytest.raises(ArchiveError, match=r"truncated or damaged|is empty"):
+        read_facts(tmp_path / "b.tar")
+    listed = dict(ops.list_archives([tmp_path]))
+    assert all(isinstance(value, ArchiveError) for value in listed.values())
+
+
+def test_output_is_replaced_only_by_force_and_never_half(tmp_path: Path, plain: Path) -> None:
+    target = tmp_path / "out.tar"
+    target.write_text("precious")
+    with pytest.raises(ArchiveError, match="exists"):
+        pack(plain, target)
+    packed = tmp_path / "packed.tar"
+    pack(plain, packed)
+    data = bytearray(packed.read_bytes())
+    data[len(data) // 2] ^= 1
+    packed.write_bytes(data)
+    with pytest.raises(OcihookError):
+        ops.unpack_archive(packed, target, compression="none", force=True, workers=1)
+    assert target.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.tar", "packed.tar", "plain.tar"]
+    ops.pack_archive(plain, plain, compression="none", force=True, workers=1)
+    assert ops.is_packed(read_facts(plain))
+
+
+def test_packing_twice_and_unpacking_a_plain_one_are_errors(tmp_path: Path, plain: Path) -> None:
+    with pytest.raises(ArchiveError, match="is not packed"):
+        unpack(plain, tmp_path / "out.tar")
+    pack(plain, tmp_path / "packed.tar")
+    with pytest.raises(ArchiveError, match="is packed already"):
+        pack(tmp_path / "packed.tar", tmp_path / "out.tar")
