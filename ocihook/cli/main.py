@@ -53,13 +53,12 @@ def cli() -> None:
 def main() -> None:
     """Run the command line."""
     try:
-        cli(standalone_mode=False)
+        status = cli(standalone_mode=False)  # what a command raised as click's Exit comes back as a number
+        sys.exit(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
-    except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except OcihookError as error:
         click.echo(f"ocihook: error: {error}", err=True)
