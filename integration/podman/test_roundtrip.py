@@ -1,5 +1,6 @@
 """podman with runc and with crun: what is checkpointed through ocihook comes out packed and goes on."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -109,3 +110,21 @@ def test_archive_packed_afterwards_restores(make_podman: MakePodman) -> None:
     podman.install()
     podman.restore(packed)
     podman.assert_goes_on("c", before)
+
+
+def test_doctor_tells_whether_it_will_work(make_podman: MakePodman) -> None:
+    podman = make_podman("runc")
+    before = podman.ocihook("doctor", check=False)
+    assert "runc does not call ocihook" in before
+    assert "A checkpoint will not work here." in before
+    podman.install()
+    assert "A checkpoint will work here." in podman.ocihook("doctor")
+
+
+def test_sessions_are_shown(podman: Podman) -> None:
+    podman.start("c")
+    podman.checkpoint("c", podman.scratch / "c.tar")
+    sessions(podman.namespace)
+    shown = podman.ocihook("ps", "--all")
+    assert re.search(r"podman +dump +post-dump +done", shown)
+    assert "No session is open." in podman.ocihook("recover")

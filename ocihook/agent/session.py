@@ -50,16 +50,17 @@ class Session:
         given = self.journal.verdict_of(request.stage)
         if given is not None:
             return given
-        if self.journal.begin_stage(request.stage):
-            log.warning("session %s: %s was interrupted, beginning again", self.journal.session_id, request.stage)
-            undo_interrupted(self.journal)
-        status, message = self._run(request)
+        was_begun = self.journal.begin_stage(request.stage)
+        status, message = self._run(request, was_begun=was_begun)
         self.journal.end_stage(request.stage, status, message)
         return status, message
 
-    def _run(self, request: wire.Request) -> tuple[int, str]:
+    def _run(self, request: wire.Request, *, was_begun: bool) -> tuple[int, str]:
         stage = request.stage
         try:
+            if was_begun:
+                log.warning("session %s: %s was interrupted, beginning again", self.journal.session_id, stage)
+                undo_interrupted(self.journal)
             directory = -1 if stage == "post-resume" else os.open(request.image_dir, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 # CRIU's descriptor names the right directory in whatever mount namespace CRIU is.
@@ -92,12 +93,14 @@ class Session:
         while True:
             try:
                 undo_all(self.journal)
-            except OcihookError as error:
-                log.error("%s", error)
-                time.sleep(RETRY_S)
-            else:
                 self.journal.finish()
+            except (OcihookError, OSError) as error:
+                log.error("%s", error)
+            except Exception:
+                log.exception("session %s", self.journal.session_id)
+            else:
                 return
+            time.sleep(RETRY_S)
 
     def serve(self, control: socket.socket) -> None:
         """Handle stages that arrive on `control` (a packet with the caller's connection) until CRIU is gone."""

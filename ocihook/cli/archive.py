@@ -96,8 +96,7 @@ def inspect(*, path: Path, as_json: bool) -> None:
 @json_option
 def verify(*, path: Path, workers: int, as_json: bool) -> None:
     """Read an archive to its end and check every checksum and size in it. Exit status 4: it is damaged."""
-    size = path.stat().st_size
-    with progress_bar("verifying", size) as progress:
+    with progress_bar("verifying", ops.memory_bytes(path)) as progress:
         manifest = ops.verify_archive(path, workers=_count(workers), progress=progress)
     if as_json:
         print_json({"archive": str(path), "ok": True, "packed": manifest is not None})
@@ -151,7 +150,7 @@ def _convert(
     if output.exists() and not force:
         raise ArchiveError(f"{output} exists", hint="name another output, or use --force")
     before = source.stat().st_size
-    with progress_bar(label, before) as progress:
+    with progress_bar(label, ops.memory_bytes(source)) as progress:
         run(progress)
     after = output.stat().st_size
     if as_json:

@@ -24,7 +24,7 @@ from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_f
 from ocihook.errors import ArchiveError, ImageError, OcihookError
 from ocihook.linux.files import sync_directory
 from ocihook.ops.image_set import open_packs, pack_image_set, read_packed, rehydrate_image_set
-from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest
+from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, decode_manifest
 from ocihook.store.packing import Packs, Progress, no_progress
 
 _COPY_BYTES = 1 << 20
@@ -79,6 +79,18 @@ def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookE
 def is_packed(facts: ArchiveFacts) -> bool:
     """Tell whether the memory in an archive is packed."""
     return MANIFEST_NAME in facts.sizes
+
+
+def memory_bytes(path: Path) -> int:
+    """Return the bytes of all page images in an archive, unpacked: what progress is counted in.
+
+    Raises:
+        OcihookError: if the archive is damaged.
+    """
+    for member in read_members(path):
+        if member.image_name == MANIFEST_NAME and member.data is not None:
+            return decode_manifest(member.data.read()).raw_bytes
+    return sum(size for name, size in read_facts(path).sizes.items() if PAGES_NAME.fullmatch(name))
 
 
 def inspect_archive(path: Path) -> Inspection:
