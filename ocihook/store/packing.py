@@ -32,7 +32,7 @@ BATCH_BYTES = 2 << 20  # what a worker reads and writes at a time; stays in the 
 # Peak of one worker over all kinds of data, `make bench` ("memory of one worker"): 15 to 18 MiB, of which 12 are what
 # it shares with its parent. The rest is room for tables, 32 bytes for each chunk.
 WORKER_BYTES = 24 << 20
-AGENT_BYTES = 48 << 20  # the agent and one session without workers: 24 MiB, and tables when reading
+AGENT_BYTES = 48 << 20  # the agent and one session without workers: 14 MiB, and the packs' tables when reading
 
 _GATHER_MAX = 1024 - CHUNK_PAGES  # IOV_MAX (limits.h), less what one more chunk can add
 
