@@ -53,29 +53,28 @@ def _connect() -> socket:
     """Return a connection to the agent; start one if nobody listens."""
     path = f"{wire.RUNTIME_DIR}/{wire.SOCKET_NAME}"
     deadline = time.monotonic() + AGENT_START_S
-    start_again = 0.0
+    agent = 0
     while True:
         connection = socket(AF_UNIX, SOCK_SEQPACKET)
         try:
             connection.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
-            now = time.monotonic()
-            if now > deadline:
+            if time.monotonic() > deadline:
                 raise
-            if now > start_again:  # the one started before may have met an agent that was just leaving
-                _start_agent()
-                start_again = now + 1.0
+            # One that leaves in peace has met another agent, which may have been leaving itself.
+            if not agent or _has_left(agent):
+                agent = _start_agent()
             time.sleep(0.01)
         else:
             return connection
 
 
-def _start_agent() -> None:
+def _start_agent() -> int:
     """Start an agent that outlives this process. If two hooks do so at once, the second agent leaves by itself."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); from ocihook.agent.server import main; main(detached=True)"
     site = sys.path[0]
-    os.posix_spawn(
+    return os.posix_spawn(
         sys.executable,
         [sys.executable, "-I", "-c", code, site],
         {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"},
@@ -86,6 +85,18 @@ def _start_agent() -> None:
         ],
         setsid=True,
     )
+
+
+def _has_left(agent: int) -> bool:
+    """Tell whether an agent that was started here has left in peace.
+
+    Raises:
+        OSError: if it failed; another one would, too.
+    """
+    pid, status = os.waitpid(agent, os.WNOHANG)
+    if pid and status:
+        raise OSError(f"the agent cannot start; `{sys.executable} -m ocihook agent` says why")
+    return bool(pid)
 
 
 def _without_agent(stage: str, image_dir: str, error: Exception) -> tuple[int, str]:

@@ -1,0 +1,315 @@
+"""Hook and agent as real processes, in a mount namespace of their own, with a stand-in for CRIU."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.namespace import Namespace, wait_for
+from ocihook.ops.image_set import verify_image_set
+from tests.fakes.images import make_image_set, mixed_pages
+
+PROJECT = Path(__file__).parents[2]
+FAKE_CRIU = PROJECT / "tests/fakes/criu.py"
+MEMORY = {1: mixed_pages(300), 4: mixed_pages(60, seed=5)}
+ID = "cd" * 32
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: hook and agent serve root only")
+
+_SETUP = """
+mount -t tmpfs tmpfs /run
+mkdir /run/upper /run/work
+mount -t overlay overlay -o lowerdir=/etc,upperdir=/run/upper,workdir=/run/work /etc
+mkdir -p /etc/ocihook
+echo '[agent]' > /etc/ocihook/config.toml
+echo 'idle_timeout_s = 1' >> /etc/ocihook/config.toml
+"""
+
+
+class Node:
+    """A namespace with a rendered action script, an image set, and a bundle."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.namespace = Namespace(_SETUP)
+        self.scratch = scratch
+        self.images = scratch / "checkpoint"
+        self.script = scratch / "criu-action"
+        self.render(sys.executable, PROJECT)
+        self.bundle = scratch / "bundle"
+        self.bundle.mkdir()
+        self.annotate({})
+        make_image_set(self.images, MEMORY)
+
+    def render(self, python: str, site: Path) -> None:
+        template = (PROJECT / "ocihook/hook/criu-action").read_text()
+        self.script.write_text(template.replace("@PYTHON@", python).replace("@SITE@", str(site)))
+        self.script.chmod(0o755)
+
+    def annotate(self, annotations: dict[str, str]) -> None:
+        spec = {"annotations": {"io.container.manager": "libpod", **annotations}}
+        (self.bundle / "config.json").write_text(json.dumps(spec))
+
+    def criu_command(self, verb: str, stages: list[str], images: Path | None = None) -> list[str]:
+        """Return the command of a shell that looks like runc and runs the stand-in as its child."""
+        arguments = [str(FAKE_CRIU), str(self.script), str(images or self.images), str(os.getpid()), *stages]
+        inner = f"{sys.executable} {' '.join(arguments)}; true"
+        runc = f"exec -a runc sh -s -- {verb} --bundle {self.bundle} {ID}"
+        return ["bash", "-c", f"{runc} <<'EOF'\n{inner}\nEOF"]
+
+    def criu(self, verb: str, *stages: str, images: Path | None = None) -> str:
+        """Run the stand-in; return what it prints."""
+        return self.namespace.run(*self.criu_command(verb, list(stages), images))
+
+    def run_dir(self, name: str) -> Path:
+        return self.namespace.path(f"/run/ocihook/{name}")
+
+    def history(self) -> list[dict[str, object]]:
+        wait_for("sessions to end", lambda: not list(self.run_dir("sessions").glob("*")))
+        files = sorted(self.run_dir("history").glob("*.json"), key=lambda path: path.stat().st_mtime)
+        return [json.loads(file.read_text()) for file in files]
+
+    def agent(self) -> subprocess.Popen[bytes]:
+        """Start an agent in the foreground and wait until it listens."""
+        agent = self.namespace.spawn(sys.executable, "-m", "ocihook", "agent", log=self.scratch / "agent.log")
+        wait_for("the agent", self.run_dir("agent.sock").exists)
+        return agent
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    wait_for("the agent to leave", lambda: not made.run_dir("agent.sock").exists())
+    made.namespace.close()
+
+
+def test_a_dump_and_a_restore_without_any_agent_running(node: Node) -> None:
+    output = node.criu("checkpoint", "pre-dump", "network-lock", "post-dump", "pages?")
+    assert "pre-dump 0" in output
+    assert "post-dump 0" in output
+    assert "pages []" in output
+    manifest = verify_image_set(node.images, workers=1)
+    assert manifest is not None
+    assert manifest.container.id == ID
+    output = node.criu("restore", "pre-restore", "pages?", "post-resume")
+    assert "pre-restore 0" in output
+    assert "pages ['pages-1.img', 'pages-2.img']" in output
+    dump, restore = node.history()
+    assert dump["effects"] == restore["effects"] == []
+    # When CRIU is gone the directory is as it was: packed.
+    assert not list(node.images.glob("pages-*"))
+    assert verify_image_set(node.images, workers=1) == manifest
+    log = node.run_dir("agent.log").read_text()
+    assert log.count(": packed 1474560 bytes") == 1, "a stage that CRIU asks for twice is done once"
+
+
+def test_the_agent_leaves_the_cgroup_of_its_caller(node: Node) -> None:
+    mount = Path("/sys/fs/cgroup/unified")
+    mount = mount if mount.exists() else Path("/sys/fs/cgroup")
+    group = mount / f"ocihook-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        node.namespace.run(
+            "sh",
+            "-c",
+            f'echo 0 > {group}/cgroup.procs; exec "$@"',
+            "sh",
+            *node.criu_command("checkpoint", ["pre-dump"]),
+        )
+        pid = node.run_dir("agent.lock").read_text().strip()
+        assert "0::/\n" in Path(f"/proc/{pid}/cgroup").read_text()
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3] == pid, "not a session of its own"
+    finally:
+        wait_for("the cgroup to be empty", lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+def test_unhandled_stages_start_nothing(node: Node) -> None:
+    node.render("/no/such/python", PROJECT)
+    output = node.criu("checkpoint", "network-lock", "network-unlock", "setup-namespaces", "post-restore")
+    assert [line.split()[1] for line in output.splitlines()] == ["0"] * 4
+    assert not node.run_dir("agent.lock").exists()
+
+
+def test_a_stale_socket_is_replaced(node: Node) -> None:
+    node.run_dir("").mkdir()
+    node.namespace.run(
+        sys.executable,
+        "-c",
+        ("import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('/run/ocihook/agent.sock')"),
+    )
+    assert node.run_dir("agent.sock").is_socket()
+    assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+    assert verify_image_set(node.images, workers=1) is not None
+
+
+def test_a_second_agent_leaves_at_once(node: Node) -> None:
+    agent = node.agent()
+    output = node.namespace.run(sys.executable, "-m", "ocihook", "agent")
+    assert "another agent runs" in output
+    assert agent.poll() is None
+    assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+
+
+def test_hooks_at_once_share_one_agent_and_do_not_meet(node: Node) -> None:
+    sets = [node.scratch / f"set{number}" for number in range(4)]
+    for number, images in enumerate(sets):
+        make_image_set(images, {1: mixed_pages(200, seed=number)})
+    logs = [node.scratch / f"{images.name}.log" for images in sets]
+    criu = [
+        node.namespace.spawn(*node.criu_command("checkpoint", ["pre-dump", "post-dump"], images), log=log)
+        for images, log in zip(sets, logs, strict=True)
+    ]
+    for process in criu:
+        assert process.wait(60) == 0
+    assert all("post-dump 0" in log.read_text() for log in logs)
+    assert all(verify_image_set(images, workers=1) for images in sets)
+    assert len(node.history()) == 4
+
+
+def test_criu_killed_after_pre_restore(node: Node) -> None:
+    node.criu("checkpoint", "pre-dump", "post-dump")
+    log = node.scratch / "criu.log"
+    node.namespace.spawn(*node.criu_command("restore", ["pre-restore", "wait"]), log=log)
+    wait_for("the restore to begin", lambda: "waiting" in log.read_text())
+    assert list(node.images.glob("pages-*"))
+    (session,) = node.run_dir("sessions").glob("*.json")
+    os.kill(json.loads(session.read_text())["criu"][0], signal.SIGKILL)
+    assert node.history()[-1]["effects"] == []
+    assert not list(node.images.glob("pages-*"))
+    assert verify_image_set(node.images, workers=1) is not None
+
+
+def test_systemd_passes_its_socket(node: Node) -> None:
+    starter = (
+        "import os, socket, sys\n"
+        "os.makedirs('/run/ocihook', 0o700)\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('/run/ocihook/agent.sock'); s.listen()\n"
+        "os.dup2(s.fileno(), 3); os.set_inheritable(3, True)\n"
+        "os.environ |= {'LISTEN_FDS': '1', 'LISTEN_PID': str(os.getpid())}\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'ocihook', 'agent'])\n"
+    )
+    agent = node.namespace.spawn(sys.executable, "-c", starter, log=node.scratch / "agent.log")
+    wait_for("the socket", node.run_dir("agent.sock").exists)
+    assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+    assert agent.wait(30) == 0, "it leaves when idle"
+    assert node.run_dir("agent.sock").exists(), "the socket is systemd's"
+    assert "post-dump: container" in (node.scratch / "agent.log").read_text()
+    node.run_dir("agent.sock").unlink()
+
+
+def test_garbage_on_the_socket_harms_nobody(node: Node) -> None:
+    node.agent()
+    talk = (
+        "import socket, sys\n"
+        "for packet in (b'', b'x', b'1\\0a\\0b\\0c\\0d', b'1\\0pre-dump\\0' + b'9' * 30 + b'\\0\\0/',\n"
+        "               b'\\xff' * 9000,\n"
+        "               b'1\\0no-stage\\0001\\0\\0/'):\n"
+        "    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect('/run/ocihook/agent.sock')\n"
+        "    s.settimeout(30); s.send(packet); print(s.recv(999)[:2])\n"
+    )
+    assert node.namespace.run(sys.executable, "-c", talk).split("\n")[:6] == ["b'1\\x00'"] * 6
+    assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+
+
+@pytest.fixture
+def nobody(node: Node) -> list[str]:
+    """The start of a command that runs as an ordinary user, who can read a copy of the hook."""
+    site = Path("/var/tmp") / f"ocihook-hook-{os.getpid()}"
+    node.render("/usr/bin/python3", site)
+    shutil.copytree(PROJECT / "ocihook", site / "ocihook", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(node.script, site / "criu-action")
+    subprocess.run(["chmod", "-R", "a+rX", site], check=True, timeout=10)
+    return ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", str(site / "criu-action")]
+
+
+def test_a_hook_of_an_ordinary_user(node: Node, nobody: list[str]) -> None:
+    """It cannot reach the agent: its dumps pass unpacked, a packed checkpoint is not restored."""
+    packed = Path(nobody[-1]).parent / "packed"
+    try:
+        make_image_set(packed, MEMORY)
+        (packed / "ocihook.manifest").write_text("")
+        empty = packed.parent / "empty"
+        empty.mkdir()
+        for directory, stage, status in (
+            (empty, "pre-dump", "0"),
+            (empty, "post-dump", "0"),
+            (empty, "pre-restore", "0"),
+            (packed, "pre-restore", "1"),
+        ):
+            environment = {"CRTOOLS_SCRIPT_ACTION": stage, "CRTOOLS_IMAGE_DIR": str(directory)}
+            command = ["sh", "-c", '"$@" 2>&1 <&-; echo status $?', "sh", *nobody]
+            output = node.namespace.run("env", *(f"{key}={value}" for key, value in environment.items()), *command)
+            assert f"status {status}" in output
+            assert "only root can checkpoint and restore containers with ocihook" in output
+        assert not node.run_dir("agent.lock").exists()
+
+        node.agent()
+        connect = (
+            "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect('/run/ocihook/agent.sock')"
+        )
+        refused = node.namespace.run(*nobody[:-1], "/usr/bin/python3", "-c", connect, check=False)
+        assert "PermissionError" in refused
+    finally:
+        shutil.rmtree(packed.parent)
+
+
+def test_sigterm_lets_a_session_finish(node: Node) -> None:
+    agent = node.agent()
+    log = node.scratch / "criu.log"
+    node.namespace.spawn(*node.criu_command("checkpoint", ["pre-dump", "wait"]), log=log)
+    wait_for("the dump to begin", lambda: "waiting" in log.read_text())
+    agent_pid = int(node.run_dir("agent.lock").read_text())
+    os.kill(agent_pid, signal.SIGTERM)
+    (session,) = node.run_dir("sessions").glob("*.json")
+    criu_pid = json.loads(session.read_text())["criu"][0]
+    assert agent.poll() is None
+    os.kill(criu_pid, signal.SIGKILL)
+    assert agent.wait(30) == 0
+    assert node.history()[-1]["effects"] == []
+
+
+def test_a_restarted_agent_takes_over_a_session(node: Node) -> None:
+    node.agent()
+    log = node.scratch / "criu.log"
+    node.namespace.spawn(*node.criu_command("checkpoint", ["pre-dump", "wait"]), log=log)
+    wait_for("the dump to begin", lambda: "waiting" in log.read_text())
+    os.kill(int(node.run_dir("agent.lock").read_text()), signal.SIGKILL)
+    (session,) = node.run_dir("sessions").glob("*.json")
+    assert "running" in node.namespace.run(sys.executable, "-m", "ocihook", "recover")
+    node.run_dir("agent.sock").unlink()
+    node.agent()
+    os.kill(json.loads(session.read_text())["criu"][0], signal.SIGKILL)
+    assert [s["effects"] for s in node.history()] == [[]]
+
+
+def test_recover_without_an_agent_undoes_a_restore(node: Node) -> None:
+    node.criu("checkpoint", "pre-dump", "post-dump")
+    wait_for("the agent to leave", lambda: not node.run_dir("agent.sock").exists())
+    node.agent()
+    log = node.scratch / "criu.log"
+    node.namespace.spawn(*node.criu_command("restore", ["pre-restore", "wait"]), log=log)
+    wait_for("the restore to begin", lambda: "waiting" in log.read_text())
+    (session,) = node.run_dir("sessions").glob("*.json")
+    os.kill(int(node.run_dir("agent.lock").read_text()), signal.SIGKILL)
+    os.kill(json.loads(session.read_text())["criu"][0], signal.SIGKILL)
+    wait_for("CRIU to be gone", lambda: "undone" in node.namespace.run(sys.executable, "-m", "ocihook", "recover"))
+    assert not list(node.images.glob("pages-*"))
+    assert verify_image_set(node.images, workers=1) is not None
+    node.run_dir("agent.sock").unlink()
+
+
+def test_a_runtime_directory_that_cannot_be_written(node: Node) -> None:
+    """No agent can start: the dump is refused before anything happened, a plain restore goes on."""
+    node.namespace.run("sh", "-c", "mkdir /run/ocihook; mount -t tmpfs -o ro tmpfs /run/ocihook")
+    output = node.criu("checkpoint", "pre-dump")
+    assert "pre-dump 1" in output
+    assert "the agent cannot start" in output
+    assert "the dump is refused, the container runs on" in output
+    assert "pre-restore 0" in node.criu("restore", "pre-restore")

@@ -1,0 +1,175 @@
+"""Processes and freezers of this machine, for real."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ocihook.errors import FreezeError, QuiesceError
+from ocihook.linux.cgroup import Freezer, find_freezer
+from ocihook.linux.procfs import Process, command_line, has_ended, parent_pid, tracer_pid
+from ocihook.ops.quiesce import ask_to_quiesce
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait(10)
+
+
+def test_a_process_is_known_by_its_start_time(sleeper: subprocess.Popen[bytes]) -> None:
+    process = Process.find(sleeper.pid)
+    assert process is not None
+    assert process.is_alive()
+    assert not Process(process.pid, process.start_ticks - 1).is_alive()
+    assert Process(process.pid, process.start_ticks - 1).open() is None
+    assert parent_pid(process.pid) == os.getpid()
+    assert command_line(process.pid) == ["sleep", "60"]
+    assert tracer_pid(process.pid) == 0
+    pidfd = process.open()
+    assert pidfd is not None
+    assert not has_ended(pidfd)
+    sleeper.kill()
+    deadline = time.monotonic() + 10
+    while not has_ended(pidfd):
+        assert time.monotonic() < deadline
+    assert not process.is_alive()  # a zombie, which its parent has not looked at yet
+    assert not process.send(signal.SIGTERM) or not process.is_alive()
+    os.close(pidfd)
+    sleeper.wait(10)
+    assert Process.find(sleeper.pid) is None
+    assert (command_line(sleeper.pid), tracer_pid(sleeper.pid), parent_pid(sleeper.pid)) == ([], None, 0)
+
+
+def test_names_of_processes_may_be_anything(tmp_path: Path) -> None:
+    program = tmp_path / "a) R 1\n(b"
+    program.symlink_to("/bin/sleep")
+    child = subprocess.Popen([program, "60"])
+    try:
+        deadline = time.monotonic() + 10
+        while command_line(child.pid)[:1] != [str(program)]:
+            assert time.monotonic() < deadline
+        assert parent_pid(child.pid) == os.getpid()
+        assert Process.find(child.pid) is not None
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+CGROUPS = {1: Path("/sys/fs/cgroup/freezer"), 2: Path("/sys/fs/cgroup/unified")}
+
+
+@pytest.fixture(params=[1, 2])
+def cgroup(request: pytest.FixtureRequest) -> Iterator[Path]:
+    mount = CGROUPS[request.param]
+    if request.param == 2 and not mount.exists():
+        mount = Path("/sys/fs/cgroup")
+    probe = "freezer.state" if request.param == 1 else "cgroup.controllers"
+    if os.geteuid() != 0 or not mount.exists() or not (request.param == 1 or (mount / probe).exists()):
+        pytest.skip(f"needs root and cgroup v{request.param} at {mount}")
+    outer = mount / f"ocihook-test-{os.getpid()}"
+    (outer / "inner").mkdir(parents=True)
+    yield outer / "inner"
+    for directory in (outer / "inner", outer):
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                directory.rmdir()
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+
+def test_thaw_and_freeze_again(cgroup: Path) -> None:
+    version = 1 if "freezer" in cgroup.parts else 2
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        (cgroup / "cgroup.procs").write_text(str(child.pid))
+        freezer = Freezer(cgroup, version)
+        assert not freezer.is_frozen()
+        freezer.freeze(5)
+        assert freezer.is_frozen()
+        assert find_freezer(child.pid) == freezer
+        freezer.freeze(5)
+        freezer.thaw(5)
+        assert not freezer.is_frozen()
+
+        Freezer(cgroup.parent, version).freeze(5)
+        assert freezer.is_frozen()
+        with pytest.raises(FreezeError, match=rf"is frozen by its ancestor {cgroup.parent}, which is not ours"):
+            freezer.thaw(1)
+        Freezer(cgroup.parent, version).thaw(5)
+        assert not freezer.is_frozen()
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+def test_a_cgroup_that_is_gone() -> None:
+    for version in (1, 2):
+        with pytest.raises(FreezeError, match="cannot be"):
+            Freezer(Path("/sys/fs/cgroup/no-such-group"), version).thaw(1)
+    assert find_freezer(1 << 22) is None
+
+
+APPLICATION = """
+trap 'touch "$0"' USR1
+trap 'exit 0' USR2
+echo ready
+while :; do sleep 0.01; done
+"""
+
+
+@pytest.fixture
+def ack(tmp_path: Path) -> Path:
+    return tmp_path / "ack"
+
+
+@pytest.fixture
+def application(ack: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(["sh", "-c", APPLICATION, str(ack)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def found(process: subprocess.Popen[str]) -> Process:
+    known = Process.find(process.pid)
+    assert known is not None
+    return known
+
+
+def test_an_application_quiesces_each_time_it_is_asked(application: subprocess.Popen[str], ack: Path) -> None:
+    assert ask_to_quiesce(found(application), signal_name="USR1", ack=str(ack), timeout_s=10) < 10
+    first = ack.stat().st_mtime_ns
+    # The file is there already: only touching it anew counts.
+    ask_to_quiesce(found(application), signal_name="USR1", ack=str(ack), timeout_s=10)
+    assert ack.stat().st_mtime_ns > first
+
+
+def test_silence_death_and_absence(application: subprocess.Popen[str], ack: Path) -> None:
+    process = found(application)
+    with pytest.raises(QuiesceError, match=r"did not create or touch /nowhere/ack within 0.2 s of SIGUSR1"):
+        ask_to_quiesce(process, signal_name="USR1", ack="/nowhere/ack", timeout_s=0.2)
+    with pytest.raises(QuiesceError, match="ended on SIGUSR2"):
+        ask_to_quiesce(process, signal_name="USR2", ack="/nowhere/ack", timeout_s=10)
+    application.wait(10)
+    with pytest.raises(QuiesceError, match="ended before it could be quiesced"):
+        ask_to_quiesce(process, signal_name="USR1", ack=str(ack), timeout_s=10)
+
+
+def test_links_of_a_container_lead_nowhere(application: subprocess.Popen[str], ack: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(QuiesceError, match="did not create or touch"):
+        ask_to_quiesce(found(application), signal_name="USR1", ack=f"{tmp_path}/link/ack", timeout_s=0.3)
