@@ -1,0 +1,270 @@
+"""One session in this process: its verdicts, its journal, and the undoing of what it did."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ocihook import wire
+from ocihook.agent.session import Session
+from ocihook.config import Policy, Settings
+from ocihook.errors import ConfigError, OcihookError
+from ocihook.linux.procfs import Process
+from ocihook.oci.runtime import RuntimeCall
+from ocihook.ops import dump, restore, undo
+from ocihook.ops import journal as journals
+from ocihook.ops.image_set import pack_image_set, verify_image_set
+from ocihook.ops.journal import Journal, finished_journals, open_journals
+from ocihook.ops.recover import recover
+from tests.fakes.images import make_image_set, mixed_pages
+
+MEMORY = {1: mixed_pages(200), 3: mixed_pages(30, seed=4)}
+
+
+class Node:
+    """A session of this process, which stands for CRIU, over one image set."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = tmp_path / "checkpoint"
+        make_image_set(self.directory, MEMORY)
+        self.runtime_dir = tmp_path / "run"
+        self.policy = Policy()
+        self.annotations: dict[str, str] = {"io.container.manager": "libpod"}
+        call = RuntimeCall(runtime="runc", verb="checkpoint", container_id="ef" * 32, bundle="/b", leave_running=False)
+        for module in (dump, restore):
+            monkeypatch.setattr(module, "find_runtime_call", lambda _pid: call)
+        monkeypatch.setattr(dump, "read_annotations", lambda _pid, _bundle: self.annotations)
+        monkeypatch.setattr(dump, "criu_version", lambda _pid: "4.1.1")
+        monkeypatch.setattr(restore, "criu_version", lambda _pid: "4.1.1")
+        criu = Process.find(os.getpid())
+        assert criu is not None
+        self.journal = Journal.create(self.runtime_dir, criu)
+        self.session = Session(self.journal, self.settings)
+        self.image_fd = os.open(self.directory, os.O_RDONLY)
+
+    def settings(self) -> Settings:
+        return Settings(policy=self.policy, workers=1)
+
+    def stage(self, name: str) -> tuple[int, str]:
+        image_dir = f"/proc/{os.getpid()}/fd/{self.image_fd}"
+        return self.session.handle(wire.Request(name, os.getpid(), os.getpid(), image_dir))
+
+    def reload(self) -> Journal:
+        self.journal = Journal.load(self.journal.path)
+        self.session = Session(self.journal, self.settings)
+        return self.journal
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    return Node(tmp_path, monkeypatch)
+
+
+def fail_with(error: BaseException) -> Callable[..., object]:
+    def fail(*_: object, **__: object) -> object:
+        raise error
+
+    return fail
+
+
+def test_a_dump_and_a_restore(node: Node) -> None:
+    assert node.stage("pre-dump") == (0, "")
+    status, message = node.stage("post-dump")
+    assert status == 0
+    assert message.startswith("container efefefefefef: packed 942080 bytes of memory into ")
+    assert not list(node.directory.glob("pages-*"))
+    status, message = node.stage("pre-restore")
+    assert (status, message) == (0, "container efefefefefef: verified and unpacked 942080 bytes of memory")
+    assert [effect["kind"] for effect in node.journal.effects] == ["rehydrated"]
+    assert (node.directory / "pages-1.img").read_bytes() == MEMORY[1]
+    node.session.finish()
+    assert not list(node.directory.glob("pages-*"))
+    assert open_journals(node.runtime_dir) == []
+    assert [path.name for path in finished_journals(node.runtime_dir)] == [node.journal.path.name]
+
+
+def test_the_same_stage_gets_the_same_verdict_and_is_done_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.stage("pre-dump")
+    first = node.stage("post-dump")
+    monkeypatch.setattr(dump, "pack_image_set", fail_with(AssertionError("again")))
+    assert node.stage("post-dump") == first
+    node.reload()
+    assert node.stage("post-dump") == first
+
+
+def test_mode_off_and_containers_of_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.annotations["ocihook.io/mode"] = "off"
+    assert node.stage("pre-dump") == node.stage("post-dump") == (0, "")
+    assert list(node.directory.glob("pages-*"))
+    monkeypatch.setattr(dump, "find_runtime_call", lambda _pid: None)
+    node.journal._data["stages"].clear()
+    node.journal._data["container"] = None
+    assert node.stage("pre-dump") == node.stage("post-dump") == (0, "")
+    assert list(node.directory.glob("pages-*"))
+
+
+def test_errors_say_what_and_who_and_what_now(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.annotations["ocihook.io/mode"] = "fast"
+    status, message = node.stage("pre-dump")
+    assert status == 1
+    assert message == (
+        "pre-dump of container efefefefefef: annotation ocihook.io/mode: mode must be one of 'inline', 'off', not "
+        "'fast'. The dump is refused, the container runs on"
+    )
+    monkeypatch.setattr(restore, "rehydrate_image_set", fail_with(OSError(5, "Input/output error", "pages-1.img")))
+    status, message = node.stage("pre-restore")
+    assert status == 1
+    assert message.endswith("Input/output error: 'pages-1.img'. The restore is refused, nothing was started")
+
+
+def test_a_defect_is_a_veto_that_says_so(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dump, "find_runtime_call", fail_with(ZeroDivisionError("oops")))
+    status, message = node.stage("pre-dump")
+    assert status == 1
+    assert "ZeroDivisionError: oops (a defect in ocihook). The dump is refused" in message
+
+
+@pytest.mark.parametrize("on_pack_error", ["keep", "fail"])
+def test_packing_that_fails_follows_the_policy(node: Node, monkeypatch: pytest.MonkeyPatch, on_pack_error: str) -> None:
+    node.policy = dataclasses.replace(node.policy, on_pack_error=on_pack_error)
+    monkeypatch.setattr(dump, "pack_image_set", fail_with(OcihookError("no luck")))
+    node.stage("pre-dump")
+    status, message = node.stage("post-dump")
+    assert status == (1 if on_pack_error == "fail" else 0)
+    assert "no luck" in message
+    assert ("not packed" in message) == (on_pack_error == "keep")
+    assert node.journal.effects == []
+    assert (node.directory / "pages-1.img").read_bytes() == MEMORY[1]
+
+
+def test_a_wrong_configuration_does_not_stop_a_restore(node: Node) -> None:
+    node.stage("pre-dump")
+    node.stage("post-dump")
+
+    def broken() -> Settings:
+        raise ConfigError("broken")
+
+    node.session = Session(node.journal, broken)
+    assert node.stage("pre-restore")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "status"),
+    [
+        ("4.2.1", "4.1.1", 1),
+        ("4.1.1", "4.2.1", 0),
+        ("4.2", "4.3", 0),
+        ("", "4.1.1", 0),
+        ("4.2.1", "", 0),
+        ("x", "y", 0),
+    ],
+)
+def test_images_of_a_newer_criu_are_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch, there: str, here: str, status: int
+) -> None:
+    monkeypatch.setattr(dump, "criu_version", lambda _pid: there)
+    monkeypatch.setattr(restore, "criu_version", lambda _pid: here)
+    node.stage("pre-dump")
+    node.stage("post-dump")
+    verdict, message = node.stage("pre-restore")
+    assert verdict == status
+    if status:
+        assert "made by CRIU 4.2.1, this node's CRIU 4.1.1 cannot read it. Install CRIU 4.2 or later" in message
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing below cleans up."""
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_interrupted_packing_begins_again_or_is_complete(
+    node: Node, monkeypatch: pytest.MonkeyPatch, *, commit: bool
+) -> None:
+    node.stage("pre-dump")
+    real = pack_image_set
+
+    def killed(directory: Path, **options: object) -> None:
+        if commit:
+            real(directory, **options)  # type: ignore[arg-type]
+        else:
+            (directory / "ocihook-0.pack").write_bytes(b"half")
+        raise Killed
+
+    monkeypatch.setattr(dump, "pack_image_set", killed)
+    with pytest.raises(Killed):
+        node.stage("post-dump")
+    monkeypatch.setattr(dump, "pack_image_set", real if not commit else fail_with(AssertionError("again")))
+    node.reload()
+    status, message = node.stage("post-dump")
+    assert status == 0
+    assert "packed 942080 bytes" in message
+    assert node.journal.effects == []
+    assert verify_image_set(node.directory, workers=1) is not None
+
+
+def test_recover_undoes_sessions_of_the_dead_only(node: Node) -> None:
+    node.stage("pre-dump")
+    node.stage("post-dump")
+    node.stage("pre-restore")
+    assert [r.outcome for r in recover(node.runtime_dir)] == ["running"]
+    assert list(node.directory.glob("pages-*"))
+    node.journal._data["criu"][1] += 1  # now it is another process with the same pid
+    node.journal._write()
+    (recovery,) = recover(node.runtime_dir)
+    assert (recovery.outcome, recovery.detail) == ("undone", "rehydrated")
+    assert not list(node.directory.glob("pages-*"))
+    assert recover(node.runtime_dir) == []
+
+
+def test_another_directory_at_the_same_place_is_left_alone(node: Node) -> None:
+    node.stage("pre-dump")
+    node.stage("post-dump")
+    node.stage("pre-restore")
+    node.directory.rename(node.directory.with_name("moved"))
+    make_image_set(node.directory, MEMORY)
+    node.session.finish()
+    assert list(node.directory.glob("pages-*"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 2, "criu": [1, 2], "effects": []}', '{"version": 1}'])
+def test_a_journal_that_cannot_be_read_is_left_for_a_person(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "sessions" / "1-2.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(OcihookError, match="is no journal of this version"):
+        Journal.load(path)
+    (recovery,) = recover(tmp_path)
+    assert recovery.outcome == "failed"
+    assert path.read_text() == content
+
+
+def test_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "HISTORY_KEPT", 3)
+    for number in range(5):
+        journal = Journal.create(tmp_path, Process(number + 1, 1))
+        journal.finish()
+        os.utime(tmp_path / "history" / journal.path.name, (number, number))
+    assert len(finished_journals(tmp_path)) == 3
+
+
+def test_effects_are_undone_newest_first_and_forgotten_one_by_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    undone: list[int] = []
+
+    def inverse(effect: dict[str, int], *_: object) -> None:
+        if effect["number"] == 1 and not undone.count(1):
+            undone.append(1)
+            raise OSError(5, "Input/output error")
+        undone.append(effect["number"])
+
+    monkeypatch.setattr(undo, "_INVERSES", {"test": inverse})
+    for number in range(3):
+        node.journal.push("test", number=number)
+    with pytest.raises(OcihookError, match="could not be undone"):
+        undo.undo_all(node.journal)
+    assert [effect["number"] for effect in json.loads(node.journal.path.read_text())["effects"]] == [0, 1]
+    undo.undo_all(node.journal)
+    assert undone == [2, 1, 1, 0]
+    assert node.journal.effects == []
