@@ -11,7 +11,8 @@ OcihookError
 │  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
 │  └─ StoreFull             no space left for packs or for rehydrated images
 ├─ ArchiveError             a checkpoint archive is malformed or hostile
-└─ AgentError               the agent cannot be reached, or gave no verdict
+├─ AgentError               the agent cannot be reached, or gave no verdict
+└─ WorkerDied               a forked worker was killed, or ran out of memory (linux/workers.py)
 
 `code` crosses the socket and stands in JSON output; `exit_code` is the command line's.
 """

@@ -28,6 +28,7 @@ from ocihook.ops.lock import lock_agent
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,9 @@ class Agent:
         self._is_stopping = False
 
     def run(self, idle_timeout_s: float) -> None:
-        """Serve until there has been nothing to do for so long, or SIGTERM and the last session has ended."""
-        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        """Serve until there has been nothing to do for so long, or it is told to stop and no session is left."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda *_: self._stop())
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
         idle_since = time.monotonic()
@@ -126,7 +128,8 @@ class Agent:
         status = 1
         try:
             die_with_parent(parent)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a checkpoint that runs is finished
+            for number in _STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # a checkpoint that runs is finished
             self._selector.close()
             self._listener.close()
             for inherited in (ours, *self._controls.values()):

@@ -1,5 +1,6 @@
 """`ocihook ps` and `ocihook recover`: what sessions do on this node, and putting back what a dead one left."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -16,8 +17,10 @@ from ocihook.ops.recover import recover as recover_sessions
 @json_option
 def ps(*, show_all: bool, as_json: bool) -> None:
     """Show the dumps and restores that are going on."""
-    paths = (finished_journals() if show_all else []) + open_journals()
-    journals = [Journal.load(path) for path in paths]
+    journals = []
+    for path in (finished_journals() if show_all else []) + open_journals():
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            journals.append(Journal.load(path))
     if as_json:
         print_json({"sessions": [{"id": journal.session_id, **journal.to_json()} for journal in journals]})
         return

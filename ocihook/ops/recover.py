@@ -48,6 +48,6 @@ def _recover(path: Path, *, is_served: bool, timeout_s: float) -> Recovery:
         kinds = [effect["kind"] for effect in journal.effects]
         undo_all(journal, release_timeout_s=timeout_s)
         journal.finish()
-    except OcihookError as error:
+    except (OcihookError, OSError) as error:
         return Recovery(path.stem, container, "failed", str(error))
     return Recovery(path.stem, container, "undone", ", ".join(kinds) or "nothing was left")
