@@ -46,6 +46,7 @@ fuzz: .venv/.ready
 
 # Takes 2 minutes on an otherwise idle machine with 2 cores and 12 GiB; results also go to bench-results.json.
 bench: .venv/.ready
+	integration/node-setup trixie
 	integration/node-setup bench
 	$(BIN)/python -m tests.bench.run
 

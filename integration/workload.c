@@ -1,6 +1,7 @@
 /* The container of the integration tests: holds mixed memory, counts, and says a checksum of all of it.
  *
  * workload pause   just waits (a pod's sandbox)
+ * workload FILE    the same with a file's content as its memory (FILE begins with /)
  * workload MIB     prints `count N checksum H` every 50 ms; on USR1 it touches /run/ocihook-quiesced and prints
  *                  `quiesced`, on USR2 it prints `resumed`, on TERM it ends.
  */
@@ -29,10 +30,18 @@ int main(int argc, char **argv)
             pause();
     signal(SIGUSR1, on_usr1);
     signal(SIGUSR2, on_usr2);
-    size_t words = (size_t)atoi(argv[1]) * (1 << 20) / sizeof(uint64_t);
+    int file = argv[1][0] == '/' ? open(argv[1], O_RDONLY) : -1;
+    size_t bytes = file >= 0 ? (size_t)lseek(file, 0, SEEK_END) : (size_t)atoi(argv[1]) << 20;
+    size_t words = bytes / sizeof(uint64_t);
     uint64_t *memory = mmap(NULL, words * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     uint64_t seed = (uint64_t)time(NULL) * 2654435761u + (uint64_t)getpid() + (uint64_t)(uintptr_t)memory;
-    for (size_t i = 0; i < words; i++) { /* by MiB: 2 of 8 zero, 3 random, 3 repetitive */
+    for (size_t at = 0; file >= 0 && at < bytes;) {
+        ssize_t got = pread(file, (char *)memory + at, bytes - at, (off_t)at);
+        if (got <= 0)
+            return 1;
+        at += (size_t)got;
+    }
+    for (size_t i = 0; file < 0 && i < words; i++) { /* by MiB: 2 of 8 zero, 3 random, 3 repetitive */
         seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
         size_t kind = (i >> 17) & 7;
         memory[i] = kind < 2 ? 0 : kind < 5 ? seed : i & 0xfff;

@@ -78,11 +78,19 @@ class Podman:
         """Write ocihook's configuration."""
         self.namespace.path("/etc/ocihook/config.toml").write_text(text)
 
-    def start(self, name: str, mib: int = 24, **annotations: str) -> None:
-        """Run a workload and wait until it counts."""
-        options = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
+    def start(self, name: str, memory: int | str = 24, *, volume: str = "", **annotations: str) -> None:
+        """Run a workload and wait until it counts.
+
+        Args:
+            name: of the container.
+            memory: MiB to hold, or a file in the container whose content to hold.
+            volume: to mount, as podman's --volume.
+            annotations: of ocihook, without prefix.
+        """
+        options = [f"--volume={volume}"] if volume else []
+        options += [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
         command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0"]
-        self(*command, *options, IMAGE, "/workload", str(mib))
+        self(*command, *options, IMAGE, "/workload", str(memory))
         wait_for(f"{name} to count", lambda: self.count(name)[0] > 2)
 
     def count(self, name: str) -> tuple[int, str]:
@@ -99,11 +107,10 @@ class Podman:
         before = self.count(name)[0]
         wait_for(f"{name} to go on counting", lambda: self.count(name)[0] > before + 1)
 
-    def checkpoint(self, name: str, archive: Path, *options: str, check: bool = True) -> str:
+    def checkpoint(self, name: str, archive: Path, *options: str, compression: str = "none", check: bool = True) -> str:
         """Checkpoint into an archive."""
-        return self(
-            "container", "checkpoint", "--compress", "none", "--export", str(archive), *options, name, check=check
-        )
+        export = ["--compress", compression, "--export", str(archive)]
+        return self("container", "checkpoint", *export, *options, name, check=check)
 
     def restore(self, archive: Path, *options: str, check: bool = True) -> str:
         """Restore from an archive."""

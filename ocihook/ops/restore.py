@@ -34,9 +34,9 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
     except ConfigError as error:
         log.warning("%s; restoring with default settings", error)
         settings = Settings()
-    call = find_runtime_call(request.criu_pid)
-    if call is not None:
-        with contextlib.suppress(IdentificationError, ConfigError):
+    with contextlib.suppress(IdentificationError, ConfigError):  # it is told to people, a restore does not need it
+        call = find_runtime_call(request.criu_pid)
+        if call is not None:
             identify(journal, request, call, settings.policy)
     manifest = read_manifest(directory)
     if manifest is not None:
