@@ -64,7 +64,12 @@ runtime_type = "io.containerd.runc.v2"
 container_annotations = ["ocihook.io/*"]
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
 SystemdCgroup = false
-BinaryName = "@RUNTIME@"
+BinaryName = "@RUNTIME@runc"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.crun]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.crun.options]
+SystemdCgroup = false
+BinaryName = "@RUNTIME@crun"
 """
 
 
@@ -82,12 +87,11 @@ class Containerd:
         self.namespace = Namespace(_SETUP, [str(scratch), str(forky_root), str(cgroup_version)])
         self.cgroup_version = cgroup_version
         subprocess.run(["cp", "-r", wheels, self.namespace.path("/opt/ocihook")], check=True, timeout=TIMEOUT_S)
-        runtime = "/usr/sbin/runc"
+        runtime = "/usr/sbin/" if cgroup_version == 1 else "/usr/local/bin/limitless-"
         if cgroup_version == 2:
-            runtime = "/usr/local/bin/limitless-runc"
-            subprocess.run(
-                ["cp", HERE / "limitless-runtime", self.namespace.path(runtime)], check=True, timeout=TIMEOUT_S
-            )
+            for name in ("runc", "crun"):
+                wrapper = self.namespace.path(runtime + name)
+                subprocess.run(["cp", HERE / "limitless-runtime", wrapper], check=True, timeout=TIMEOUT_S)
         config = self.namespace.path("/etc/containerd.toml")
         config.write_text(_CONFIG.replace("@PAUSE@", pause).replace("@RUNTIME@", runtime))
         address = self.registry.address
@@ -136,13 +140,14 @@ class Containerd:
         """Install ocihook on the node."""
         self.ocihook("install")
 
-    def start(self, name: str, *, image: str = "", mib: int = 24, **annotations: str) -> str:
+    def start(self, name: str, *, image: str = "", mib: int = 24, runtime: str = "runc", **annotations: str) -> str:
         """Make a pod with one container and start it; return the container's id.
 
         Args:
             name: of pod and container.
             image: a checkpoint (archive or image) to restore; else the workload's.
             mib: memory of a new workload.
+            runtime: runc or crun.
             annotations: of ocihook, without prefix.
         """
         notes = {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
@@ -152,7 +157,7 @@ class Containerd:
             "log_directory": f"/scratch/logs/{name}",
             "linux": {"cgroup_parent": "/ocihook-test", "security_context": {"namespace_options": names}},
         }
-        sandbox = self.call("RunPodSandbox", config=pod).pod_sandbox_id
+        sandbox = self.call("RunPodSandbox", config=pod, runtime_handler=runtime).pod_sandbox_id
         if not image.startswith("/"):
             self.call("PullImage", image={"image": image or self.image})
         config = {

@@ -37,6 +37,23 @@ def test_round_trip(containerd: Containerd, source: str) -> None:
     assert restore["effects"] == []
 
 
+@pytest.mark.parametrize("conf", ["runc.conf", "crun.conf"])
+def test_crun_of_today_reads_a_configuration_of_its_own(make_containerd: MakeContainerd, conf: str) -> None:
+    """It reads crun.conf if there is one, else runc.conf; `install` knows, and default.conf is not needed."""
+    containerd = make_containerd()
+    directory = containerd.namespace.path("/etc/criu")
+    (directory / conf).touch()
+    containerd.install()
+    assert not (directory / "default.conf").exists()
+    assert "A checkpoint will work here." in containerd.ocihook("doctor")
+    container = containerd.start("c1", runtime="crun")
+    archive = containerd.checkpoint(container, "c1.tar")
+    containerd.assert_counts(container)
+    assert_packed(archive)
+    assert last_session(containerd.namespace, "post-dump")["container"]["runtime"] == "crun"
+    assert "every checksum right" in containerd.ocihook("archive", "verify", "/scratch/c1.tar")
+
+
 def test_two_checkpoints_at_once_do_not_meet(containerd: Containerd) -> None:
     containers = [containerd.start(name, mib=48) for name in ("a", "b")]
     with ThreadPoolExecutor() as pool:
