@@ -6,6 +6,10 @@ OcihookError
 ├─ IdentificationError      CRIU's caller or its container cannot be told
 ├─ FreezeError              a container could not be thawed or frozen again
 ├─ QuiesceError             an application did not answer before its dump
+├─ CudaError                the driver refused a checkpoint call (`result` is its CUresult)
+│  ├─ CudaLockTimeout       CUDA calls did not end in time; the process runs on
+│  ├─ CudaStateError        the process is not in the state that a verb needs
+│  └─ CudaUnsupported       there is no driver, or it cannot checkpoint
 ├─ ImageError               CRIU's own images are missing, truncated or not what they say
 ├─ StoreError
 │  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
@@ -63,6 +67,35 @@ class QuiesceError(OcihookError):
     """An application did not answer before its dump."""
 
     code = "quiesce"
+
+
+class CudaError(OcihookError):
+    """The driver refused a checkpoint call."""
+
+    code = "cuda"
+
+    def __init__(self, message: str, *, result: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.result = result
+
+
+class CudaLockTimeout(CudaError):
+    """CUDA calls did not end in time; the process runs on."""
+
+    code = "cuda-lock-timeout"
+
+
+class CudaStateError(CudaError):
+    """The process is not in the state that a verb needs."""
+
+    code = "cuda-state"
+
+
+class CudaUnsupported(CudaError):
+    """There is no driver, or it cannot checkpoint."""
+
+    code = "cuda-unsupported"
+    exit_code = 5
 
 
 class ImageError(OcihookError):

@@ -17,7 +17,8 @@ from ocihook import wire
 from ocihook.config import Settings, load_settings
 from ocihook.criu.conf import action_scripts, options, read_block
 from ocihook.criu.version import Program, crun_reads_its_conf, find_program, run_output
-from ocihook.errors import ConfigError
+from ocihook.cuda.driver import CudaDriver, has_driver
+from ocihook.errors import ConfigError, CudaError
 from ocihook.ops.install import CRIU_CONF_DIR
 
 _GIB = 1 << 30
@@ -246,6 +247,18 @@ def _check_cuda_plugin() -> Iterator[Finding]:
         yield Finding("criu's cuda plugin", Status.WARN, detail, remedy)
 
 
+def _check_cuda() -> Iterator[Finding]:
+    if not has_driver():
+        yield Finding("cuda", Status.SKIP, "no NVIDIA driver; containers without a GPU need none")
+        return
+    try:
+        version = CudaDriver().version
+    except CudaError as error:
+        yield Finding("cuda", Status.WARN, str(error.args[0]), error.hint)
+    else:
+        yield Finding("cuda", Status.OK, f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}")
+
+
 def _check_disk() -> Iterator[Finding]:
     """A dump needs its memory twice while it is packed, a restore twice while it is unpacked."""
     places = [place for engine, where in _IMAGE_SET_PLACES.items() if find_program(engine) for place in where]
@@ -308,6 +321,7 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_installation,
     _check_configuration,
     _check_criu_configuration,
+    _check_cuda,
     _check_cuda_plugin,
     _check_cgroups,
     _check_memory_bound,

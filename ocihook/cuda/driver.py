@@ -1,0 +1,121 @@
+"""The driver API's checkpoint calls, each answer an error with a remedy or nothing.
+
+The calls need no cuInit in the caller. None may be made on a stopped process (ptrace, freezer, SIGSTOP): a thread of
+that process does the work, and the call never returns.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from enum import StrEnum
+from types import ModuleType
+from typing import Any
+
+from ocihook.errors import CudaError, CudaLockTimeout, CudaStateError, CudaUnsupported
+
+FIRST_DRIVER_VERSION = 12080  # as cuDriverGetVersion tells it: the first with this API, driver 570
+
+_REMEDIES: Mapping[str, str] = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU (restore) or on the node (checkpoint)",
+    "CUDA_ERROR_OPERATING_SYSTEM": "the process is gone, or may not be accessed",
+    "CUDA_ERROR_NOT_SUPPORTED": "the process uses what a checkpoint cannot hold (IPC, managed memory, MIG, MPS), or "
+    "the GPUs here are not those that it had",
+}
+
+
+class CudaState(StrEnum):
+    """The driver's states of a process, in NVIDIA's own words."""
+
+    RUNNING = "running"
+    LOCKED = "locked"
+    CHECKPOINTED = "checkpointed"
+    FAILED = "failed"
+
+
+_STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED, CudaState.FAILED)  # CUprocessState
+
+
+def has_driver() -> bool:
+    """Tell whether there is a driver library on this node."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+class CudaDriver:
+    """The node's driver.
+
+    Raises:
+        CudaUnsupported: if there is none, or it is older than 570.
+    """
+
+    def __init__(self) -> None:
+        if not has_driver():
+            raise CudaUnsupported("there is no libcuda.so.1", hint="install NVIDIA's driver 570 or later")
+        self._api: ModuleType = _load_bindings()
+        self.version = int(self._call("cuDriverGetVersion"))
+        if self.version < FIRST_DRIVER_VERSION:
+            raise CudaUnsupported(
+                f"the driver supports CUDA {self.version // 1000}.{self.version % 1000 // 10}, which cannot checkpoint",
+                hint="install driver 570 or later",
+            )
+
+    def state(self, pid: int) -> CudaState | None:
+        """Return the state of a process; None if it has nothing to do with CUDA."""
+        code, value = self._api.cuCheckpointProcessGetState(pid)
+        if code.name == "CUDA_ERROR_NOT_INITIALIZED":
+            return None
+        self._check(code, "state", pid)
+        return _STATES[int(value)]
+
+    def restore_thread_id(self, pid: int) -> int:
+        """Return the thread of the process that must be able to run for any of the verbs."""
+        return int(self._call("cuCheckpointProcessGetRestoreThreadId", pid))
+
+    def lock(self, pid: int, timeout_s: float) -> None:
+        """Let CUDA calls that have begun end, and hold back new ones.
+
+        Raises:
+            CudaLockTimeout: if they do not end in time; the process runs on.
+        """
+        arguments = self._api.CUcheckpointLockArgs()
+        arguments.timeoutMs = max(1, int(timeout_s * 1000))  # 0 would be for ever
+        self._check(self._api.cuCheckpointProcessLock(pid, arguments)[0], "lock", pid)
+
+    def checkpoint(self, pid: int) -> None:
+        """Move device memory of a locked process into its own memory, and let go of the GPU."""
+        self._check(self._api.cuCheckpointProcessCheckpoint(pid, None)[0], "checkpoint", pid)
+
+    def restore(self, pid: int) -> None:
+        """Give a checkpointed process its GPU and device memory back; it stays locked."""
+        self._check(self._api.cuCheckpointProcessRestore(pid, None)[0], "restore", pid)
+
+    def unlock(self, pid: int) -> None:
+        """Let a locked process call CUDA again."""
+        self._check(self._api.cuCheckpointProcessUnlock(pid, None)[0], "unlock", pid)
+
+    def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - what the API gives
+        code, value = getattr(self._api, name)(*arguments)
+        self._check(code, name, 0)
+        return value
+
+    @staticmethod
+    def _check(code: Any, verb: str, pid: int) -> None:  # noqa: ANN401 - CUresult of cuda-bindings
+        name = str(code.name)
+        if name == "CUDA_SUCCESS":
+            return
+        what = f"CUDA {verb} of process {pid}: {name}"
+        if name == "CUDA_ERROR_NOT_READY":
+            raise CudaLockTimeout(what, result=name, hint="the GPU is busy with long work; raise the lock's time")
+        if name == "CUDA_ERROR_ILLEGAL_STATE":
+            raise CudaStateError(what, result=name, hint="somebody else, such as CRIU's CUDA plugin, handles it, too")
+        raise CudaError(what, result=name, hint=_REMEDIES.get(name, ""))
+
+
+def _load_bindings() -> ModuleType:
+    # Late, since it is slow to import and there are nodes without a GPU.
+    from cuda.bindings import driver
+
+    module: ModuleType = driver
+    return module

@@ -1,0 +1,55 @@
+"""One CUDA process on its way from running through locked to checkpointed and back."""
+
+from ocihook.cuda.driver import CudaDriver, CudaState
+from ocihook.errors import CudaStateError
+
+
+class CudaProcess:
+    """The four verbs for one process. Only steps that the driver's states allow are asked of the driver."""
+
+    def __init__(self, driver: CudaDriver, pid: int) -> None:
+        self._driver = driver
+        self.pid = pid
+
+    @classmethod
+    def find(cls, driver: CudaDriver, pid: int) -> "CudaProcess | None":
+        """Return the process, None if it has nothing to do with CUDA."""
+        return None if driver.state(pid) is None else cls(driver, pid)
+
+    @property
+    def state(self) -> CudaState:
+        """Its state, asked anew."""
+        state = self._driver.state(self.pid)
+        if state is None:
+            raise CudaStateError(f"process {self.pid} no longer uses CUDA", result="CUDA_ERROR_NOT_INITIALIZED")
+        return state
+
+    def lock(self, timeout_s: float) -> None:
+        """Running to locked."""
+        self._driver.lock(self.pid, timeout_s)
+
+    def checkpoint(self) -> None:
+        """Locked to checkpointed."""
+        self._driver.checkpoint(self.pid)
+
+    def restore(self) -> None:
+        """Checkpointed to locked."""
+        self._driver.restore(self.pid)
+
+    def unlock(self) -> None:
+        """Locked to running."""
+        self._driver.unlock(self.pid)
+
+    def set_running(self) -> None:
+        """Bring it back to running from whatever state it is in: the inverse of lock and checkpoint.
+
+        Raises:
+            CudaStateError: if the driver has given it up (failed).
+        """
+        state = self.state
+        if state is CudaState.FAILED:
+            raise CudaStateError(f"process {self.pid} is lost to CUDA", result=state, hint="end the container")
+        if state is CudaState.CHECKPOINTED:
+            self.restore()
+        if state is not CudaState.RUNNING:
+            self.unlock()

@@ -1,0 +1,131 @@
+"""The stand-in for libcuda answers as the real driver was recorded to; our adapter drives it with cuda-bindings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+CONTRACT = PROJECT / "integration/gpu/driver_contract.py"
+RECORDED = PROJECT / "integration/gpu/results/driver-contract-580.json"
+VRAM_BYTES = 32 << 20
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which libcuda.so.1 is the stand-in."""
+    directory = tmp_path_factory.mktemp("cuda")
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    source = PROJECT / "tests/fakes/cuda/libcuda.c"
+    subprocess.run(["gcc", *options, "-o", directory / "libcuda.so.1", source, "-lpthread"], check=True, timeout=60)
+    return {**os.environ, "LD_LIBRARY_PATH": str(directory), "VRAM_BYTES": str(VRAM_BYTES)}
+
+
+@pytest.fixture
+def program(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds device memory and checks it again and again."""
+    command = [sys.executable, str(CONTRACT), "--program", "context"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def answers(case: list[dict[str, Any]]) -> list[tuple[str, str, int | None]]:
+    """Return verb, result and state of each answer; thread ids differ from run to run."""
+    return [(a["verb"], a["name"], a.get("value") if a["verb"] == "state" else None) for a in case]
+
+
+def test_it_answers_as_the_real_driver_does(environment: dict[str, str], tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    subprocess.run([sys.executable, CONTRACT, results], env=environment, check=True, timeout=120, capture_output=True)
+    fake = json.loads(results.read_text())["cases"]
+    real = json.loads(RECORDED.read_text())["cases"]
+    assert fake.keys() == real.keys()
+    for name in ("no cuda", "no process", "cuInit only", "killed while checkpointed"):
+        assert answers(fake[name]) == answers(real[name]), name
+    for fake_step, real_step in zip(fake["context"], real["context"], strict=True):
+        assert answers(fake_step["answers"]) == answers(real_step["answers"])
+        large = [step["changed"]["new_large_mappings"] for step in (fake_step, real_step)]
+        assert [len(mappings) for mappings in large] in ([0, 0], [1, 1])
+        for mappings in large:
+            assert all(mode == "rw-p" and inode == "0" and not path for _, mode, inode, path in mappings)
+        assert (fake_step["changed"]["device_files"][1] == 0) == (real_step["changed"]["device_files"][1] == 0)
+    assert fake["goes on afterwards"] is real["goes on afterwards"] is True
+
+
+def test_a_call_on_a_stopped_process_does_not_return(
+    environment: dict[str, str], program: subprocess.Popen[str]
+) -> None:
+    command = [sys.executable, str(CONTRACT), "--call", "state", str(program.pid)]
+    program.send_signal(signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(command, env=environment, timeout=2, check=False, capture_output=True)
+    program.send_signal(signal.SIGCONT)
+    done = subprocess.run(command, env=environment, timeout=30, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["name"] == "CUDA_SUCCESS"
+
+
+# Runs where libcuda is the stand-in, which the test process itself must not load.
+ADAPTER = """
+import os, sys
+from ocihook.cuda.driver import CudaDriver, CudaState
+from ocihook.cuda.process import CudaProcess
+from ocihook.errors import CudaError, CudaStateError
+
+driver, pid = CudaDriver(), int(sys.argv[1])
+assert driver.version >= 12080
+assert CudaProcess.find(driver, os.getppid()) is None
+try:
+    driver.state(1 << 22)
+    raise AssertionError("a state of no process")
+except CudaError as error:
+    assert error.result == "CUDA_ERROR_OPERATING_SYSTEM" and "gone" in error.hint
+process = CudaProcess.find(driver, pid)
+assert process is not None and process.state is CudaState.RUNNING
+assert driver.restore_thread_id(pid) > 0
+for wrong in (process.unlock, process.restore, process.checkpoint):
+    try:
+        wrong()
+        raise AssertionError(wrong)
+    except CudaStateError as error:
+        assert str(pid) in str(error) and error.result == "CUDA_ERROR_ILLEGAL_STATE"
+process.set_running()
+process.lock(5)
+assert process.state is CudaState.LOCKED
+process.set_running()
+assert process.state is CudaState.RUNNING
+process.lock(5)
+process.checkpoint()
+assert process.state is CudaState.CHECKPOINTED
+process.set_running()
+assert process.state is CudaState.RUNNING
+print("done")
+"""
+
+
+def test_the_adapter(environment: dict[str, str], program: subprocess.Popen[str]) -> None:
+    command = [sys.executable, "-c", ADAPTER, str(program.pid)]
+    done = subprocess.run(command, env=environment, timeout=60, check=False, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    assert program.poll() is None
+    assert program.stdout is not None
+    before = program.stdout.readline()
+    assert program.stdout.readline() != before  # it goes on, and checks its device memory each time
+
+
+def test_doctor_tells_of_the_driver(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "ocihook", "doctor", "--json"]
+    for env, status, detail in ((environment, "ok", "CUDA 13.0"), (dict(os.environ), "skip", "no NVIDIA driver")):
+        done = subprocess.run(command, env=env, timeout=60, check=False, capture_output=True, text=True)
+        finding = next(f for f in json.loads(done.stdout)["findings"] if f["check"] == "cuda")
+        if env is environment or finding["status"] == "skip":  # a node with a GPU says ok in both
+            assert finding["status"] == status
+            assert detail in finding["detail"]
