@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table, progress_bar
+from ocihook.cli.render import F, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
 from ocihook.errors import ArchiveError
 from ocihook.ops import archive as ops
@@ -108,50 +108,44 @@ def verify(*, path: Path, workers: int, as_json: bool) -> None:
         )
 
 
+def _conversion(command: F) -> F:
+    """Give a command what pack and unpack take."""
+    source, output = click.argument("source", type=_FILE), click.argument("output", type=_OUTPUT)
+    for decorate in (json_option, _workers, _force, _compress, output, source):
+        command = decorate(command)
+    return command
+
+
 @archive.command()
-@click.argument("source", type=_FILE)
-@click.argument("output", type=_OUTPUT)
-@_compress
-@_force
-@_workers
-@json_option
-def pack(*, source: Path, output: Path, compression: str, force: bool, workers: int, as_json: bool) -> None:
+@_conversion
+def pack(*, source: Path, output: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
     """Write OUTPUT, a packed archive, from SOURCE, a plain one."""
-
-    def run(progress: Callable[[int], None]) -> None:
-        ops.pack_archive(
-            source, output, compression=compression, force=force, workers=_count(workers), progress=progress
-        )
-
-    _convert("packing", source, output, run, as_json=as_json, force=force)
+    _convert("packing", ops.pack_archive, source, output, as_json=as_json, **options)
 
 
 @archive.command()
-@click.argument("source", type=_FILE)
-@click.argument("output", type=_OUTPUT)
-@_compress
-@_force
-@_workers
-@json_option
-def unpack(*, source: Path, output: Path, compression: str, force: bool, workers: int, as_json: bool) -> None:
+@_conversion
+def unpack(*, source: Path, output: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
     """Write OUTPUT, a plain archive that restores on a node without ocihook, from SOURCE, a packed one."""
-
-    def run(progress: Callable[[int], None]) -> None:
-        ops.unpack_archive(
-            source, output, compression=compression, force=force, workers=_count(workers), progress=progress
-        )
-
-    _convert("unpacking", source, output, run, as_json=as_json, force=force)
+    _convert("unpacking", ops.unpack_archive, source, output, as_json=as_json, **options)
 
 
 def _convert(
-    label: str, source: Path, output: Path, run: Callable[[Callable[[int], None]], None], *, as_json: bool, force: bool
+    label: str,
+    run: Callable[..., object],
+    source: Path,
+    output: Path,
+    *,
+    compression: str,
+    force: bool,
+    workers: int,
+    as_json: bool,
 ) -> None:
     if output.exists() and not force:
         raise ArchiveError(f"{output} exists", hint="name another output, or use --force")
     before = source.stat().st_size
     with progress_bar(label, ops.memory_bytes(source)) as progress:
-        run(progress)
+        run(source, output, compression=compression, force=force, workers=_count(workers), progress=progress)
     after = output.stat().st_size
     if as_json:
         print_json({"source": str(source), "output": str(output), "source_bytes": before, "output_bytes": after})

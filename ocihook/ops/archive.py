@@ -23,7 +23,7 @@ from ocihook.criu.images import (
 from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_facts, read_members, write_archive
 from ocihook.errors import ArchiveError, ImageError, OcihookError
 from ocihook.linux.files import sync_directory
-from ocihook.ops.image_set import open_packs, pack_image_set, read_packed, rehydrate_image_set
+from ocihook.ops.image_set import open_packs, pack_image_set, read_packed, rehydrate_image_set, verify_image_set
 from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, decode_manifest
 from ocihook.store.packing import Packs, Progress, no_progress
 
@@ -131,15 +131,9 @@ def verify_archive(path: Path, *, workers: int, progress: Progress = no_progress
     """
     with _scratch_beside(path) as directory:
         _extract_image_set(path, directory)
-        manifest = read_packed(directory)
+        manifest = verify_image_set(directory, workers=workers, progress=progress)
         if manifest is None:
             check_page_images(directory)
-            return None
-        packs = open_packs(directory, manifest)
-        try:
-            packs.verify(workers=workers, progress=progress)
-        finally:
-            packs.close()
         return manifest
 
 
