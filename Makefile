@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` shows it working, `make test` proves it. Both install what they need (Debian 12, root).
-.PHONY: demo test packages lint unit fuzz integration bench proto clean
+.PHONY: demo test lint unit fuzz integration bench proto clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,9 +11,6 @@ demo: .venv/.ready
 	$(BIN)/ocihook demo
 
 test: lint unit fuzz integration
-
-packages:
-	integration/node-setup base
 
 .venv/.ready: pyproject.toml
 	integration/node-setup base
