@@ -21,7 +21,7 @@ from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import ask_to_quiesce
 from ocihook.ops.undo import FREEZE_TIMEOUT_S
 from ocihook.store.manifest import Manifest, read_manifest
-from ocihook.store.packing import workers_within
+from ocihook.store.packing import Progress, workers_within
 from ocihook.wire import Request
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
                 workers=int(journal.facts.get("workers", 1)),
                 # A container left running is itself the other copy; one that is about to be killed is not.
                 durable=not journal.facts.get("leave_running"),
+                progress=while_criu_lives(journal),
             )
             phase["bytes"] = manifest.raw_bytes if manifest else 0
     except (OcihookError, OSError) as error:
@@ -127,6 +128,16 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
 def _packed(journal: Journal, manifest: Manifest) -> str:
     journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes)
     return f"container {journal.container}: packed {manifest.raw_bytes} bytes of memory into {manifest.stored_bytes}"
+
+
+def while_criu_lives(journal: Journal) -> Progress:
+    """Return what stops long work as soon as CRIU is gone, for instance with a runtime whose engine lost patience."""
+
+    def check(_image_bytes: int) -> None:
+        if not journal.criu.is_alive():
+            raise OcihookError(f"CRIU (pid {journal.criu.pid}) was killed meanwhile")
+
+    return check
 
 
 def pack_workers(settings: Settings) -> int:

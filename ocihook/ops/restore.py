@@ -11,7 +11,7 @@ from ocihook.config import Settings
 from ocihook.errors import ConfigError, IdentificationError, UnsupportedError
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
-from ocihook.ops.dump import criu_version, identify, pack_workers
+from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
 from ocihook.ops.image_set import rehydrate_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
@@ -50,7 +50,7 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
         )
     with journal.phase("unpack") as phase:
         phase["bytes"] = manifest.raw_bytes if manifest else 0
-        rehydrate_image_set(directory, workers=pack_workers(settings))
+        rehydrate_image_set(directory, workers=pack_workers(settings), progress=while_criu_lives(journal))
     if manifest is None:
         return ""
     journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes)

@@ -205,6 +205,24 @@ def test_interrupted_packing_begins_again_or_is_complete(
     assert verify_image_set(node.directory, workers=1) is not None
 
 
+def test_work_for_a_criu_that_was_killed_stops(node: Node) -> None:
+    node.stage("pre-dump")
+    criu = list(node.journal._data["criu"])
+    node.journal._data["criu"][1] += 1
+    _, message = node.stage("post-dump")
+    assert "was killed meanwhile" in message
+    assert (node.directory / "pages-1.img").read_bytes() == MEMORY[1]
+    assert not list(node.directory.glob("ocihook*"))
+    node.journal._data["criu"] = criu
+    node.journal._data["stages"].pop("post-dump")
+    assert node.stage("post-dump")[0] == 0
+    node.journal._data["criu"] = [criu[0], criu[1] + 1]
+    status, message = node.stage("pre-restore")
+    assert status == 1
+    assert "was killed meanwhile" in message
+    assert not list(node.directory.glob("pages-*"))
+
+
 def test_recover_undoes_sessions_of_the_dead_only(node: Node) -> None:
     node.stage("pre-dump")
     node.stage("post-dump")
