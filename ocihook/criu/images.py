@@ -4,10 +4,11 @@ An image begins with little-endian magics (one for an inventory, two for all oth
 then holds messages, each after its size as u32 (criu/protobuf.c).
 """
 
+import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ _PAGEMAP_MAGIC = 0x56084025
 _PSTREE_MAGIC = 0x50273030
 _STATS_MAGIC = 0x57093306
 _PE_PRESENT = 1 << 2  # criu/include/pagemap.h
+_MAX_PAGEMAP_BYTES = 64 << 20  # three million runs; what is read from it takes several times the size
 _MAX_MESSAGE_BYTES = 1 << 20  # far above any message of these images; a limit for damaged ones
 _U32 = struct.Struct("<I")
 _TWO_MAGICS = struct.Struct("<II")
@@ -102,8 +104,10 @@ def parse_pagemap(data: bytes, name: str = "pagemap") -> Pagemap:
     """Read a pagemap image.
 
     Raises:
-        ImageError: if it is damaged.
+        ImageError: if it is damaged, or larger than any that CRIU writes.
     """
+    if len(data) > _MAX_PAGEMAP_BYTES:
+        raise ImageError(f"{name} is larger than {_MAX_PAGEMAP_BYTES} bytes")
     messages = _messages(data, name, (_COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
     head = next(messages, None)
     if head is None:
@@ -149,11 +153,13 @@ def read_pagemaps(directory: Path) -> dict[str, Pagemap]:
     Raises:
         ImageError: if one is damaged.
     """
-    return {
-        path.name: parse_pagemap(path.read_bytes(), path.name)
-        for path in sorted(directory.glob("pagemap-*.img"))
-        if path.is_file()
-    }
+    return {path.name: _read_pagemap(path) for path in sorted(directory.glob("pagemap-*.img")) if path.is_file()}
+
+
+def _read_pagemap(path: Path) -> Pagemap:
+    with path.open("rb") as file:
+        data = file.read(_MAX_PAGEMAP_BYTES + 1)
+    return parse_pagemap(data, path.name)
 
 
 def page_images(directory: Path) -> list[str]:
@@ -167,13 +173,24 @@ def check_page_images(directory: Path) -> None:
     Raises:
         ImageError: naming the first that is not.
     """
-    for name, pagemap in read_pagemaps(directory).items():
+    pagemaps = read_pagemaps(directory)
+    sizes = {}
+    for pagemap in pagemaps.values():
+        with contextlib.suppress(FileNotFoundError):
+            sizes[pagemap.pages_name] = os.stat(directory / pagemap.pages_name, follow_symlinks=True).st_size
+    check_page_sizes(pagemaps, sizes)
+
+
+def check_page_sizes(pagemaps: Mapping[str, Pagemap], sizes: Mapping[str, int]) -> None:
+    """Check the sizes in bytes of page images, wherever they are kept, against their pagemaps (by file name).
+
+    Raises:
+        ImageError: naming the first that is missing, too short or too long.
+    """
+    for name, pagemap in pagemaps.items():
         if pagemap.is_compressed:
             continue
-        try:
-            size = os.stat(directory / pagemap.pages_name, follow_symlinks=True).st_size
-        except FileNotFoundError:
-            size = 0
+        size = sizes.get(pagemap.pages_name, 0)
         if size != pagemap.present_bytes:
             raise ImageError(
                 f"{pagemap.pages_name} has {size} bytes, {name} says {pagemap.present_bytes}",

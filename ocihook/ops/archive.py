@@ -24,7 +24,7 @@ from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_f
 from ocihook.errors import ArchiveError, ImageError, OcihookError
 from ocihook.linux.files import sync_directory
 from ocihook.ops.image_set import open_packs, pack_image_set, read_packed, rehydrate_image_set, verify_image_set
-from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, decode_manifest
+from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, decode_manifest, read_manifest
 from ocihook.store.packing import Packs, Progress, no_progress
 
 _COPY_BYTES = 1 << 20
@@ -115,7 +115,7 @@ def inspect_archive(path: Path) -> Inspection:
             ProcessMemory(process, _present_bytes(pagemaps.get(f"pagemap-{process.pid}.img")))
             for process in (parse_processes(pstree.read_bytes()) if pstree.exists() else [])
         ]
-        manifest = read_packed(directory, check_images=False)
+        manifest = read_manifest(directory)
     return Inspection(facts, manifest, processes, stats, path.stat().st_size)
 
 

@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ocihook import __version__
-from ocihook.criu.images import check_page_images, page_images, read_pagemaps
+from ocihook.criu.images import check_page_images, check_page_sizes, page_images, read_pagemaps
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
 from ocihook.linux.files import sync_directory
 from ocihook.model import ContainerRef
@@ -30,6 +31,7 @@ from ocihook.store.pack import PackFile
 from ocihook.store.packing import Packs, Progress, no_progress, pack_images
 
 _SPACE_MARGIN_BYTES = 16 << 20
+_NOWHERE_ELSE: Mapping[str, PackFile] = MappingProxyType({})
 
 
 def pack_image_set(
@@ -47,7 +49,7 @@ def pack_image_set(
 
     Args:
         directory: an image set that CRIU has finished. Packs and manifest in it are of an earlier dump into the
-            same directory, and are discarded.
+            same directory, and are discarded once the images have been found complete.
         container: recorded in the manifest.
         host: recorded in the manifest.
         workers: processes to use.
@@ -59,8 +61,8 @@ def pack_image_set(
         StoreFull: if there is no space for the packs.
         OcihookError: on anything else that makes packing impossible.
     """
+    check_page_images(directory)  # first: packs without page images are all there is of the memory
     discard_packs(directory)
-    check_page_images(directory)
     opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
     names = [name for name in page_images(directory) if name not in opaque]
     if not names:
@@ -122,15 +124,29 @@ def _size(path: Path) -> int:
     return os.stat(path, follow_symlinks=False).st_size
 
 
-def verify_image_set(directory: Path, *, workers: int, progress: Progress = no_progress) -> Manifest | None:
+def verify_image_set(
+    directory: Path,
+    *,
+    workers: int,
+    progress: Progress = no_progress,
+    elsewhere: Mapping[str, PackFile] = _NOWHERE_ELSE,
+) -> Manifest | None:
     """Check every byte of a packed image set; None if it is not packed.
+
+    Args:
+        directory: the image set.
+        workers: processes to use.
+        progress: told the bytes of image done.
+        elsewhere: packs that are not in `directory`, by name.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
+        ImageError: if the packs hold less or more than CRIU's pagemaps say.
     """
-    manifest = read_packed(directory)
+    manifest = read_packed(directory, elsewhere=elsewhere)
     if manifest is not None:
-        packs = open_packs(directory, manifest)
+        check_page_sizes(read_pagemaps(directory), {image.name: image.size_bytes for image in manifest.packed_images})
+        packs = open_packs(directory, manifest, elsewhere=elsewhere)
         try:
             packs.verify(workers=workers, progress=progress)
         finally:
@@ -138,20 +154,27 @@ def verify_image_set(directory: Path, *, workers: int, progress: Progress = no_p
     return manifest
 
 
-def rehydrate_image_set(directory: Path, *, workers: int, progress: Progress = no_progress) -> list[str]:
-    """Verify a packed image set and write its page images beside the packs; return their names ([]: not packed).
+def rehydrate_image_set(
+    directory: Path,
+    *,
+    workers: int,
+    progress: Progress = no_progress,
+    elsewhere: Mapping[str, PackFile] = _NOWHERE_ELSE,
+) -> list[str]:
+    """Verify a packed image set and write its page images into it; return their names ([]: not packed).
 
-    If this fails, no page image is left.
+    If this fails, no page image is left. The arguments are those of `verify_image_set`.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
+        ImageError: if the packs hold less or more than CRIU's pagemaps say.
         StoreFull: if the page images do not fit; nothing has been written then.
     """
-    manifest = read_packed(directory)
+    manifest = read_packed(directory, elsewhere=elsewhere)
     if manifest is None:
         return []
     names = [image.name for image in manifest.packed_images]
-    packs = open_packs(directory, manifest)
+    packs = open_packs(directory, manifest, elsewhere=elsewhere)
     try:
         dehydrate(directory, names)  # of an earlier attempt
         _check_space(directory, manifest)
@@ -173,17 +196,17 @@ def dehydrate(directory: Path, names: Iterable[str]) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def open_packs(directory: Path, manifest: Manifest) -> Packs:
-    """Open the packs that a manifest names.
+def open_packs(directory: Path, manifest: Manifest, *, elsewhere: Mapping[str, PackFile] = _NOWHERE_ELSE) -> Packs:
+    """Open the packs that a manifest names, in `directory` or `elsewhere`.
 
     Raises:
         IntegrityError: if one is missing, or not what the manifest says.
     """
-    files = {pack.name: PackFile(directory / pack.name) for pack in manifest.packs}
+    files = {pack.name: elsewhere.get(pack.name, PackFile(directory / pack.name)) for pack in manifest.packs}
     return Packs(manifest.packed_images, manifest.packs, files)
 
 
-def read_packed(directory: Path, *, check_images: bool = True) -> Manifest | None:
+def read_packed(directory: Path, *, elsewhere: Mapping[str, PackFile] = _NOWHERE_ELSE) -> Manifest | None:
     """Return the manifest, once every image that was not packed is what it was; None if nothing is packed.
 
     Raises:
@@ -191,14 +214,14 @@ def read_packed(directory: Path, *, check_images: bool = True) -> Manifest | Non
     """
     manifest = read_manifest(directory)
     if manifest is None:
-        packs = _pack_names(directory)
+        packs = sorted({*_pack_names(directory), *elsewhere})
         if packs:
             raise IntegrityError(
                 f"there are packs ({', '.join(packs)}) without a manifest",
                 hint="the checkpoint is incomplete; use another copy of it",
             )
         return None
-    for image in manifest.other_images if check_images else ():
+    for image in manifest.other_images:
         path = directory / image.name
         try:
             is_same = not path.is_symlink() and _size(path) == image.size_bytes and digest_file(path) == image.digest

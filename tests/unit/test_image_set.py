@@ -1,5 +1,6 @@
 """An image set goes into packs and comes out again; whatever interrupts it, the memory is there exactly once."""
 
+import dataclasses
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from ocihook.errors import ImageError, IntegrityError, OcihookError, StoreFull
 from ocihook.model import ContainerRef
 from ocihook.ops import image_set
 from ocihook.store import manifest as manifests
+from ocihook.store.pack import PackFile
 from tests.fakes.images import make_image_set, mixed_pages
 
 MEMORY = {1: mixed_pages(700), 7: mixed_pages(90, seed=2), 8: b""}
@@ -190,3 +192,46 @@ def test_full_disk_while_unpacking_is_refused_with_figures(small_disk: Path, tmp
 def test_errors_say_what_to_do() -> None:
     error = OcihookError("it broke.", hint="mend it")
     assert str(error) == "it broke. Mend it"
+
+
+def test_packing_a_packed_set_again_does_not_lose_its_memory(directory: Path) -> None:
+    manifest = pack(directory)
+    before = contents(directory)
+    with pytest.raises(ImageError, match=r"pages-1.img has 0 bytes"):
+        pack(directory)
+    assert contents(directory) == before
+    assert image_set.verify_image_set(directory, workers=1) == manifest
+
+
+def test_packs_that_hold_less_than_the_pagemaps_say_do_not_verify(directory: Path) -> None:
+    """Every checksum is right, and yet CRIU could not restore from it."""
+    manifest = pack(directory)
+    make_image_set(directory.parent / "larger", {1: mixed_pages(701)})
+    pagemap = directory / "pagemap-1.img"
+    pagemap.write_bytes((directory.parent / "larger" / pagemap.name).read_bytes())
+    others = [
+        image._replace(digest=manifests.digest_file(pagemap)) if image.name == pagemap.name else image
+        for image in manifest.other_images
+    ]
+    manifests.write_manifest(directory, dataclasses.replace(manifest, other_images=tuple(others)), durable=False)
+    before = contents(directory)
+    for attempt in (image_set.verify_image_set, image_set.rehydrate_image_set):
+        with pytest.raises(ImageError, match=r"pages-1.img has 2867200 bytes, pagemap-1.img says 2871296"):
+            attempt(directory, workers=2)
+    assert contents(directory) == before
+
+
+def test_packs_may_lie_elsewhere(directory: Path) -> None:
+    manifest = pack(directory)
+    elsewhere = {}
+    for pack_info in manifest.packs:
+        moved = directory.parent / f"moved-{pack_info.name}"
+        moved.write_bytes(b"before" + (directory / pack_info.name).read_bytes() + b"after")
+        (directory / pack_info.name).unlink()
+        elsewhere[pack_info.name] = PackFile(moved, offset=6, size_bytes=pack_info.size_bytes)
+    assert image_set.verify_image_set(directory, workers=2, elsewhere=elsewhere) == manifest
+    image_set.rehydrate_image_set(directory, workers=2, elsewhere=elsewhere)
+    assert (directory / "pages-1.img").read_bytes() == MEMORY[1]
+    (directory / manifests.MANIFEST_NAME).unlink()
+    with pytest.raises(IntegrityError, match="without a manifest"):
+        image_set.verify_image_set(directory, workers=1, elsewhere=elsewhere)

@@ -201,3 +201,10 @@ def test_a_damaged_pagemap_is_named(tmp_path: Path) -> None:
     (tmp_path / "pagemap-10.img").write_bytes(b"")
     with pytest.raises(ImageError, match=r"pagemap-10\.img"):
         check_page_images(tmp_path)
+
+
+def test_a_pagemap_larger_than_any_of_criu_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "pagemap-1.img").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ImageError, match=r"pagemap-1.img is larger than 67108864 bytes"):
+        read_pagemaps(tmp_path)
