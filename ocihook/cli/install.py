@@ -7,10 +7,20 @@ import click
 
 from ocihook.cli.render import json_option, print_json
 from ocihook.errors import UnsupportedError
-from ocihook.ops.install import LIBEXEC, Change, apply_install, apply_uninstall, plan_install, plan_uninstall
+from ocihook.ops.install import (
+    LIBEXEC,
+    NODE,
+    Change,
+    apply_install,
+    apply_uninstall,
+    other_action_scripts,
+    plan_install,
+    plan_uninstall,
+)
 
-_PATH = click.Path(path_type=Path, file_okay=False)
-_root = click.option("--root", type=_PATH, default="/", help="Work on the file system tree in DIR (for image builds).")
+_TREE = click.Path(path_type=Path, file_okay=False, exists=True)
+_PATH = click.Path(path_type=Path)
+_root = click.option("--root", type=_TREE, default=NODE, help="Work on the file system tree in DIR (for image builds).")
 _libexec = click.option("--libexec", type=_PATH, default=LIBEXEC, show_default=True, help="Where the launcher goes.")
 _dry_run = click.option("--dry-run", is_flag=True, help="Show what would change, change nothing.")
 
@@ -32,6 +42,8 @@ def install(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
         _check_root(root)
         apply_install(changes, root)
     _report(changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is installed already; nothing to change.")
+    for path, script in other_action_scripts(root):
+        click.echo(f"note: {path} also names {script}: it stays, and runs too", err=True)
 
 
 @click.command()
@@ -50,7 +62,7 @@ def uninstall(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> Non
 
 
 def _check_root(root: Path) -> None:
-    if os.geteuid() != 0 and root == Path("/"):
+    if os.geteuid() != 0 and root == NODE:
         raise UnsupportedError("only root can change this node", hint="use sudo, --root DIR, or --dry-run")
 
 

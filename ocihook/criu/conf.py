@@ -1,7 +1,7 @@
 """Our block in CRIU's configuration files (runc.conf, crun.conf, default.conf); every foreign byte stays as it is.
 
 The block stands at the beginning of a file, so that what follows is untouched however its last line ends. Its first
-line also says what we made besides it, so that removing the block can leave exactly what was there before.
+line also says whether we made the file, so that taking the block out can leave exactly what was there before.
 """
 
 import re
@@ -10,9 +10,7 @@ from typing import NamedTuple
 from ocihook.errors import ConfigError
 
 _END = b"# END ocihook\n"
-_BLOCK = re.compile(
-    rb"^# BEGIN ocihook(?P<made>( made-file| made-directory)*)\n(?P<body>(?:[^\n]*\n)*?)# END ocihook\n", re.MULTILINE
-)
+_BLOCK = re.compile(rb"^# BEGIN ocihook(?P<made>( [a-z-]+)*)\n(?P<body>(?:[^\n]*\n)*?)# END ocihook\n", re.MULTILINE)
 _MARK = re.compile(rb"^# (BEGIN|END) ocihook", re.MULTILINE)
 
 
@@ -21,7 +19,14 @@ class Block(NamedTuple):
 
     action_script: str
     made_file: bool
-    made_directory: bool
+
+
+class Option(NamedTuple):
+    """One line of a configuration file; `is_joined`: as name=value, the only way CRIU takes some values."""
+
+    name: str
+    value: str
+    is_joined: bool = False
 
 
 def add_block(content: bytes, block: Block, *, where: str) -> bytes:
@@ -30,7 +35,7 @@ def add_block(content: bytes, block: Block, *, where: str) -> bytes:
     Raises:
         ConfigError: if a block in it is damaged.
     """
-    made = b" made-file" * block.made_file + b" made-directory" * block.made_directory
+    made = b" made-file" * block.made_file
     lines = b"# BEGIN ocihook%s\naction-script %s\n%s" % (made, block.action_script.encode(), _END)
     return lines + remove_block(content, where=where)
 
@@ -55,7 +60,7 @@ def read_block(content: bytes, *, where: str) -> Block | None:
     if match is None:
         return None
     scripts = action_scripts(match["body"])
-    return Block(scripts[0] if scripts else "", b" made-file" in match["made"], b" made-directory" in match["made"])
+    return Block(scripts[0] if scripts else "", b"made-file" in match["made"].split())
 
 
 def _find(content: bytes, where: str) -> re.Match[bytes] | None:
@@ -72,21 +77,20 @@ def _find(content: bytes, where: str) -> re.Match[bytes] | None:
     return match
 
 
-def options(content: bytes) -> list[tuple[str, str]]:
-    """Return the options of a CRIU configuration file in their order, as (name, value).
+def options(content: bytes) -> list[Option]:
+    """Return the options of a CRIU configuration file in their order.
 
     The syntax is CRIU's (criu/config.c): `name`, `name value`, `name=value`, quotes around a value, # for comments.
     """
     found = []
-    for line in content.decode("utf-8", "replace").splitlines():
+    for line in content.decode("utf-8", "replace").split("\n"):
         text = line.split("#", 1)[0].strip()
-        if text:
-            match = re.match(r"(?:--)?([^\s=]+)[\s=]*(.*)", text)
-            if match:
-                found.append((match[1], match[2].strip("\"'")))
+        match = re.match(r"(?:--)?([^\s=]+)(=?)\s*(.*)", text)
+        if match:
+            found.append(Option(match[1], match[3].strip("\"'"), bool(match[2])))
     return found
 
 
 def action_scripts(content: bytes) -> list[str]:
     """Return the action scripts that a configuration file names."""
-    return [value for name, value in options(content) if name == "action-script"]
+    return [option.value for option in options(content) if option.name == "action-script"]

@@ -1,16 +1,22 @@
 """Which CRIU and which runtimes a node has, and which configuration file each of them makes CRIU read."""
 
+import os
 import re
 import shutil
 import subprocess
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 TIMEOUT_S = 10.0
 
-# The first that read /etc/criu/{crun,runc}.conf through libcriu: crun 17f23ac2, criu_set_config_file in libcriu.
+# Where programs of a node are. The last ones are not on everybody's PATH, and runtimes are there on Debian.
+_PROGRAM_DIRS = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin")
+_LIBRARY_DIRS = ("usr/local/lib", "usr/local/lib64", "usr/lib", "usr/lib64", "usr/lib/*-linux-gnu*")
+
+# The first crun that hands /etc/criu/{crun,runc}.conf to libcriu (17f23ac2), if that knows the call (from CRIU 4.2 on).
 _CRUN_READS_CONF = (1, 26)
-_LIBCRIU_READS_CONF = (4, 2)
+_LIBCRIU_CALL = b"criu_set_config_file"
 
 
 class Program(NamedTuple):
@@ -28,13 +34,36 @@ class Program(NamedTuple):
 
 @cache
 def find_program(name: str) -> Program | None:
-    """Return a program on PATH with its version, None if it is not there."""
-    path = shutil.which(name)
+    """Return a program of this node with its version, None if it is not there."""
+    directories = [os.environ.get("PATH", os.defpath), *(f"/{directory}" for directory in _PROGRAM_DIRS)]
+    path = shutil.which(name, path=os.pathsep.join(directories))
     if path is None:
         return None
-    first_lines = "\n".join(run_output(path, "--version").splitlines()[:2])
-    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", first_lines)
-    return Program(name, path, tuple(int(part) for part in match.groups() if part) if match else ())
+    return Program(name, path, _parse("\n".join(run_output(path, "--version").splitlines()[:2])))
+
+
+def find_program_in(root: Path, name: str) -> Program | None:
+    """Return a program of another root, which cannot be run: its version is that of its Debian package, if any."""
+    for directory in _PROGRAM_DIRS:
+        if os.path.lexists(root / directory / name):
+            is_packaged = not directory.startswith("usr/local")
+            return Program(name, f"/{directory}/{name}", _package_version(root, name) if is_packaged else ())
+    return None
+
+
+def _package_version(root: Path, name: str) -> tuple[int, ...]:
+    try:
+        packages = (root / "var/lib/dpkg/status").read_text(errors="replace")
+    except OSError:
+        return ()
+    stanza = rf"^Package: {name}\nStatus: install ok installed\n(?:.+\n)*?Version: (?:\d+:)?(.+)"
+    fields = re.search(stanza, packages, re.MULTILINE)
+    return _parse(fields[1]) if fields else ()
+
+
+def _parse(text: str) -> tuple[int, ...]:
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part) for part in match.groups() if part) if match else ()
 
 
 def run_output(*command: str) -> str:
@@ -48,6 +77,14 @@ def run_output(*command: str) -> str:
     return done.stdout
 
 
-def crun_reads_its_conf(crun: Program, criu: Program | None) -> bool:
+def libcriu_reads_conf(root: Path = Path("/")) -> bool | None:
+    """Tell whether the libcriu that crun loads can name a configuration file to CRIU; None if there is no libcriu."""
+    for directory in _LIBRARY_DIRS:
+        for library in root.glob(f"{directory}/libcriu.so.2"):
+            return _LIBCRIU_CALL in library.read_bytes()
+    return None
+
+
+def crun_reads_its_conf(crun: Program, root: Path = Path("/")) -> bool:
     """Tell whether crun hands crun.conf (or runc.conf) to CRIU; if not, only default.conf is read."""
-    return crun.version >= _CRUN_READS_CONF and criu is not None and criu.version >= _LIBCRIU_READS_CONF
+    return crun.version >= _CRUN_READS_CONF and bool(libcriu_reads_conf(root))

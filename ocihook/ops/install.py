@@ -1,31 +1,40 @@
 """Has CRIU call ocihook on a node, and takes that back: a launcher, a block in CRIU's configuration, systemd units.
 
-The executable comes first and goes last: whoever is interrupted leaves nothing that points into the void.
+The launcher comes first and goes last: whoever is interrupted leaves nothing that points into the void. It also
+records which directories were made, so that uninstalling can leave exactly what was there before.
 """
 
 import contextlib
 import difflib
 import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ocihook
-from ocihook.criu.conf import Block, add_block, read_block, remove_block
-from ocihook.criu.version import crun_reads_its_conf, find_program
+from ocihook.criu.conf import Block, action_scripts, add_block, read_block, remove_block
+from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in
 from ocihook.errors import UnsupportedError
 from ocihook.linux.files import replace_file
 
+NODE = Path("/")
 LIBEXEC = Path("/usr/local/libexec/ocihook")
+LAUNCHER_NAME = "criu-action"
 CRIU_CONF_DIR = Path("/etc/criu")
 CONF_NAMES = ("runc.conf", "crun.conf", "default.conf")
 UNIT_DIR = Path("/etc/systemd/system")
 WANTS_LINK = UNIT_DIR / "sockets.target.wants" / "ocihook.socket"
 
 _PACKAGE = Path(ocihook.__file__).parent
+_SIGN = b"Installed by `ocihook install`"  # in the launcher: what bears it is ours to replace and to remove
+_MADE = "# Directory made for it: "
+_MAX_LINKS = 40  # the kernel's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +44,22 @@ class Change:
     path: Path
     before: bytes | None
     after: bytes | None
-    mode: int
+    mode: int | None = None  # None: mode and owner stay as they are; else the file is to be root's
 
     def diff(self) -> str:
         """Return the change as a unified diff."""
+        if self.before == self.after:
+            return f"{self.path}: owner root, mode {self.mode or 0:04o}"
         old, new = ((data or b"").decode("utf-8", "replace").splitlines() for data in (self.before, self.after))
         old_name, new_name = ("/dev/null" if data is None else str(self.path) for data in (self.before, self.after))
         return "\n".join(difflib.unified_diff(old, new, old_name, new_name, lineterm=""))
+
+    def is_needed(self) -> bool:
+        """Tell whether the file is not yet as it is to be."""
+        if self.before != self.after or self.before is None or self.mode is None:
+            return self.before != self.after
+        status = self.path.stat()
+        return stat.S_IMODE(status.st_mode) != self.mode or status.st_uid not in (0, os.geteuid())
 
 
 def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
@@ -49,19 +67,28 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
 
     Raises:
         ConfigError: if a block of ours in CRIU's configuration is damaged.
+        UnsupportedError: if a path cannot be named where it must be, or a file of others is in the way.
     """
-    launcher = libexec / "criu-action"
-    changes = [_written(_below(root, launcher), _render((_PACKAGE / "hook" / "criu-action").read_text()), 0o755)]
-    if _has_systemd(root):
-        changes += [_written(_below(root, UNIT_DIR / u.name), _render(u.read_text()), 0o644) for u in _units()]
+    launcher = libexec / LAUNCHER_NAME
+    for path in (launcher, Path(sys.executable), _PACKAGE.parent):
+        _check_nameable(path)
     wanted = conf_names(root)
-    for name in CONF_NAMES:
-        path = _below(root, CRIU_CONF_DIR / name)
-        if name in wanted:
-            changes.append(_with_block(path, str(launcher)))
-        elif path.exists():
-            changes.append(_without_block(path))
-    return [change for change in changes if change.before != change.after]
+    confs = {name: _below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
+    units = [_written(_below(root, UNIT_DIR / unit.name), unit.read_text(), 0o644) for unit in _units(root)]
+    blocks = [_with_block(path, launcher) if name in wanted else _without_block(path) for name, path in confs.items()]
+
+    place = _below(root, launcher)
+    if (content := _read(place)) is not None and _SIGN not in content:
+        raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="choose another --libexec")
+    launchers = _launchers(root, libexec)
+    files = [place, *(c.path for c in (*units, *blocks) if c.after is not None)]
+    links = [_link(root)] if units and root != NODE else []
+    directories = sorted({*_made_directories(launchers), *_missing_directories(root, (*files, *links))})
+    record = "".join(f"{_MADE}{directory}\n" for directory in directories)
+    template = (_PACKAGE / "hook" / LAUNCHER_NAME).read_text()
+    older = [Change(path, _read(path), None) for path in launchers if path != place]
+    changes = [_written(place, template + record, 0o755), *units, *blocks, *older]
+    return [change for change in changes if change.is_needed()]
 
 
 def conf_names(root: Path) -> list[str]:
@@ -69,16 +96,25 @@ def conf_names(root: Path) -> list[str]:
 
     crun reads crun.conf if there is one, else runc.conf: making crun.conf would hide the rest of runc.conf from it.
     """
-    has_crun_conf = _below(root, CRIU_CONF_DIR / "crun.conf").exists()
-    if root != Path("/"):  # programs of an image cannot be asked for their version: serve every one there may be
-        return ["runc.conf", *(["crun.conf"] if has_crun_conf else []), "default.conf"]
-    crun = find_program("crun")
-    names = ["runc.conf"] if find_program("runc") or crun is None else []
-    if crun and not crun_reads_its_conf(crun, find_program("criu")):
-        names.append("default.conf")
-    elif crun and (has_crun_conf or not names):
-        names.append("crun.conf" if has_crun_conf else "runc.conf")
-    return names
+    find = find_program if root == NODE else partial(find_program_in, root)
+    own = "crun.conf" if _below(root, CRIU_CONF_DIR / "crun.conf").exists() else "runc.conf"
+    runc, crun = find("runc"), find("crun")
+    if root != NODE and not runc and not crun:  # it may get any later: serve every one
+        return list(dict.fromkeys(["runc.conf", own, "default.conf"]))
+    names = ["runc.conf"] if runc or crun is None else []
+    if crun:
+        names.append(own if crun_reads_its_conf(crun, root) else "default.conf")
+    return list(dict.fromkeys(names))
+
+
+def other_action_scripts(root: Path) -> list[tuple[Path, str]]:
+    """Return the action scripts of others in CRIU's configuration, with the file that names each: they run, too."""
+    found = []
+    for name in CONF_NAMES:
+        path = _below(root, CRIU_CONF_DIR / name)
+        content = _read(path) or b""
+        found += [(path, script) for script in action_scripts(remove_block(content, where=str(path)))]
+    return found
 
 
 def plan_uninstall(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
@@ -87,32 +123,31 @@ def plan_uninstall(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     Raises:
         ConfigError: if a block of ours in CRIU's configuration is damaged.
     """
-    confs = [_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES]
-    changes = [_without_block(path) for path in confs if path.exists()]
-    ours = [_below(root, path) for path in [*(UNIT_DIR / unit.name for unit in _units()), libexec / "criu-action"]]
-    changes += [Change(path, _read(path), None, 0) for path in ours]
-    return [change for change in changes if change.before != change.after]
+    changes = [_without_block(_below(root, CRIU_CONF_DIR / name)) for name in CONF_NAMES]
+    units = [_below(root, UNIT_DIR / unit.name) for unit in _unit_templates()]
+    changes += [Change(path, _read(path), None) for path in (*units, *_launchers(root, libexec))]
+    return [change for change in changes if change.is_needed()]
 
 
 def apply_install(changes: list[Change], root: Path) -> None:
-    """Make the changes of `plan_install`.
+    """Make the changes of `plan_install`, and have systemd listen for the hook.
 
     Raises:
         UnsupportedError: if something cannot be written; what was done before can stay, installing again goes on.
     """
-    with _explained():
-        for change in changes:
-            change.path.parent.mkdir(parents=True, exist_ok=True)
-            _apply(change)
-    if _has_systemd(root):
-        link = _below(root, WANTS_LINK)
-        if root != Path("/"):
-            link.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                link.symlink_to(UNIT_DIR / "ocihook.socket")
-        else:
-            _systemctl("daemon-reload")
-            _systemctl("enable", "--now", "ocihook.socket")
+    for change in changes:
+        _apply(change)
+    if not _units(root):
+        return
+    if root == NODE:
+        hint = "checkpoints work without it: the hook then starts the agent itself"
+        _systemctl("daemon-reload", hint=hint)
+        _systemctl("enable", "--now", "ocihook.socket", hint=hint)
+    else:
+        link = _link(root)
+        with _explained(link), contextlib.suppress(FileExistsError):
+            _make_directories(link.parent)
+            link.symlink_to(UNIT_DIR / link.name)
 
 
 def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC) -> None:
@@ -121,71 +156,117 @@ def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC) 
     Raises:
         UnsupportedError: if something cannot be removed; uninstalling again goes on.
     """
-    if root == Path("/") and _has_systemd(root) and (UNIT_DIR / "ocihook.socket").exists():
-        _systemctl("disable", "--now", "ocihook.socket")
-    made_directory = any(
-        block.made_directory
-        for change in changes
-        if change.before and change.path.parent == _below(root, CRIU_CONF_DIR)
-        for block in [read_block(change.before, where=str(change.path))]
-        if block
-    )
-    with _explained():
-        _below(root, WANTS_LINK).unlink(missing_ok=True)
-        for change in changes:
+    directories = _made_directories(_launchers(root, libexec))
+    confs = {_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
+    for change in changes:
+        if change.path in confs:
             _apply(change)
-        directories = [_below(root, WANTS_LINK).parent] * (root != Path("/")) + [_below(root, libexec)]
-        for directory in directories + [_below(root, CRIU_CONF_DIR)] * made_directory:
-            with contextlib.suppress(OSError):  # not empty: not only ours
-                directory.rmdir()
-    if root == Path("/") and _has_systemd(root):
-        _systemctl("daemon-reload")
+    hint = "CRIU no longer calls ocihook; uninstall again to remove the rest"
+    has_unit = root == NODE and bool(_units(root)) and (UNIT_DIR / WANTS_LINK.name).exists()
+    if has_unit:
+        _systemctl("disable", "--now", WANTS_LINK.name, hint=hint)
+    with _explained(_link(root)):
+        _link(root).unlink(missing_ok=True)
+    for change in changes:
+        if change.path not in confs:
+            _apply(change)
+    units = [UNIT_DIR / unit.name for unit in _unit_templates()]
+    for path in (*confs, *(_below(root, path) for path in (*units, libexec / LAUNCHER_NAME))):
+        with _explained(path):  # what an install that was killed in the middle of a file has left
+            path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
+    if has_unit:
+        _systemctl("daemon-reload", hint=hint)
+    for directory in reversed(directories):
+        with contextlib.suppress(OSError):  # not empty: not only ours
+            _below(root, directory).rmdir()
 
 
 def _apply(change: Change) -> None:
-    if change.after is None:
-        change.path.unlink(missing_ok=True)
-        return
-    target = Path(os.path.realpath(change.path))  # a link to a file kept elsewhere stays a link
-    mode = target.stat().st_mode & 0o7777 if change.before is not None and change.mode == 0 else change.mode or 0o644
-    owner = target.stat() if target.exists() else None
-    replace_file(target, change.after, mode=mode)
-    if owner and (owner.st_uid, owner.st_gid) != (0, 0):
-        os.chown(target, owner.st_uid, owner.st_gid)
+    with _explained(change.path):
+        if change.after is None:
+            change.path.unlink(missing_ok=True)
+            return
+        _make_directories(change.path.parent)
+        old = change.path.stat() if change.mode is None and change.path.exists() else None
+        replace_file(change.path, change.after, mode=stat.S_IMODE(old.st_mode) if old else change.mode or 0o644)
+        new = change.path.stat()
+        if old and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            os.chown(change.path, old.st_uid, old.st_gid)
 
 
-def _with_block(path: Path, launcher: str) -> Change:
+def _with_block(path: Path, launcher: Path) -> Change:
     before = _read(path)
-    old = read_block(before, where=str(path)) if before is not None else None
-    block = Block(
-        launcher,
-        made_file=old.made_file if old else before is None,
-        made_directory=old.made_directory if old else not path.parent.exists(),
-    )
-    return Change(path, before, add_block(before or b"", block, where=str(path)), 0)
+    old = read_block(before or b"", where=str(path))
+    block = Block(str(launcher), made_file=old.made_file if old else before is None)
+    return Change(path, before, add_block(before or b"", block, where=str(path)))
 
 
 def _without_block(path: Path) -> Change:
-    before = _read(path) or b""
-    block = read_block(before, where=str(path))
-    after = remove_block(before, where=str(path))
-    return Change(path, before, None if block and block.made_file and not after else after, 0)
-
-
-def _written(path: Path, content: str, mode: int) -> Change:
     before = _read(path)
-    after = content.encode()
-    if before == after and path.stat().st_mode & 0o7777 != mode:
-        before = b""
-    return Change(path, before, after, mode)
+    block = read_block(before or b"", where=str(path))
+    after = remove_block(before or b"", where=str(path))
+    is_to_go = before is None or (block and block.made_file and not after)
+    return Change(path, before, None if is_to_go else after)
 
 
-def _units() -> list[Path]:
+def _written(path: Path, template: str, mode: int) -> Change:
+    content = template.replace("@PYTHON@", sys.executable).replace("@SITE@", str(_PACKAGE.parent))
+    return Change(path, _read(path), content.encode(), mode)
+
+
+def _launchers(root: Path, libexec: Path) -> list[Path]:
+    """Return the launchers of ours that are there: in `libexec`, and wherever a block of ours names one."""
+    named = [str(libexec / LAUNCHER_NAME)]
+    for name in CONF_NAMES:
+        path = _below(root, CRIU_CONF_DIR / name)
+        block = read_block(_read(path) or b"", where=str(path))
+        named += [block.action_script] if block and block.action_script.startswith("/") else []
+    places = dict.fromkeys(_below(root, Path(launcher)) for launcher in named)
+    return [place for place in places if _SIGN in (_read(place) or b"")]
+
+
+def _made_directories(launchers: Iterable[Path]) -> list[Path]:
+    """Return the directories that launchers record, the upper ones first, as paths below their root."""
+    lines = [line for launcher in launchers for line in (_read(launcher) or b"").decode().splitlines()]
+    return [Path(line.removeprefix(_MADE)) for line in lines if line.startswith(_MADE)]
+
+
+def _missing_directories(root: Path, files: Iterable[Path]) -> set[Path]:
+    return {NODE / parent.relative_to(root) for file in files for parent in file.parents if not parent.exists()}
+
+
+def _make_directories(directory: Path) -> None:
+    """Make a directory that root's programs are run from: as open as usual and no more, whatever the umask is."""
+    for parent in reversed([directory, *directory.parents]):
+        if not parent.exists():
+            parent.mkdir(0o755)
+            parent.chmod(0o755)
+
+
+def _unit_templates() -> list[Path]:
     return sorted((_PACKAGE / "ops" / "systemd").iterdir())
 
 
-def _render(template: str) -> str:
-    return template.replace("@PYTHON@", sys.executable).replace("@SITE@", str(_PACKAGE.parent))
+def _units(root: Path) -> list[Path]:
+    """Return the templates of systemd's units, none where there is no systemd."""
+    if root == NODE:
+        has_systemd = Path("/run/systemd/system").is_dir() and shutil.which("systemctl") is not None
+    else:
+        has_systemd = _below(root, Path("/usr/lib/systemd/system")).is_dir()
+    return _unit_templates() if has_systemd else []
+
+
+def _link(root: Path) -> Path:
+    return _below(root, WANTS_LINK.parent) / WANTS_LINK.name
+
+
+def _check_nameable(path: Path) -> None:
+    """Refuse what CRIU's configuration, a shell and systemd would not read alike: blanks, quotes, %, $, #."""
+    if not re.fullmatch(r"/[\w./+@:,=~-]*", str(path)):
+        raise UnsupportedError(
+            f"{path} cannot be named in CRIU's configuration, in a shell script and in a systemd unit",
+            hint="it must be an absolute path of letters, digits and _./+@:,=~-",
+        )
 
 
 def _read(path: Path) -> bytes | None:
@@ -196,32 +277,43 @@ def _read(path: Path) -> bytes | None:
 
 
 def _below(root: Path, path: Path) -> Path:
-    return root / path.relative_to("/")
+    """Return where `path` is for who has `root` as its root directory: no link leads out of a tree.
+
+    Raises:
+        UnsupportedError: if links lead round in a circle.
+    """
+    place, rest, links = root, [*reversed(path.parts[1:])], 0
+    while rest:
+        part = rest.pop()
+        step = place / part
+        if part == "..":
+            place = place if place == root else place.parent
+        elif not step.is_symlink():
+            place = step
+        else:
+            links += 1
+            if links > _MAX_LINKS:
+                raise UnsupportedError(f"{step} leads round in a circle; nothing was changed", hint="mend the link")
+            target = step.readlink()
+            place = root if target.is_absolute() else place
+            rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return place
 
 
-def _has_systemd(root: Path) -> bool:
-    if root == Path("/"):
-        return Path("/run/systemd/system").is_dir() and shutil.which("systemctl") is not None
-    return _below(root, Path("/usr/lib/systemd/system")).is_dir()
-
-
-def _systemctl(*arguments: str) -> None:
+def _systemctl(*arguments: str, hint: str) -> None:
     try:
         subprocess.run(["systemctl", *arguments], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or str(error)
-        raise UnsupportedError(
-            f"`systemctl {' '.join(arguments)}` failed: {detail.strip()}",
-            hint="checkpoints work without it: the hook then starts the agent itself",
-        ) from error
+        raise UnsupportedError(f"`systemctl {' '.join(arguments)}` failed: {detail.strip()}", hint=hint) from error
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise UnsupportedError(
-            f"{error.filename or 'a file'} cannot be changed: {error.strerror}",
-            hint="run it as root on a file system that can be written; what was done so far can stay",
+            f"{path} cannot be changed: {error.strerror}",
+            hint="run it as root, on a file system that can be written; what was done so far can stay",
         ) from error

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocihook.criu.conf import Block, action_scripts, add_block, options, read_block, remove_block
+from ocihook.criu.conf import Block, Option, action_scripts, add_block, options, read_block, remove_block
 from ocihook.errors import ConfigError
 
 LINES = st.sampled_from(
@@ -28,7 +28,6 @@ BLOCKS = st.builds(
     Block,
     st.sampled_from(["/usr/local/libexec/ocihook/criu-action", "/opt/a b/criu-action"]),
     made_file=st.booleans(),
-    made_directory=st.booleans(),
 )
 
 
@@ -71,9 +70,11 @@ def test_a_damaged_block_is_an_error_that_names_file_and_line(content: bytes) ->
 def test_options_are_read_as_criu_does() -> None:
     content = b'# note\n--tcp-established\nghost-limit 10M # why\nmanage-cgroups=ignore\naction-script "/a b/c"\n\n=\n'
     assert options(content) == [
-        ("tcp-established", ""),
-        ("ghost-limit", "10M"),
-        ("manage-cgroups", "ignore"),
-        ("action-script", "/a b/c"),
+        Option("tcp-established", ""),
+        Option("ghost-limit", "10M"),
+        Option("manage-cgroups", "ignore", is_joined=True),
+        Option("action-script", "/a b/c"),
     ]
     assert action_scripts(content) == ["/a b/c"]
+    # Only a newline ends a line; a form feed or U+2028 is part of one.
+    assert options("one two\x0cthree\u2028four".encode()) == [Option("one", "two\x0cthree\u2028four")]

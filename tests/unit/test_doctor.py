@@ -1,10 +1,12 @@
 """Each thing that would break a checkpoint is found, and comes with a remedy."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ocihook.criu import version
 from ocihook.criu.version import Program
 from ocihook.ops import doctor
 from ocihook.ops.doctor import Finding, Status
@@ -16,7 +18,14 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Progr
     found: dict[str, Program] = {}
     monkeypatch.setattr(doctor, "find_program", found.get)
     monkeypatch.setattr(doctor, "CRIU_CONF_DIR", tmp_path)
+    monkeypatch.setattr(doctor, "_ETC", tmp_path)
+    set_libcriu(monkeypatch, reads_conf=True)
     return found
+
+
+def set_libcriu(monkeypatch: pytest.MonkeyPatch, *, reads_conf: bool | None) -> None:
+    monkeypatch.setattr(version, "libcriu_reads_conf", lambda *_: reads_conf)
+    monkeypatch.setattr(doctor, "libcriu_reads_conf", lambda *_: reads_conf)
 
 
 def put(programs: dict[str, Program], name: str, *version: int) -> None:
@@ -75,6 +84,73 @@ def test_containerd(programs: dict[str, Program], version: tuple[int, ...], stat
     assert word in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("dump", "status"),
+    [("", Status.WARN), ("x = false", Status.WARN), ("{} = false", Status.WARN), ("  {} = true\n", Status.OK)],
+)
+def test_containerd_whose_restore_is_switched_on(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, dump: str, status: Status
+) -> None:
+    put(programs, "containerd", 2, 3, 4)
+    monkeypatch.setattr(doctor, "run_output", lambda *_: dump.format("enable_experimental_restore_via_create"))
+    assert only(doctor._check_engines()).status is status
+
+
+def test_crio_whose_checkpoints_are_switched_off(programs: dict[str, Program], tmp_path: Path) -> None:
+    put(programs, "crio", 1, 34)
+    (tmp_path / "crio/crio.conf.d").mkdir(parents=True)
+    (tmp_path / "crio/crio.conf").write_text("[crio.runtime]\n# enable_criu_support = false\n")
+    assert only(doctor._check_engines()).status is Status.OK
+    (tmp_path / "crio/crio.conf").write_text("[crio.runtime]\nenable_criu_support = false\n")
+    assert "crio.conf switches" in only(doctor._check_engines()).detail
+    (tmp_path / "crio/crio.conf.d/10-on").write_text("[crio.runtime]\nenable_criu_support = true\n")
+    assert only(doctor._check_engines()).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("line", "is_told"),
+    [
+        ('container_annotations = ["ocihook.io/*"]', False),
+        ('# pod_annotations = ["*"]', False),
+        ('pod_annotations = ["a", "*"]', True),
+        ("container_annotations = ['org.criu.config']", True),
+        ('allowed_annotations = [\n  "io.x",\n  "org.criu.config",\n]', True),
+    ],
+)
+def test_engines_that_let_containers_choose_a_configuration(
+    programs: dict[str, Program], tmp_path: Path, line: str, *, is_told: bool
+) -> None:
+    (tmp_path / "containerd").mkdir()
+    (tmp_path / "containerd/config.toml").write_text(f"version = 3\n{line}\n")
+    findings = list(doctor._check_annotations())
+    assert [finding.status for finding in findings] == [Status.WARN] * is_told
+
+
+@pytest.mark.parametrize(
+    ("reads_conf", "output", "status", "word"),
+    [
+        (True, "+CRIU", Status.OK, "1.28"),
+        (False, "+CRIU", Status.OK, "1.28"),
+        (None, "+CRIU", Status.WARN, "libcriu.so.2 is not there"),
+        (True, "+CAP", Status.WARN, "built without CRIU"),
+    ],
+)
+def test_crun_needs_libcriu(
+    programs: dict[str, Program],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    reads_conf: bool | None,
+    output: str,
+    status: Status,
+    word: str,
+) -> None:
+    put(programs, "crun", 1, 28)
+    set_libcriu(monkeypatch, reads_conf=reads_conf)
+    monkeypatch.setattr(doctor, "run_output", lambda *_: output)
+    finding = only(doctor._check_runtimes())
+    assert (finding.status, word in finding.detail) == (status, True)
+
+
 def test_block_must_be_in_the_file_that_the_runtime_reads(programs: dict[str, Program], tmp_path: Path) -> None:
     launcher = tmp_path / "criu-action"
     launcher.write_text("#!/bin/sh\nexit 0\n")
@@ -118,7 +194,138 @@ def test_launcher(programs: dict[str, Program], tmp_path: Path, spoil: Callable[
     assert word in finding.detail
 
 
-@pytest.mark.parametrize("option", ["stream", "lazy-pages", "leave-running", "network-lock skip", "log-file x"])
+def test_a_launcher_starts_and_is_timed(programs: dict[str, Program], tmp_path: Path) -> None:
+    put_launcher(programs, tmp_path, tmp_path, tmp_path)
+    finding = only(doctor._check_installation())
+    assert finding.status is Status.OK
+    assert re.search(r"criu-action, starts in \d+ ms$", finding.detail)
+
+
+@pytest.mark.parametrize("place", ["lib", "site", "site/deep"])
+def test_what_the_launcher_runs_must_be_roots(programs: dict[str, Program], tmp_path: Path, place: str) -> None:
+    """Root runs the interpreter and the package that the launcher names; who can write there is root."""
+    (tmp_path / "lib").mkdir(mode=0o755)
+    (tmp_path / "site/deep").mkdir(mode=0o755, parents=True)
+    put_launcher(programs, tmp_path, tmp_path / "lib", tmp_path / "site/deep")
+    (tmp_path / place).chmod(0o777)
+    finding = only(doctor._check_installation())
+    assert finding.status is Status.WARN
+    assert finding.detail.startswith(f"{tmp_path / place} can be changed by others")
+    (tmp_path / place).chmod(0o1777)  # as /tmp: what is in it stays its owner's
+    assert only(doctor._check_installation()).status is Status.OK
+
+
+def put_launcher(programs: dict[str, Program], conf_dir: Path, directory: Path, site: Path) -> None:
+    """Install a launcher for runc that runs code of `site`."""
+    launcher = directory / "criu-action"
+    launcher.write_text(f"#!/bin/sh\nexec test -d '{site}'\n")
+    launcher.chmod(0o755)
+    put(programs, "runc", 1, 3)
+    (conf_dir / "runc.conf").write_text(f"# BEGIN ocihook\naction-script {launcher}\n# END ocihook\n")
+
+
+@pytest.mark.parametrize(
+    ("states", "status", "word"),
+    [
+        ({"socket": "active", "service": "inactive"}, Status.OK, "systemd starts it"),
+        ({"socket": "inactive", "service": "inactive"}, Status.WARN, "socket is inactive"),
+        ({"socket": "failed", "service": "failed"}, Status.WARN, "service has failed"),
+        ({"socket": "", "service": ""}, Status.WARN, "socket is unknown"),
+    ],
+)
+def test_agent_under_systemd(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: dict[str, str], status: Status, word: str
+) -> None:
+    monkeypatch.setattr(doctor, "_SYSTEMD", tmp_path)
+    monkeypatch.setattr(doctor, "run_output", lambda *command: states[command[-1].split(".")[1]] + "\n")
+    finding = only(doctor._check_agent())
+    assert (finding.status, word in finding.detail) == (status, True)
+    monkeypatch.setattr(doctor, "_SYSTEMD", tmp_path / "none")
+    assert only(doctor._check_agent()).detail == "no systemd: the hook starts it"
+
+
+@pytest.mark.parametrize(
+    ("held", "seccomp", "status", "word"),
+    [
+        ("000001ffffffffff", 0, Status.OK, "root"),
+        ("000001ffffffffff", 2, Status.WARN, "seccomp"),
+        ("00000000a80425fb", 0, Status.FAIL, "CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_SYS_ADMIN"),  # podman's default
+    ],
+)
+def test_root_in_a_container_is_not_root(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: str, seccomp: int, status: Status, word: str
+) -> None:
+    (tmp_path / "status").write_text(f"Name:\tx\nCapEff:\t{held}\nSeccomp:\t{seccomp}\n")
+    monkeypatch.setattr(doctor, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    finding = only(doctor._check_privileges())
+    assert (finding.status, word in finding.detail) == (status, True)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert only(doctor._check_privileges()).remedy == "run `sudo ocihook doctor`"
+
+
+@pytest.mark.parametrize(
+    ("release", "status"), [("6.18.4-x", Status.OK), ("5.9-rc1", Status.OK), ("5.4.0", Status.FAIL)]
+)
+def test_kernel(monkeypatch: pytest.MonkeyPatch, release: str, status: Status) -> None:
+    monkeypatch.setattr("platform.release", lambda: release)
+    assert only(doctor._check_kernel()).status is status
+
+
+def test_selinux_is_mentioned_where_it_enforces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_SELINUX", tmp_path / "enforce")
+    assert list(doctor._check_selinux()) == []
+    (tmp_path / "enforce").write_text("0")
+    assert list(doctor._check_selinux()) == []
+    (tmp_path / "enforce").write_text("1")
+    assert "ausearch" in only(doctor._check_selinux()).detail
+
+
+def test_plugin_is_looked_for_where_criu_does(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins/cuda_plugin.so").touch()
+    monkeypatch.setattr(doctor, "_PLUGIN_DIRS", (str(tmp_path / "plugins"),))
+    assert doctor._cuda_plugin() is None  # no runtime, nothing that would load it
+    put(programs, "runc", 1, 3)
+    assert doctor._cuda_plugin() == tmp_path / "plugins/cuda_plugin.so"
+    (tmp_path / "runc.conf").write_text("libdir /var/empty\n")
+    assert doctor._cuda_plugin() is None
+    put(programs, "crun", 1, 21)  # does not read runc.conf
+    assert doctor._cuda_plugin() == tmp_path / "plugins/cuda_plugin.so"
+    (tmp_path / "default.conf").write_text("libdir=/var/empty\n")
+    assert doctor._cuda_plugin() is None
+
+
+def test_what_cannot_be_read_is_told_and_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _check_some_thing() -> Iterator[Finding]:
+        yield from ()
+        raise PermissionError(13, "Permission denied", "/x")
+
+    finding = only(iter(doctor._run(_check_some_thing)))
+    assert finding[:2] == ("some thing", Status.WARN)
+    assert "Permission denied: '/x'" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("criu", "name", "is_told"),
+    [
+        ((4, 1, 1), "runc.conf", True),
+        ((4, 2), "crun.conf", True),
+        ((4, 2, 1), "runc.conf", False),
+        ((4, 1, 1), "default.conf", False),
+    ],
+)
+def test_network_lock_crashes_older_criu_when_a_runtime_names_it(
+    programs: dict[str, Program], tmp_path: Path, criu: tuple[int, ...], name: str, *, is_told: bool
+) -> None:
+    put(programs, "criu", *criu)
+    (tmp_path / name).write_text("network-lock skip\n")
+    assert [finding.status for finding in doctor._check_criu_configuration()] == [Status.FAIL] * is_told
+
+
+@pytest.mark.parametrize("option", ["stream", "lazy-pages", "leave-running", "mntns-compat-mode", "log-file x"])
 def test_harmful_options(programs: dict[str, Program], tmp_path: Path, option: str) -> None:
     (tmp_path / "runc.conf").write_text(f"tcp-established\n{option}\n")
     finding = only(doctor._check_criu_configuration())
@@ -131,7 +338,9 @@ def test_harmless_configuration_and_foreign_scripts(programs: dict[str, Program]
     finding = only(doctor._check_criu_configuration())
     assert finding.status is Status.OK
     assert "/usr/bin/other" in finding.detail
-    (tmp_path / "runc.conf").write_text("manage-cgroups ignore\n")
+    (tmp_path / "runc.conf").write_text("# manage-cgroups ignore\nmanage-cgroups=ignore\nverbosity=4\nverbosity\n")
+    assert list(doctor._check_criu_configuration()) == []
+    (tmp_path / "runc.conf").write_text("manage-cgroups\tignore\n")
     assert only(doctor._check_criu_configuration()).remedy == "write manage-cgroups=ignore"
 
 

@@ -1,5 +1,6 @@
 """Installing and uninstalling in a file system tree: what was there before is there afterwards, byte for byte."""
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ocihook.criu import version
 from ocihook.criu.version import Program
 from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.ops import install
@@ -46,6 +48,16 @@ def with_foreign_lines(root: Path) -> None:
     (conf / "default.conf").write_bytes(b"# nothing\n\n")
 
 
+def with_links_into_nothing_and_from_the_root(root: Path) -> None:
+    (root / "etc").mkdir()
+    (root / "etc/criu").symlink_to("/srv/criu")
+    (root / "srv/criu").mkdir(parents=True)
+    (root / "srv/criu/runc.conf").symlink_to("/srv/shared/../shared/runc.conf")
+    (root / "srv/criu/default.conf").symlink_to("../../../../etc/criu.conf")
+    (root / "etc/criu.conf").write_text("shell-job\n")
+    (root / "usr/lib/systemd/system").mkdir(parents=True)
+
+
 def with_links_and_systemd(root: Path) -> None:
     (root / "etc/criu").mkdir(parents=True)
     (root / "srv").mkdir()
@@ -56,7 +68,8 @@ def with_links_and_systemd(root: Path) -> None:
     (root / "etc/systemd/system/sockets.target.wants/other.socket").symlink_to("/x")
 
 
-TREES = pytest.mark.parametrize("prepare", [empty, with_foreign_lines, with_links_and_systemd])
+TREE_MAKERS = [empty, with_foreign_lines, with_links_into_nothing_and_from_the_root, with_links_and_systemd]
+TREES = pytest.mark.parametrize("prepare", TREE_MAKERS)
 
 
 @TREES
@@ -70,10 +83,10 @@ def test_uninstall_leaves_what_was_there_before(tmp_path: Path, prepare: Callabl
     assert tree(tmp_path) == installed
     assert plan_install(tmp_path) == []
     do_uninstall(tmp_path)
-    after = {name: value for name, value in tree(tmp_path).items() if name in before or value[1] is not None}
-    assert after == before
+    assert tree(tmp_path) == before
     assert plan_uninstall(tmp_path) == []
     do_uninstall(tmp_path)
+    assert tree(tmp_path) == before
 
 
 def test_what_is_installed_runs_the_hook(tmp_path: Path) -> None:
@@ -86,6 +99,7 @@ def test_what_is_installed_runs_the_hook(tmp_path: Path) -> None:
             [launcher], env={"CRTOOLS_SCRIPT_ACTION": stage}, capture_output=True, text=True, timeout=30, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "Installed by `ocihook install`" in launcher.read_text()
     # Through a link, the file it leads to is edited, and the link stays.
     assert (tmp_path / "etc/criu/runc.conf").is_symlink()
     assert f"action-script {LIBEXEC}/criu-action" in (tmp_path / "srv/runc.conf").read_text()
@@ -96,31 +110,148 @@ def test_what_is_installed_runs_the_hook(tmp_path: Path) -> None:
     assert os.readlink(units / "sockets.target.wants/ocihook.socket") == "/etc/systemd/system/ocihook.socket"
 
 
+class Killed(BaseException):
+    """What a test interrupts with."""
+
+
 @TREES
-def test_interrupted_anywhere_it_can_be_repeated_or_taken_back(tmp_path: Path, prepare: Callable[[Path], None]) -> None:
-    for number in range(8):
-        root = tmp_path / str(number)
-        root.mkdir()
-        prepare(root)
-        before = tree(root)
-        changes = plan_install(root)
-        with pytest.MonkeyPatch.context() as patch:
-            left = iter(range(number))
-            apply = install._apply
+@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_interrupted_anywhere_it_can_be_repeated_or_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], None], number: int, *, goes_on: bool
+) -> None:
+    prepare(tmp_path)
+    before = tree(tmp_path)
+    apply = install._apply
 
-            def apply_some(change: install.Change, left: object = left, apply: object = apply) -> None:
-                next(left)  # type: ignore[call-overload] # StopIteration: killed here
-                apply(change)  # type: ignore[operator]
+    def interrupt_after(number: int) -> None:
+        left = iter(range(number))
 
-            patch.setattr(install, "_apply", apply_some)
-            if number < len(changes):
-                with pytest.raises((StopIteration, RuntimeError)):
-                    apply_install(changes, root)
-        do_install(root)
-        assert plan_install(root) == []
-        do_uninstall(root)
-        after = {name: value for name, value in tree(root).items() if name in before or value[1] is not None}
-        assert after == before
+        def apply_some(change: install.Change) -> None:
+            if next(left, None) is None:
+                raise Killed
+            apply(change)
+
+        monkeypatch.setattr(install, "_apply", apply_some)
+
+    interrupt_after(number)
+    with contextlib.suppress(Killed):
+        do_install(tmp_path)
+    if goes_on:
+        monkeypatch.setattr(install, "_apply", apply)
+        do_install(tmp_path)
+        assert plan_install(tmp_path) == []
+    interrupt_after(number // 2)
+    with contextlib.suppress(Killed):
+        do_uninstall(tmp_path)
+    monkeypatch.setattr(install, "_apply", apply)
+    do_uninstall(tmp_path)
+    assert tree(tmp_path) == before
+
+
+def test_nothing_points_into_the_void_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_foreign_lines(tmp_path)
+    launcher = tmp_path / LIBEXEC.relative_to("/") / "criu-action"
+    apply = install._apply
+    seen = []
+
+    def apply_and_look(change: install.Change) -> None:
+        apply(change)
+        is_named = any(b"BEGIN ocihook" in conf.read_bytes() for conf in (tmp_path / "etc/criu").iterdir())
+        seen.append((is_named, launcher.exists()))
+
+    monkeypatch.setattr(install, "_apply", apply_and_look)
+    do_install(tmp_path)
+    do_uninstall(tmp_path)
+    assert {(False, True), (True, True), (False, False)} == set(seen)
+
+
+def test_links_of_a_tree_do_not_lead_out_of_it(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.conf"
+    outside.write_text("untouched\n")
+    root = tmp_path / "root"
+    (root / "etc/criu").mkdir(parents=True)
+    (root / "etc/criu/runc.conf").symlink_to(outside)
+    (root / "etc/criu/default.conf").symlink_to("../../../outside.conf")
+    do_install(root)
+    assert outside.read_text() == "untouched\n"
+    assert "action-script" in (root / outside.relative_to("/")).read_text()
+    assert "action-script" in (root / "outside.conf").read_text()
+    (root / "etc/criu/crun.conf").symlink_to("crun.conf")
+    with pytest.raises(UnsupportedError, match=r"crun.conf leads round in a circle"):
+        plan_install(root)
+
+
+def test_a_launcher_of_others_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    foreign = tmp_path / LIBEXEC.relative_to("/") / "criu-action"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("#!/bin/sh\n")
+    with pytest.raises(UnsupportedError, match=r"criu-action is not ocihook's; nothing was changed"):
+        plan_install(tmp_path)
+    do_uninstall(tmp_path)
+    assert foreign.read_text() == "#!/bin/sh\n"
+
+
+def test_a_launcher_that_moved_leaves_nothing_where_it_was(tmp_path: Path) -> None:
+    elsewhere = Path("/opt/hook")
+    apply_install(plan_install(tmp_path, elsewhere), tmp_path)
+    assert (tmp_path / "opt/hook/criu-action").exists()
+    do_install(tmp_path)
+    assert not (tmp_path / "opt/hook/criu-action").exists()
+    assert str(LIBEXEC) in (tmp_path / "etc/criu/runc.conf").read_text()
+    apply_install(plan_install(tmp_path, elsewhere), tmp_path)
+    do_uninstall(tmp_path)  # finds it by the block that names it
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("libexec", ["relative", "/a b", "/a'b", "/a#b", "/a%b", "/a\nb"])
+def test_a_path_that_cannot_be_named_everywhere_is_refused(tmp_path: Path, libexec: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"criu-action cannot be named in CRIU's configuration"):
+        plan_install(tmp_path, Path(libexec))
+
+
+def test_mode_and_owner_of_the_launcher_are_set_right_again(tmp_path: Path) -> None:
+    do_install(tmp_path)
+    launcher = tmp_path / LIBEXEC.relative_to("/") / "criu-action"
+    launcher.chmod(0o777)
+    (change,) = plan_install(tmp_path)
+    assert change.diff() == f"{launcher}: owner root, mode 0755"
+    apply_install([change], tmp_path)
+    assert launcher.stat().st_mode & 0o777 == 0o755
+    if os.geteuid() == 0:
+        os.chown(launcher, 1000, 1000)
+        do_install(tmp_path)
+        assert launcher.stat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_owner_and_mode_of_a_configuration_stay(tmp_path: Path) -> None:
+    with_foreign_lines(tmp_path)
+    conf = tmp_path / "etc/criu/runc.conf"
+    os.chown(conf, 1000, 1001)
+    do_install(tmp_path)
+    status = conf.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (1000, 1001, 0o640)
+
+
+def test_directories_are_open_to_others_for_reading_only_whatever_the_umask(tmp_path: Path) -> None:
+    for umask in (0o000, 0o077):
+        old = os.umask(umask)
+        try:
+            do_install(tmp_path)
+        finally:
+            os.umask(old)
+        modes = {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_dir()}
+        assert modes == {0o755}
+        do_uninstall(tmp_path)
+
+
+def test_action_scripts_of_others_are_told(tmp_path: Path) -> None:
+    with_foreign_lines(tmp_path)
+    told = [(tmp_path / "etc/criu/runc.conf", "/usr/bin/other")]
+    assert install.other_action_scripts(tmp_path) == told
+    do_install(tmp_path)
+    assert install.other_action_scripts(tmp_path) == told
 
 
 def test_a_damaged_block_changes_nothing(tmp_path: Path) -> None:
@@ -135,22 +266,23 @@ def test_a_damaged_block_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_file_system_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "usr").write_text("in the way")
-    with pytest.raises(UnsupportedError, match=r"cannot be changed: (Not a directory|File exists)"):
+    with pytest.raises(UnsupportedError, match=r"usr/local/libexec/ocihook/criu-action cannot be changed: Not a dir"):
         do_install(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("runc", "crun", "criu", "has_crun_conf", "names"),
+    ("runc", "crun", "libcriu_reads", "has_crun_conf", "names"),
     [
-        (True, None, (4, 2), False, ["runc.conf"]),
-        (False, None, (4, 2), False, ["runc.conf"]),
-        (True, (1, 21), (4, 1, 1), False, ["runc.conf", "default.conf"]),
-        (True, (1, 28), (4, 1, 1), False, ["runc.conf", "default.conf"]),
-        (True, (1, 28), (4, 2, 1), False, ["runc.conf"]),
-        (True, (1, 28), (4, 2, 1), True, ["runc.conf", "crun.conf"]),
-        (False, (1, 28), (4, 2, 1), False, ["runc.conf"]),
-        (False, (1, 28), (4, 2, 1), True, ["crun.conf"]),
-        (False, (1, 21), (4, 1, 1), True, ["default.conf"]),
+        (True, None, True, False, ["runc.conf"]),
+        (False, None, True, False, ["runc.conf"]),
+        (True, (1, 21), False, False, ["runc.conf", "default.conf"]),
+        (True, (1, 28), False, False, ["runc.conf", "default.conf"]),
+        (True, (1, 28), None, False, ["runc.conf", "default.conf"]),
+        (True, (1, 28), True, False, ["runc.conf"]),
+        (True, (1, 28), True, True, ["runc.conf", "crun.conf"]),
+        (False, (1, 28), True, False, ["runc.conf"]),
+        (False, (1, 28), True, True, ["crun.conf"]),
+        (False, (1, 21), True, True, ["default.conf"]),
     ],
 )
 def test_each_runtime_gets_the_file_that_it_reads(
@@ -159,21 +291,41 @@ def test_each_runtime_gets_the_file_that_it_reads(
     *,
     runc: bool,
     crun: tuple[int, ...] | None,
-    criu: tuple[int, ...],
+    libcriu_reads: bool | None,
     has_crun_conf: bool,
     names: list[str],
 ) -> None:
     programs = {
-        "runc": install_program("runc", (1, 3)) if runc else None,
-        "crun": install_program("crun", crun) if crun else None,
-        "criu": install_program("criu", criu),
+        "runc": Program("runc", "/usr/bin/runc", (1, 3)) if runc else None,
+        "crun": Program("crun", "/usr/bin/crun", crun) if crun else None,
     }
     monkeypatch.setattr(install, "find_program", programs.get)
+    monkeypatch.setattr(version, "libcriu_reads_conf", lambda _root: libcriu_reads)
     monkeypatch.setattr(install, "CRIU_CONF_DIR", tmp_path)
     if has_crun_conf:
         (tmp_path / "crun.conf").touch()
-    assert install.conf_names(Path("/")) == names
+    assert install.conf_names(install.NODE) == names
 
 
-def install_program(name: str, version: tuple[int, ...]) -> Program:
-    return Program(name, f"/usr/bin/{name}", version)
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ([], ["runc.conf", "default.conf"]),
+        (["etc/criu/crun.conf"], ["runc.conf", "crun.conf", "default.conf"]),
+        (["usr/sbin/runc"], ["runc.conf"]),
+        (["usr/sbin/runc", "usr/bin/crun"], ["runc.conf", "default.conf"]),  # no libcriu
+        (["usr/sbin/runc", "usr/bin/crun", "usr/lib/x86_64-linux-gnu/libcriu.so.2"], ["runc.conf"]),
+        (["usr/local/bin/crun", "usr/bin/crun", "usr/lib64/libcriu.so.2"], ["default.conf"]),  # of no package
+        (["usr/bin/crun", "usr/lib64/libcriu.so.2", "etc/criu/crun.conf"], ["crun.conf"]),
+    ],
+)
+def test_what_an_image_holds_is_found_without_running_it(tmp_path: Path, files: list[str], names: list[str]) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(b"criu_set_config_file\0" if "libcriu" in file else b"")
+    (tmp_path / "var/lib/dpkg").mkdir(parents=True)
+    (tmp_path / "var/lib/dpkg/status").write_text(
+        "Package: crun-doc\nStatus: install ok installed\nVersion: 9.9\n\n"
+        "Package: crun\nStatus: install ok installed\nPriority: optional\nVersion: 1:1.28-1\n\n"
+    )
+    assert install.conf_names(tmp_path) == names
