@@ -165,15 +165,13 @@ def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC) 
     has_unit = root == NODE and bool(_units(root)) and (UNIT_DIR / WANTS_LINK.name).exists()
     if has_unit:
         _systemctl("disable", "--now", WANTS_LINK.name, hint=hint)
-    with _explained(_link(root)):
-        _link(root).unlink(missing_ok=True)
+    _remove(_link(root))
     for change in changes:
         if change.path not in confs:
             _apply(change)
     units = [UNIT_DIR / unit.name for unit in _unit_templates()]
     for path in (*confs, *(_below(root, path) for path in (*units, libexec / LAUNCHER_NAME))):
-        with _explained(path):  # what an install that was killed in the middle of a file has left
-            path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
+        _remove(path.with_name(f"{path.name}.partial"))  # of an install that was killed in the middle of a file
     if has_unit:
         _systemctl("daemon-reload", hint=hint)
     for directory in reversed(directories):
@@ -192,6 +190,12 @@ def _apply(change: Change) -> None:
         new = change.path.stat()
         if old and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
             os.chown(change.path, old.st_uid, old.st_gid)
+
+
+def _remove(path: Path) -> None:
+    if os.path.lexists(path):  # a read-only file system refuses even where there is nothing to remove
+        with _explained(path):
+            path.unlink()
 
 
 def _with_block(path: Path, launcher: Path) -> Change:

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import re
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -268,6 +270,41 @@ def test_a_file_system_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -
     (tmp_path / "usr").write_text("in the way")
     with pytest.raises(UnsupportedError, match=r"usr/local/libexec/ocihook/criu-action cannot be changed: Not a dir"):
         do_install(tmp_path)
+
+
+def test_what_a_killed_install_left_half_written_goes(tmp_path: Path) -> None:
+    with_foreign_lines(tmp_path)
+    before = tree(tmp_path)
+    do_install(tmp_path)
+    for path in (f"etc/criu/{name}" for name in install.CONF_NAMES):
+        (tmp_path / f"{path}.partial").write_text("# BEG")
+    (tmp_path / LIBEXEC.relative_to("/") / "criu-action.partial").write_text("#!/bin")
+    do_uninstall(tmp_path)
+    assert tree(tmp_path) == before
+
+
+READ_ONLY = """
+mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_read_only_etc_is_a_clear_error_and_no_hindrance_where_nothing_is_to_change(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with_links_and_systemd(root)
+    before = tree(root)
+
+    def run(verb: str) -> subprocess.CompletedProcess[str]:
+        inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", READ_ONLY, "sh", str(root / "etc")]
+        ocihook = [sys.executable, "-m", "ocihook", verb, "--root", str(root)]
+        return subprocess.run([*inside, *ocihook], capture_output=True, text=True, timeout=60, check=False)
+
+    refused = run("install")
+    assert (refused.returncode, refused.stdout) == (5, "")
+    assert re.match(r"ocihook: error: \S+/etc/\S+ cannot be changed: Read-only file system", refused.stderr)
+    assert tree(root) != before  # the launcher, which nothing points to
+    assert run("uninstall").returncode == 0
+    assert tree(root) == before
 
 
 @pytest.mark.parametrize(
