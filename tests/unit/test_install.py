@@ -283,6 +283,38 @@ def test_what_a_killed_install_left_half_written_goes(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+def test_systemd_is_told_at_the_right_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the node itself; its directories are those of a tree here, and systemd is one that can fail."""
+    conf, unit = tmp_path / "criu/runc.conf", tmp_path / "units/ocihook.socket"
+    calls: list[tuple[str, bool, bool]] = []
+    fails = False
+
+    def systemctl(*arguments: str, hint: str) -> None:
+        calls.append((arguments[0], conf.exists(), unit.exists()))
+        if fails:
+            raise UnsupportedError("systemd is ill", hint=hint)
+
+    monkeypatch.setattr(install, "CRIU_CONF_DIR", conf.parent)
+    monkeypatch.setattr(install, "UNIT_DIR", unit.parent)
+    monkeypatch.setattr(install, "WANTS_LINK", unit.parent / "sockets.target.wants" / unit.name)
+    monkeypatch.setattr(install, "_units", lambda _root: install._unit_templates())
+    monkeypatch.setattr(install, "conf_names", lambda _root: ["runc.conf"])
+    monkeypatch.setattr(install, "_systemctl", systemctl)
+    libexec = tmp_path / "libexec"
+
+    apply_install(plan_install(install.NODE, libexec), install.NODE)
+    assert calls == [("daemon-reload", True, True), ("enable", True, True)]
+    calls.clear()
+    fails = True
+    with pytest.raises(UnsupportedError, match=r"systemd is ill. CRIU no longer calls ocihook"):
+        apply_uninstall(plan_uninstall(install.NODE, libexec), install.NODE, libexec)
+    assert not conf.exists()  # checkpoints go on without us, whatever systemd does
+    fails = False
+    apply_uninstall(plan_uninstall(install.NODE, libexec), install.NODE, libexec)
+    assert calls == [("disable", False, True), ("disable", False, True), ("daemon-reload", False, False)]
+    assert tree(tmp_path) == {}
+
+
 READ_ONLY = """
 mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"
 """

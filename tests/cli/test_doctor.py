@@ -1,0 +1,44 @@
+"""doctor as a command: its exit status is its answer."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from ocihook.cli.doctor import doctor
+from ocihook.ops.doctor import Finding, Status
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code", "verdict"),
+    [
+        (Status.OK, 0, "A checkpoint will work here."),
+        (Status.SKIP, 0, "A checkpoint will work here."),
+        (Status.WARN, 0, "A checkpoint will work here."),
+        (Status.FAIL, 1, "A checkpoint will not work here."),
+    ],
+)
+def test_exit_status_is_the_answer(
+    monkeypatch: pytest.MonkeyPatch, status: Status, exit_code: int, verdict: str
+) -> None:
+    findings = [Finding("kernel", Status.OK, "6.1"), Finding("criu", status, "too old", "install a newer one")]
+    monkeypatch.setattr("ocihook.cli.doctor.run_checks", lambda: findings)
+    people = CliRunner().invoke(doctor)
+    assert (people.exit_code, people.stdout.splitlines()[-1]) == (exit_code, verdict)
+    assert ("install a newer one" in people.stdout) is (status is not Status.OK)
+    programs = CliRunner().invoke(doctor, ["--json"])
+    assert programs.exit_code == exit_code
+    value = json.loads(programs.stdout)
+    assert value["will_work"] is (exit_code == 0)
+    assert value["findings"][1] == {
+        "check": "criu",
+        "status": str(status),
+        "detail": "too old",
+        "remedy": "install a newer one",
+    }
+
+
+def test_help_tells_what_the_exit_status_means() -> None:
+    text = " ".join(CliRunner().invoke(doctor, ["--help"]).stdout.split())
+    assert "Exit status 0: it will" in text
+    assert "1: it will not" in text
