@@ -9,7 +9,6 @@ import click
 
 from ocihook.cli.render import F, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
-from ocihook.errors import ArchiveError
 from ocihook.ops import archive as ops
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -96,7 +95,7 @@ def inspect(*, path: Path, as_json: bool) -> None:
 @json_option
 def verify(*, path: Path, workers: int, as_json: bool) -> None:
     """Read an archive to its end and check every checksum and size in it. Exit status 4: it is damaged."""
-    with progress_bar("verifying", ops.memory_bytes(path)) as progress:
+    with progress_bar("verifying", lambda: ops.memory_bytes(path)) as progress:
         manifest = ops.verify_archive(path, workers=_count(workers), progress=progress)
     if as_json:
         print_json({"archive": str(path), "ok": True, "packed": manifest is not None})
@@ -141,10 +140,8 @@ def _convert(
     workers: int,
     as_json: bool,
 ) -> None:
-    if output.exists() and not force:
-        raise ArchiveError(f"{output} exists", hint="name another output, or use --force")
     before = source.stat().st_size
-    with progress_bar(label, ops.memory_bytes(source)) as progress:
+    with progress_bar(label, lambda: ops.memory_bytes(source)) as progress:
         run(source, output, compression=compression, force=force, workers=_count(workers), progress=progress)
     after = output.stat().st_size
     if as_json:
@@ -159,7 +156,8 @@ def _convert(
 @json_option
 def diff(*, first: Path, second: Path, as_json: bool) -> None:
     """Compare two archives: their images, and the memory of each process page by page. Exit status 1: they differ."""
-    result = ops.diff_archives(first, second)
+    with progress_bar("comparing", lambda: ops.memory_bytes(first) + ops.memory_bytes(second)) as progress:
+        result = ops.diff_archives(first, second, progress=progress)
     if as_json:
         images = [{"name": name, "state": state} for name, state in result.images]
         print_json({"images": images, "memory": [m._asdict() for m in result.memory]})

@@ -2,12 +2,15 @@
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping
+from types import FrameType
 
 import click
 
 from ocihook import __version__
+from ocihook.cli.render import printable
 from ocihook.errors import OcihookError
 
 # name -> module:attribute and summary, so that `--help` imports none of them
@@ -50,8 +53,15 @@ def cli() -> None:
     """
 
 
+def _stop(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Run the command line."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            signal.signal(number, _stop)  # so that commands remove what they were making
     try:
         status = cli(standalone_mode=False)  # what a command raised as click's Exit comes back as a number
         sys.exit(status if isinstance(status, int) else 0)
@@ -61,11 +71,11 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except OcihookError as error:
-        click.echo(f"ocihook: error: {error}", err=True)
+        click.echo(f"ocihook: error: {printable(str(error))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
         sys.exit(1)
     except OSError as error:
-        click.echo(f"ocihook: error: {error}", err=True)
+        click.echo(f"ocihook: error: {printable(str(error))}", err=True)
         sys.exit(1)

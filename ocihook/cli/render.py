@@ -34,13 +34,21 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text("\n".join(map(printable, str(cell).split("\n")))) for cell in row))
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
 
+def printable(text: str) -> str:
+    """Return one line that no terminal takes for a command, whatever an archive or a container put into it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 @contextlib.contextmanager
-def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show how far long work is, if somebody watches; yields what is to be told each number of bytes done."""
+def progress_bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+    """Show how far long work is, if somebody watches; yields what is to be told each number of bytes done.
+
+    Only then is the total asked for, which may take its time.
+    """
     if not sys.stderr.isatty():
         yield lambda _size: None
         return
@@ -49,7 +57,7 @@ def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], None]
 
     columns = (TextColumn(label), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=total_bytes)
+        task = progress.add_task(label, total=total_bytes())
         yield lambda size: progress.update(task, advance=size)
 
 

@@ -10,9 +10,9 @@ import re
 import sys
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import IO, Any, Literal, NamedTuple, Self, cast
 
 from ocihook.engine.identity import container_ref
 from ocihook.errors import ArchiveError
@@ -25,12 +25,19 @@ else:
 
 COMPRESSIONS = ("none", "gzip", "zstd")
 IMAGE_DIRECTORY = "checkpoint/"
-_IMAGE_NAME = re.compile(r"checkpoint/([A-Za-z0-9_@.:-]{1,250})")
+_IMAGE_NAME = re.compile(r"checkpoint/([A-Za-z0-9_@][A-Za-z0-9_@.:-]{0,249})")
 _DOCUMENTS = ("config.dump", "spec.dump")
 _MAX_DOCUMENT_BYTES = 16 << 20
+# Headers that hold a name or attributes for the member after them. tarfile keeps them in memory, whatever they claim.
+_EXTENSIONS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"X")
+_MAX_EXTENSION_BYTES = 1 << 20
 # The one link that an engine makes: podman's --with-previous, to the images of an earlier pre-dump.
 _ALLOWED_LINKS = {"checkpoint/parent": "../pre-checkpoint"}
-_READ_ERRORS = (tarfile.TarError, zstd.ZstdError, gzip.BadGzipFile, zlib.error, EOFError)
+# The last three are what tarfile lets out where numbers in a header make no sense.
+_READ_ERRORS = (
+    *(tarfile.TarError, zstd.ZstdError, gzip.BadGzipFile, zlib.error, EOFError),
+    *(ArithmeticError, LookupError, ValueError),
+)
 
 
 class MemberData:
@@ -65,8 +72,20 @@ class Member(NamedTuple):
     """One member of an archive that has passed all checks."""
 
     info: tarfile.TarInfo
+    name: str  # without . and empty components
     image_name: str  # its file name, if it is a file of the image set, else ""
+    offset: int | None  # of its bytes in the archive; None where they do not lie there as they are
     data: MemberData | None  # None for what is not a regular file
+
+    def content(self, limit_bytes: int) -> bytes:
+        """Return all of a small file.
+
+        Raises:
+            ArchiveError: if it is none, or larger than the limit.
+        """
+        if self.data is None or self.info.size > limit_bytes:
+            raise ArchiveError(f"member {self.name!r} is not a file of at most {limit_bytes} bytes")
+        return self.data.read()
 
 
 class ArchiveFacts(NamedTuple):
@@ -77,6 +96,22 @@ class ArchiveFacts(NamedTuple):
     runtime: str
     created: str
     sizes: Mapping[str, int]  # of every file in the image set
+
+
+class _Header(tarfile.TarInfo):
+    """A header that is refused if it is damaged. tarfile itself takes some damaged ones, and no more, for the end."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if buf == bytes(tarfile.BLOCKSIZE):  # the end of the archive
+                raise
+            raise tarfile.ReadError("it has no end" if not buf else str(error)) from error
+        if header.size < 0 or (header.type in _EXTENSIONS and header.size > _MAX_EXTENSION_BYTES):
+            raise tarfile.ReadError(f"a header claims {header.size} bytes")
+        return header
 
 
 def compression_of(path: Path) -> str:
@@ -94,8 +129,8 @@ def read_members(path: Path) -> Iterator[Member]:
     Raises:
         ArchiveError: at the first member that is malformed or hostile, or where the archive ends early.
     """
+    is_plain = compression_of(path) == "none"
     seen: set[str] = set()
-    last: tarfile.TarInfo | None = None
     try:
         with _open(path) as tar:
             for info in tar:
@@ -103,13 +138,15 @@ def read_members(path: Path) -> Iterator[Member]:
                 if name in seen:
                     raise ArchiveError(f"{path}: member {name!r} occurs twice")
                 seen.add(name)
-                last = info
                 match = _IMAGE_NAME.fullmatch(name)
                 file = tar.extractfile(info) if info.isreg() else None
-                data = MemberData(file, info.size, f"{path}: {name}") if file is not None else None
-                yield Member(info, match[1] if match and data else "", data)
-        _check_end(last, path)
+                data = MemberData(file, info.size, f"{path}: {name!r}") if file is not None else None
+                offset = info.offset_data if is_plain and not info.issparse() else None
+                _fill_holes(info)
+                yield Member(info, name, match[1] if match and data else "", offset, data)
     except _READ_ERRORS as error:
+        if not seen:
+            raise ArchiveError(f"{path} is no tar archive, or damaged at its start: {error}") from error
         raise _damaged(str(path), error) from error
 
 
@@ -118,42 +155,46 @@ def _open(path: Path) -> Iterator[tarfile.TarFile]:
     """Open an archive: a plain one with seeks, so that listing it reads next to nothing; others as a stream."""
     compression = compression_of(path)
     if compression == "none":
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(path, "r:", tarinfo=_Header) as tar:
             yield tar
     else:
-        with _open_stream(path, "rb", compression) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        stream = _open_stream(path, "rb", compression)
+        with stream, tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as tar:
             yield tar
             while stream.read(1 << 20):  # a compressed stream's own checksum is at its end
                 pass
 
 
 def _check(info: tarfile.TarInfo, path: Path) -> str:
-    """Return a member's name without a leading ./, once the member is known to be harmless."""
-    name = info.name.removeprefix("./").rstrip("/")
-    if info.name.startswith("/") or ".." in info.name.split("/"):
+    """Return a member's name, spelled in one way only, once the member is known to be harmless."""
+    parts = [part for part in info.name.split("/") if part not in ("", ".")]
+    name = "/".join(parts)
+    if info.name.startswith("/") or ".." in parts:
         raise ArchiveError(f"{path}: member {info.name!r} climbs out of the archive")
     if info.issym() or info.islnk():
         if _ALLOWED_LINKS.get(name) != info.linkname or not info.issym():
             raise ArchiveError(f"{path}: member {info.name!r} is a link to {info.linkname!r}")
     elif not (info.isreg() or info.isdir()):
         raise ArchiveError(f"{path}: member {info.name!r} is neither a file nor a directory")
+    elif info.size < 0 or (info.isreg() and not name):
+        raise ArchiveError(f"{path}: member {info.name!r} has an impossible size or name")
     return name
 
 
-def _check_end(last: tarfile.TarInfo | None, path: Path) -> None:
-    """Notice a plain tar that was cut between two members: its end-of-archive block is missing (tar(5))."""
-    if last is None:
-        raise ArchiveError(f"{path} is empty")
-    if compression_of(path) == "none":
-        end = last.offset_data + (-(-last.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE if last.isreg() else 0)
-        with path.open("rb") as file:
-            file.seek(end)
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise ArchiveError(f"{path} is truncated after {last.name!r}", hint="use another copy of it")
+def _fill_holes(info: tarfile.TarInfo) -> None:
+    """Make the header of a sparse file (tar -S; no engine writes one) that of the same file with its zeros."""
+    if info.issparse():
+        info.type, info.sparse = tarfile.REGTYPE, None
+        headers = {key: value for key, value in info.pax_headers.items() if not key.startswith("GNU.sparse.")}
+        info.pax_headers = {key: value for key, value in headers.items() if key not in ("path", "size")}
 
 
-def read_facts(path: Path) -> ArchiveFacts:
-    """Return what an archive tells of its container.
+def _pass_by(_member: Member) -> None:
+    pass
+
+
+def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> ArchiveFacts:
+    """Return what an archive tells of its container; let `visit` have every other member on the way.
 
     Raises:
         ArchiveError: if it is damaged, hostile, or no checkpoint archive.
@@ -162,12 +203,13 @@ def read_facts(path: Path) -> ArchiveFacts:
     sizes: dict[str, int] = {}
     documents: dict[str, Mapping[str, Any]] = {}
     for member in read_members(path):
-        name = member.info.name.removeprefix("./")
-        names.add(name)
+        names.add(member.name)
         if member.image_name:
             sizes[member.image_name] = member.info.size
-        if name in _DOCUMENTS and member.data is not None:
-            documents[name] = _document(member, path)
+        if member.name in _DOCUMENTS and member.data is not None:
+            documents[member.name] = _document(member, path)
+        else:
+            visit(member)
     if not sizes or "config.dump" not in documents:
         raise ArchiveError(f"{path} is no checkpoint archive: it has no config.dump or no checkpoint/")
     config = documents["config.dump"]
@@ -201,14 +243,12 @@ def _engine_by_members(names: set[str]) -> str:
 
 
 def _document(member: Member, path: Path) -> Mapping[str, Any]:
-    if member.data is None or member.info.size > _MAX_DOCUMENT_BYTES:
-        raise ArchiveError(f"{path}: {member.info.name} is larger than {_MAX_DOCUMENT_BYTES} bytes")
     try:
-        value = json.loads(member.data.read())
+        value = json.loads(member.content(_MAX_DOCUMENT_BYTES))
     except (ValueError, RecursionError) as error:
-        raise ArchiveError(f"{path}: {member.info.name} is not JSON: {error}") from error
+        raise ArchiveError(f"{path}: {member.name} is not JSON: {error}") from error
     if not isinstance(value, Mapping):
-        raise ArchiveError(f"{path}: {member.info.name} is not a JSON object")
+        raise ArchiveError(f"{path}: {member.name} is not a JSON object")
     return value
 
 

@@ -1,11 +1,13 @@
 """What can be done with a checkpoint archive away from its engine: look, verify, pack, unpack, compare."""
 
 import contextlib
+import errno
 import filecmp
 import os
+import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -13,21 +15,24 @@ from ocihook.criu.images import (
     PAGE_BYTES,
     PAGES_NAME,
     DumpStats,
-    Pagemap,
     Process,
-    check_page_images,
+    check_page_sizes,
     parse_dump_stats,
+    parse_pagemap,
     parse_processes,
     read_pagemaps,
 )
 from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_facts, read_members, write_archive
-from ocihook.errors import ArchiveError, ImageError, OcihookError
+from ocihook.errors import ArchiveError, ImageError, OcihookError, StoreFull
 from ocihook.linux.files import sync_directory
 from ocihook.ops.image_set import open_packs, pack_image_set, read_packed, rehydrate_image_set, verify_image_set
 from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, decode_manifest, read_manifest
+from ocihook.store.pack import PackFile
 from ocihook.store.packing import Packs, Progress, no_progress
 
-_COPY_BYTES = 1 << 20
+_COPY_BYTES = 1 << 20  # whole pages
+_MAX_SMALL_BYTES = 64 << 20  # far above any manifest, pagemap or list of processes; a limit for hostile ones
+_PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
 
 
 class ProcessMemory(NamedTuple):
@@ -64,14 +69,14 @@ class ArchiveDiff(NamedTuple):
     memory: list[MemoryDiff]
 
 
-def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookError]]:
+def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookError | OSError]]:
     """Return the facts of each archive, or why it has none; directories stand for the files in them."""
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
-    found: list[tuple[Path, ArchiveFacts | OcihookError]] = []
+    found: list[tuple[Path, ArchiveFacts | OcihookError | OSError]] = []
     for file in files:
         try:
             found.append((file, read_facts(file)))
-        except OcihookError as error:
+        except (OcihookError, OSError) as error:
             found.append((file, error))
     return found
 
@@ -87,10 +92,13 @@ def memory_bytes(path: Path) -> int:
     Raises:
         OcihookError: if the archive is damaged.
     """
+    total = 0
     for member in read_members(path):
-        if member.image_name == MANIFEST_NAME and member.data is not None:
-            return decode_manifest(member.data.read()).raw_bytes
-    return sum(size for name, size in read_facts(path).sizes.items() if PAGES_NAME.fullmatch(name))
+        if member.image_name == MANIFEST_NAME:
+            return decode_manifest(member.content(_MAX_SMALL_BYTES)).raw_bytes
+        if PAGES_NAME.fullmatch(member.image_name):
+            total += member.info.size
+    return total
 
 
 def inspect_archive(path: Path) -> Inspection:
@@ -99,28 +107,89 @@ def inspect_archive(path: Path) -> Inspection:
     Raises:
         OcihookError: if it, or what it holds, is damaged.
     """
-    facts = read_facts(path)
-    with tempfile.TemporaryDirectory(prefix="ocihook-inspect-") as scratch:
-        directory = Path(scratch)
-        stats = None
-        for member in read_members(path):
-            name = member.image_name
-            if name in {MANIFEST_NAME, "pstree.img"} or name.startswith("pagemap-"):
-                _extract(member, directory / name)
-            elif member.info.name.removeprefix("./") == "stats-dump" and member.data is not None:
-                stats = parse_dump_stats(member.data.read(1 << 16))
-        pagemaps = read_pagemaps(directory)
-        pstree = directory / "pstree.img"
-        processes = [
-            ProcessMemory(process, _present_bytes(pagemaps.get(f"pagemap-{process.pid}.img")))
-            for process in (parse_processes(pstree.read_bytes()) if pstree.exists() else [])
-        ]
-        manifest = read_manifest(directory)
+    small: dict[str, bytes] = {}
+
+    def visit(member: Member) -> None:
+        name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
+        if name in {MANIFEST_NAME, "pstree.img", "stats-dump"} or _PAGEMAP_NAME.fullmatch(name):
+            small[name] = member.content(_MAX_SMALL_BYTES)
+
+    facts = read_facts(path, visit)
+    memory = {
+        name: parse_pagemap(data, name).present_bytes for name, data in small.items() if _PAGEMAP_NAME.fullmatch(name)
+    }
+    processes = [
+        ProcessMemory(process, memory.get(f"pagemap-{process.pid}.img", 0))
+        for process in (parse_processes(small["pstree.img"]) if "pstree.img" in small else [])
+    ]
+    manifest = decode_manifest(small[MANIFEST_NAME]) if MANIFEST_NAME in small else None
+    stats = parse_dump_stats(small["stats-dump"]) if "stats-dump" in small else None
     return Inspection(facts, manifest, processes, stats, path.stat().st_size)
 
 
-def _present_bytes(pagemap: Pagemap | None) -> int:
-    return pagemap.present_bytes if pagemap else 0
+class _Place(NamedTuple):
+    """Where the bytes of an image lie: a file of its own, or a part of an archive that is not compressed."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+
+class _ImageSet:
+    """An image set taken out of an archive: small images into a private directory, large ones only if they must be."""
+
+    def __init__(self, archive: Path, directory: Path, *, in_place: bool, pages: bool) -> None:
+        """Prepare to take the members of an archive.
+
+        Args:
+            archive: the archive.
+            directory: new, empty and private; only flat names of images are written to it.
+            in_place: leave page images and packs in the archive where they can be read there.
+            pages: whether page images are wanted.
+        """
+        self.directory = directory
+        self.places: dict[str, _Place] = {}
+        self._archive = archive
+        self._in_place = in_place
+        self._pages = pages
+
+    def take(self, member: Member) -> bool:
+        """Take a member if it is an image that is wanted; tell whether it was."""
+        name = member.image_name
+        is_pages = PAGES_NAME.fullmatch(name) is not None
+        if not name or (is_pages and not self._pages):
+            return False
+        if self._in_place and member.offset is not None and (is_pages or PACK_NAME.fullmatch(name)):
+            self.places[name] = _Place(self._archive, member.offset, member.info.size)
+        else:
+            _extract(member, self.directory / name)
+            self.places[name] = _Place(self.directory / name, 0, member.info.size)
+        return True
+
+    def complete(self) -> None:
+        """Take what CRIU itself had compressed in an otherwise packed set: those page images are not in the packs."""
+        manifest = read_manifest(self.directory)
+        opaque = {image.name for image in manifest.other_images} if manifest else set()
+        missing = {name for name in opaque if PAGES_NAME.fullmatch(name) and not (self.directory / name).exists()}
+        for member in read_members(self._archive) if missing else ():
+            if member.image_name in missing:
+                _extract(member, self.directory / member.image_name)
+
+    @property
+    def packs(self) -> dict[str, PackFile]:
+        """The packs, by name."""
+        return {name: PackFile(*place) for name, place in self.places.items() if PACK_NAME.fullmatch(name)}
+
+
+def _extract(member: Member, path: Path) -> None:
+    with path.open("xb") as file:
+        for data in _pieces(member):
+            file.write(data)
+
+
+def _pieces(member: Member) -> Iterator[bytes]:
+    while member.data is not None and (data := member.data.read(_COPY_BYTES)):
+        yield data
 
 
 def verify_archive(path: Path, *, workers: int, progress: Progress = no_progress) -> Manifest | None:
@@ -129,11 +198,21 @@ def verify_archive(path: Path, *, workers: int, progress: Progress = no_progress
     Raises:
         OcihookError: naming what is missing or damaged.
     """
-    with _scratch_beside(path) as directory:
-        _extract_image_set(path, directory)
-        manifest = verify_image_set(directory, workers=workers, progress=progress)
+    with _scratch(_place_to_read(path)) as scratch:
+        images = _ImageSet(path, scratch, in_place=True, pages=False)
+
+        def visit(member: Member) -> None:
+            if not images.take(member):
+                is_pages = PAGES_NAME.fullmatch(member.image_name)
+                for data in _pieces(member):
+                    if is_pages:
+                        progress(len(data))
+
+        facts = read_facts(path, visit)
+        images.complete()
+        manifest = verify_image_set(scratch, workers=workers, progress=progress, elsewhere=images.packs)
         if manifest is None:
-            check_page_images(directory)
+            check_page_sizes(read_pagemaps(scratch), facts.sizes)
         return manifest
 
 
@@ -145,22 +224,25 @@ def pack_archive(
     Raises:
         OcihookError: if it is packed already, has nothing to pack, or is damaged; `target` is then as it was.
     """
-    facts = read_facts(source)
-    if is_packed(facts):
-        raise ArchiveError(f"{source} is packed already")
-    with _scratch_beside(target) as directory:
-        _extract_image_set(source, directory)
+    with _output(source, target, force=force) as output:
+        images = _ImageSet(source, output.scratch, in_place=False, pages=True)
+
+        def visit(member: Member) -> None:
+            if member.image_name == MANIFEST_NAME:
+                raise ArchiveError(f"{source} is packed already")
+            images.take(member)
+
+        facts = read_facts(source, visit)
         host = {"kernel": "", "machine": "", "criu": ""}
         manifest = pack_image_set(
-            directory, container=facts.container, host=host, workers=workers, durable=False, progress=progress
+            output.scratch, container=facts.container, host=host, workers=workers, durable=False, progress=progress
         )
         if manifest is None:
             raise ArchiveError(
                 f"{source} has no memory that could be packed", hint="CRIU itself may have compressed it"
             )
-        packed_names = {image.name for image in manifest.packed_images}
         added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
-        _rewrite(source, target, directory, packed_names.__contains__, added, compression=compression, force=force)
+        output.write(compression, dropped={image.name for image in manifest.packed_images}, added=added)
         return manifest
 
 
@@ -172,54 +254,53 @@ def unpack_archive(
     Raises:
         OcihookError: if it is not packed, or damaged; `target` is then as it was.
     """
-    if not is_packed(read_facts(source)):
-        raise ArchiveError(f"{source} is not packed")
-    with _scratch_beside(target) as directory:
-        _extract_image_set(source, directory)
-        names = rehydrate_image_set(directory, workers=workers, progress=progress)
-
-        def is_ours(name: str) -> bool:
-            return name == MANIFEST_NAME or PACK_NAME.fullmatch(name) is not None
-
-        _rewrite(source, target, directory, is_ours, names, compression=compression, force=force)
+    with _output(source, target, force=force) as output:
+        images = _ImageSet(source, output.scratch, in_place=True, pages=False)
+        facts = read_facts(source, images.take)
+        images.complete()
+        names = rehydrate_image_set(output.scratch, workers=workers, progress=progress, elsewhere=images.packs)
+        if not is_packed(facts):
+            raise ArchiveError(f"{source} is not packed")
+        output.write(compression, dropped=set(names), added=names)
         return names
 
 
-def _rewrite(
-    source: Path,
-    target: Path,
-    directory: Path,
-    is_dropped: Callable[[str], bool],
-    added: list[str],
-    *,
-    compression: str,
-    force: bool,
-) -> None:
-    """Copy an archive without some images, and with others from `directory`."""
-    if target.exists() and not force:
-        raise ArchiveError(f"{target} exists", hint="name another output, or use --force")
-    partial = target.with_name(f".{target.name}.partial")
-    mode = source.stat().st_mode & 0o777
-    try:
+class _Output(NamedTuple):
+    """An archive on its way from `source` to `target`."""
+
+    source: Path
+    target: Path
+    scratch: Path  # private, on the file system of the target, with the images that are to be added
+
+    def write(self, compression: str, *, dropped: set[str], added: list[str]) -> None:
+        """Copy the source without its packs, its manifest and the images `dropped`, then add files of the scratch."""
+        partial = self.scratch / ".output"  # no image's name begins with a dot
+        template = tarfile.TarInfo()
         with write_archive(partial, compression) as tar:
-            template = tarfile.TarInfo()
-            for member in read_members(source):
-                if member.image_name and is_dropped(member.image_name):
+            for member in read_members(self.source):
+                name = member.image_name
+                if name in dropped or name == MANIFEST_NAME or PACK_NAME.fullmatch(name):
                     template = member.info
                 else:
                     tar.addfile(member.info, cast("IO[bytes] | None", member.data))
             for name in added:
-                _add(tar, directory / name, template)
-        partial.chmod(mode)
+                _add(tar, self.scratch / name, template)
+        partial.chmod(self.source.stat().st_mode & 0o777)
         fd = os.open(partial, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-        partial.replace(target)
-        sync_directory(target.absolute().parent)
-    finally:
-        partial.unlink(missing_ok=True)
+        partial.replace(self.target)
+        sync_directory(self.target.absolute().parent)
+
+
+@contextlib.contextmanager
+def _output(source: Path, target: Path, *, force: bool) -> Iterator[_Output]:
+    if target.exists() and not force:
+        raise ArchiveError(f"{target} exists", hint="name another output, or use --force")
+    with _scratch(target.absolute().parent) as scratch:
+        yield _Output(source, target, scratch)
 
 
 def _add(tar: tarfile.TarFile, path: Path, template: tarfile.TarInfo) -> None:
@@ -233,55 +314,63 @@ def _add(tar: tarfile.TarFile, path: Path, template: tarfile.TarInfo) -> None:
 
 
 @contextlib.contextmanager
-def _scratch_beside(path: Path) -> Iterator[Path]:
-    """Yield a private directory on the file system that has room for archives."""
-    with tempfile.TemporaryDirectory(prefix=".ocihook-", dir=path.absolute().parent) as scratch:
-        yield Path(scratch)
+def _scratch(place: Path) -> Iterator[Path]:
+    """Yield a private directory in `place`, and say so if the file system there has no room for what is needed."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".ocihook-", dir=place) as scratch:
+            yield Path(scratch)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(
+                f"no space left in {place} for the new archive and the images it is made of",
+                hint="free space there, or name another place",
+            ) from error
+        raise
 
 
-def _extract_image_set(path: Path, directory: Path) -> None:
-    """Write the flat files of an image set into `directory`, which must be new and private."""
-    for member in read_members(path):
-        if member.image_name:
-            _extract(member, directory / member.image_name)
+def _place_to_read(path: Path) -> Path:
+    """Return where images of an archive may be put: beside it, since there is room, or else where all may write."""
+    parent = path.absolute().parent
+    return parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def _extract(member: Member, path: Path) -> None:
-    if member.data is None:
-        raise ArchiveError(f"member {member.info.name!r} is not a file")
-    with path.open("xb") as file:
-        while data := member.data.read(_COPY_BYTES):
-            file.write(data)
-
-
-def diff_archives(first: Path, second: Path) -> ArchiveDiff:
+def diff_archives(first: Path, second: Path, *, progress: Progress = no_progress) -> ArchiveDiff:
     """Compare two archives, packed or plain: their images by content, their memory page by page.
 
     Raises:
         OcihookError: if one is damaged.
     """
-    with _scratch_beside(first) as a, _scratch_beside(second) as b:
-        sets = []
-        for archive, directory in ((first, a), (second, b)):
-            _extract_image_set(archive, directory)
-            sets.append(_ImageSet(directory))
-        try:
-            return ArchiveDiff(list(_diff_images(a, b)), list(_diff_memory(*sets)))
-        finally:
-            for image_set in sets:
-                image_set.close()
+    with contextlib.ExitStack() as stack:
+        a, b = (_taken_memory(stack, path, progress) for path in (first, second))
+        return ArchiveDiff(list(_diff_images(a.directory, b.directory)), list(_diff_memory(a, b)))
 
 
-class _ImageSet:
-    """The memory of an extracted image set, packed or not."""
+def _taken_memory(stack: contextlib.ExitStack, path: Path, progress: Progress) -> "_Memory":
+    directory = stack.enter_context(_scratch(_place_to_read(path)))
+    images = _ImageSet(path, directory, in_place=True, pages=True)
+    read_facts(path, images.take)
+    images.complete()
+    memory = _Memory(images, progress)
+    stack.callback(memory.close)
+    return memory
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.pagemaps = read_pagemaps(directory)
-        manifest = read_packed(directory)
-        self._packs: Packs | None = open_packs(directory, manifest) if manifest else None
-        if manifest is None:
-            check_page_images(directory)
+
+class _Memory:
+    """The memory of an image set, packed or not."""
+
+    def __init__(self, images: _ImageSet, progress: Progress) -> None:
+        self.directory = images.directory
+        self.pagemaps = read_pagemaps(self.directory)
+        self._places = images.places
+        self._progress = progress
+        manifest = read_packed(self.directory, elsewhere=images.packs)
+        check_page_sizes(
+            self.pagemaps,
+            {image.name: image.size_bytes for image in manifest.packed_images}
+            if manifest
+            else {name: place.size_bytes for name, place in images.places.items()},
+        )
+        self._packs: Packs | None = open_packs(self.directory, manifest, elsewhere=images.packs) if manifest else None
 
     def pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
         """Yield (virtual address, content) of each page that a pagemap has, in its order."""
@@ -292,20 +381,25 @@ class _ImageSet:
         window, position = b"", 0
         for run in pagemap.runs:
             for number in range(run.pages if run.is_present else 0):
-                if position == len(window):
+                while position == len(window):
                     window, position = next(content), 0
+                    self._progress(len(window))
                 yield run.vaddr + number * PAGE_BYTES, window[position : position + PAGE_BYTES]
                 position += PAGE_BYTES
 
     def _content(self, name: str) -> Iterator[bytes]:
+        """Yield the content of a page image in pieces of whole pages."""
         if self._packs is not None:
             yield from self._packs.read_pages(name)
             return
-        with (self.directory / name).open("rb") as file:
-            while window := file.read(_COPY_BYTES):
-                yield window
+        path, offset, size_bytes = self._places[name]
+        with path.open("rb") as file:
+            file.seek(offset)
+            for start in range(0, size_bytes, _COPY_BYTES):
+                yield file.read(min(_COPY_BYTES, size_bytes - start))
 
     def close(self) -> None:
+        """Close the packs."""
         if self._packs is not None:
             self._packs.close()
 
@@ -325,7 +419,7 @@ def _diff_images(a: Path, b: Path) -> Iterator[tuple[str, str]]:
             yield name, "same" if filecmp.cmp(a / name, b / name, shallow=False) else "changed"
 
 
-def _diff_memory(first: _ImageSet, second: _ImageSet) -> Iterator[MemoryDiff]:
+def _diff_memory(first: _Memory, second: _Memory) -> Iterator[MemoryDiff]:
     for name in sorted(first.pagemaps.keys() | second.pagemaps.keys()):
         a = first.pages(name) if name in first.pagemaps else iter(())
         b = second.pages(name) if name in second.pagemaps else iter(())

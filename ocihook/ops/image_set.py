@@ -65,7 +65,7 @@ def pack_image_set(
     discard_packs(directory)
     opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
     names = [name for name in page_images(directory) if name not in opaque]
-    if not names:
+    if not any(_size(directory / name) for name in names):
         return None
     try:
         packed, packs = pack_images(

@@ -268,16 +268,15 @@ class Packs:
             progress(self._tasks[number].size_bytes)
 
     def read_pages(self, image_name: str) -> Iterator[bytes]:
-        """Yield the content of an image from its start, a chunk at a time."""
+        """Yield the content of an image from its start, in pieces of one page or more, a chunk at most."""
         for task in self._tasks:
             if task.image.name != image_name:
                 continue
             reader = self._readers[task.segment.pack]
             for chunk in reader.chunks(task.segment.first_chunk, task.segment.chunks):
                 if chunk.kind == ZERO:
-                    for _ in range(chunk.pages // CHUNK_PAGES):
-                        yield _ZERO_CHUNK
-                    yield _ZERO_CHUNK[: chunk.pages % CHUNK_PAGES * PAGE_BYTES]
+                    for done in range(0, chunk.pages, CHUNK_PAGES):
+                        yield _ZERO_CHUNK[: (chunk.pages - done) * PAGE_BYTES]
                     continue
                 content = _decode(reader, chunk, reader.read(chunk))
                 window = bytearray(chunk.pages * PAGE_BYTES)

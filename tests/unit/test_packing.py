@@ -63,7 +63,9 @@ def rehydrated(directory: Path, packed: Packed, workers: int = 2) -> dict[str, b
     packs.verify(workers=workers)
     packs.rehydrate(target, workers=workers)
     content = {path.name: path.read_bytes() for path in target.iterdir()}
-    assert content == {image.name: b"".join(packs.read_pages(image.name)) for image in packed[0]}
+    pieces = {image.name: list(packs.read_pages(image.name)) for image in packed[0]}
+    assert content == {name: b"".join(parts) for name, parts in pieces.items()}
+    assert all(part and len(part) % PAGE_BYTES == 0 for parts in pieces.values() for part in parts)
     packs.close()
     return content
 

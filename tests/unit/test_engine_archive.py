@@ -1,0 +1,181 @@
+"""Reading archives as hostile input: what their headers say is believed only where it makes sense."""
+
+import gzip
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import IO, cast
+
+import pytest
+
+from ocihook.engine import archive
+from ocihook.engine.archive import compression_of, read_facts, read_members, write_archive
+from ocihook.errors import ArchiveError
+from tests.fakes.images import make_archive, make_image_set, mixed_pages
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    make_image_set(tmp_path / "images", {1: mixed_pages(20), 9: mixed_pages(3, seed=2)})
+    make_archive(tmp_path / "plain.tar", tmp_path / "images")
+    return tmp_path / "plain.tar"
+
+
+def write(path: Path, data: bytes, compression: str) -> None:
+    if compression == "none":
+        path.write_bytes(data)
+    else:
+        with archive._open_stream(path, "wb", compression) as stream:
+            stream.write(data)
+
+
+def copy(source: Path, target: Path) -> None:
+    with write_archive(target, "none") as tar:
+        for member in read_members(source):
+            tar.addfile(member.info, cast("IO[bytes] | None", member.data))
+
+
+def read_all(path: Path) -> dict[str, bytes]:
+    return {member.name: member.data.read() for member in read_members(path) if member.data is not None}
+
+
+@pytest.mark.parametrize("compression", archive.COMPRESSIONS)
+def test_members_come_whole_whatever_the_compression(tmp_path: Path, plain: Path, compression: str) -> None:
+    path = tmp_path / "a"
+    write(path, plain.read_bytes(), compression)
+    assert compression_of(path) == compression
+    content = read_all(path)
+    assert content["checkpoint/pages-1.img"] == mixed_pages(20)
+    assert content["checkpoint/descriptors.json"] == b"[]"
+
+
+def test_where_a_member_lies_is_told_of_plain_archives_only(tmp_path: Path, plain: Path) -> None:
+    data = plain.read_bytes()
+    offsets = {member.image_name: member.offset for member in read_members(plain)}
+    start = offsets["pages-1.img"]
+    assert start is not None
+    assert data[start : start + 20 * 4096] == mixed_pages(20)
+    (tmp_path / "a").write_bytes(gzip.compress(data))
+    assert {member.offset for member in read_members(tmp_path / "a")} == {None}
+
+
+@pytest.mark.parametrize("compression", archive.COMPRESSIONS)
+def test_a_tar_that_ends_between_two_members_is_truncated(tmp_path: Path, plain: Path, compression: str) -> None:
+    """Also within an intact compressed stream, as `tar | zstd` leaves it when the disk is full."""
+    with tarfile.open(plain) as tar:
+        ends = [member.offset for member in tar][1:]
+    data = plain.read_bytes()
+    for end in ends:
+        write(tmp_path / "cut", data[:end], compression)
+        with pytest.raises(ArchiveError, match="cut is truncated or damaged: it has no end"):
+            read_all(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("compression", archive.COMPRESSIONS)
+def test_a_damaged_header_is_not_taken_for_the_end(tmp_path: Path, plain: Path, compression: str) -> None:
+    data = bytearray(plain.read_bytes())
+    data[data.index(b"checkpoint/pages-1.img")] ^= 1
+    write(tmp_path / "bad", bytes(data), compression)
+    with pytest.raises(ArchiveError, match="is truncated or damaged: bad checksum"):
+        read_all(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"not a tar at all. " * 100, gzip.compress(b""), b"\x1f\x8b"])
+def test_what_is_no_tar_says_so(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ArchiveError, match="is no tar archive, or damaged at its start"):
+        read_all(tmp_path / "a")
+
+
+def with_member(source: Path, target: Path, info: tarfile.TarInfo, content: bytes = b"") -> None:
+    info.size = len(content)
+    with tarfile.open(source) as old, tarfile.open(target, "w") as new:
+        for member in old:
+            new.addfile(member, old.extractfile(member))
+        new.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("name", ["checkpoint//core-1.img", "checkpoint/./core-1.img", "././checkpoint/core-1.img"])
+def test_another_spelling_of_a_name_is_the_same_name(tmp_path: Path, plain: Path, name: str) -> None:
+    """Whoever unpacks it would overwrite the image that was verified."""
+    with_member(plain, tmp_path / "a", tarfile.TarInfo(name), b"evil")
+    with pytest.raises(ArchiveError, match=r"member 'checkpoint/core-1.img' occurs twice"):
+        read_all(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["checkpoint/.hidden.img", "checkpoint/sub/core-1.img", "checkpoint/a b.img", "x.img"])
+def test_only_plain_flat_names_are_images(tmp_path: Path, plain: Path, name: str) -> None:
+    with_member(plain, tmp_path / "a", tarfile.TarInfo(name), b"other")
+    members = {member.name: member.image_name for member in read_members(tmp_path / "a")}
+    assert members[name] == ""
+    assert members["checkpoint/core-1.img"] == "core-1.img"
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+@pytest.mark.parametrize("size", [3 << 30, -512])
+def test_a_header_cannot_claim_all_of_the_memory(tmp_path: Path, kind: bytes, size: int) -> None:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, size
+    with (tmp_path / "a").open("wb") as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+        file.truncate(4 << 30)
+    with pytest.raises(ArchiveError, match=f"a header claims {size} bytes"):
+        read_all(tmp_path / "a")
+
+
+def test_a_document_too_large_to_be_read_is_refused(tmp_path: Path, plain: Path) -> None:
+    small = tmp_path / "small.tar"
+    with tarfile.open(plain) as old, tarfile.open(small, "w") as new:
+        for member in old:
+            if member.name != "config.dump":
+                new.addfile(member, old.extractfile(member))
+    with_member(small, tmp_path / "a", tarfile.TarInfo("config.dump"), bytes((16 << 20) + 1))
+    with pytest.raises(ArchiveError, match=r"member 'config.dump' is not a file of at most 16777216 bytes"):
+        read_facts(tmp_path / "a")
+
+
+@pytest.mark.parametrize("tar_format", ["gnu", "posix"])
+@pytest.mark.parametrize("compression", archive.COMPRESSIONS)
+def test_sparse_files_are_read_and_copied_with_their_zeros(tmp_path: Path, tar_format: str, compression: str) -> None:
+    """`tar -S` makes them, when somebody has unpacked a checkpoint and packed it up again."""
+    (tmp_path / "checkpoint").mkdir()
+    holes = tmp_path / "checkpoint" / ("long-name-" * 12 + "pages.img")
+    with holes.open("wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(b"data in the middle" * 100)
+    first = tmp_path / "first.tar"
+    command = ["tar", "-S", f"--format={tar_format}", "-cf", str(first), "-C", str(tmp_path), "checkpoint"]
+    subprocess.run(command, check=True, timeout=10)
+    assert first.stat().st_size < 1 << 19
+    write(first, first.read_bytes(), compression)
+    name = f"checkpoint/{holes.name}"
+    assert read_all(first) == {name: holes.read_bytes()}
+    assert {member.offset for member in read_members(first) if member.image_name} == {None}
+    second = tmp_path / "second.tar"
+    copy(first, second)
+    done = subprocess.run(["tar", "-xOf", second, name], check=True, capture_output=True, timeout=10)
+    assert done.stdout == holes.read_bytes()
+
+
+def test_pax_headers_of_members_survive_copying(tmp_path: Path, plain: Path) -> None:
+    info = tarfile.TarInfo("volumes/" + "n" * 120 + "é")
+    info.mtime, info.uid = 1700000000.123456789, 1 << 22
+    info.pax_headers = {"SCHILY.xattr.user.mark": "value=1\nof two lines", "mtime": "1700000000.123456789"}
+    with_member(plain, tmp_path / "a", info, b"content")
+    copy(tmp_path / "a", tmp_path / "b")
+    with tarfile.open(tmp_path / "a") as a, tarfile.open(tmp_path / "b") as b:
+        copied = b.getmember(info.name)
+        assert copied.pax_headers == a.getmember(info.name).pax_headers
+        assert copied.pax_headers["mtime"] == "1700000000.123456789"
+        assert copied.uid == 1 << 22
+        assert [m.get_info() for m in a] == [m.get_info() for m in b]
+
+
+def test_visitors_see_what_is_no_document(plain: Path) -> None:
+    seen: list[str] = []
+    facts = read_facts(plain, lambda member: seen.append(member.name))
+    assert facts.container.id == "ab" * 32
+    assert {"stats-dump", "checkpoint", "checkpoint/pages-1.img"} <= set(seen)
+    assert not {"config.dump", "spec.dump"} & set(seen)
