@@ -4,6 +4,7 @@ All three keep CRIU's image set flat below `checkpoint/`, and beside it config.d
 """
 
 import contextlib
+import errno
 import gzip
 import json
 import re
@@ -31,6 +32,7 @@ _MAX_DOCUMENT_BYTES = 16 << 20
 # Headers that hold a name or attributes for the member after them. tarfile keeps them in memory, whatever they claim.
 _EXTENSIONS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"X")
 _MAX_EXTENSION_BYTES = 1 << 20
+_MAX_MEMBER_BYTES = 1 << 60  # far above any file, and offsets up to there are what seek can be asked for
 # The one link that an engine makes: podman's --with-previous, to the images of an earlier pre-dump.
 _ALLOWED_LINKS = {"checkpoint/parent": "../pre-checkpoint"}
 # The last three are what tarfile lets out where numbers in a header make no sense.
@@ -54,14 +56,24 @@ class MemberData:
         Raises:
             ArchiveError: if the archive is damaged here, or ends within the member.
         """
-        try:
+        with _errors_told(self._where):
             data = self._file.read(self._left_bytes if size < 0 else min(size, self._left_bytes))
-        except _READ_ERRORS as error:
-            raise _damaged(self._where, error) from error
         if not data and self._left_bytes and size:
             raise _damaged(self._where, "unexpected end")
         self._left_bytes -= len(data)
         return data
+
+
+@contextlib.contextmanager
+def _errors_told(where: str) -> Iterator[None]:
+    try:
+        yield
+    except _READ_ERRORS as error:
+        raise _damaged(where, error) from error
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # from a seek to where no file can have bytes
+            raise _damaged(where, "a size in it is impossible") from error
+        raise
 
 
 def _damaged(where: str, why: object) -> ArchiveError:
@@ -109,7 +121,9 @@ class _Header(tarfile.TarInfo):
             if buf == bytes(tarfile.BLOCKSIZE):  # the end of the archive
                 raise
             raise tarfile.ReadError("it has no end" if not buf else str(error)) from error
-        if header.size < 0 or (header.type in _EXTENSIONS and header.size > _MAX_EXTENSION_BYTES):
+        if not 0 <= header.size < _MAX_MEMBER_BYTES or (
+            header.type in _EXTENSIONS and header.size > _MAX_EXTENSION_BYTES
+        ):
             raise tarfile.ReadError(f"a header claims {header.size} bytes")
         return header
 
@@ -131,38 +145,36 @@ def read_members(path: Path) -> Iterator[Member]:
     """
     is_plain = compression_of(path) == "none"
     seen: set[str] = set()
-    try:
-        with _open(path) as tar:
-            for info in tar:
-                name = _check(info, path)
-                if name in seen:
-                    raise ArchiveError(f"{path}: member {name!r} occurs twice")
-                seen.add(name)
-                match = _IMAGE_NAME.fullmatch(name)
-                file = tar.extractfile(info) if info.isreg() else None
-                data = MemberData(file, info.size, f"{path}: {name!r}") if file is not None else None
-                offset = info.offset_data if is_plain and not info.issparse() else None
-                _fill_holes(info)
-                yield Member(info, name, match[1] if match and data else "", offset, data)
-    except _READ_ERRORS as error:
-        if not seen:
-            raise ArchiveError(f"{path} is no tar archive, or damaged at its start: {error}") from error
-        raise _damaged(str(path), error) from error
+    with _errors_told(str(path)), _open(path) as tar:
+        for info in tar:
+            name = _check(info, path)
+            if name in seen:
+                raise ArchiveError(f"{path}: member {name!r} occurs twice")
+            seen.add(name)
+            match = _IMAGE_NAME.fullmatch(name)
+            file = tar.extractfile(info) if info.isreg() else None
+            data = MemberData(file, info.size, f"{path}: {name!r}") if file is not None else None
+            offset = info.offset_data if is_plain and not info.issparse() else None
+            _fill_holes(info)
+            yield Member(info, name, match[1] if match and data else "", offset, data)
 
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[tarfile.TarFile]:
     """Open an archive: a plain one with seeks, so that listing it reads next to nothing; others as a stream."""
     compression = compression_of(path)
-    if compression == "none":
-        with tarfile.open(path, "r:", tarinfo=_Header) as tar:
-            yield tar
-    else:
-        stream = _open_stream(path, "rb", compression)
-        with stream, tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as tar:
-            yield tar
-            while stream.read(1 << 20):  # a compressed stream's own checksum is at its end
-                pass
+    with contextlib.ExitStack() as stack:
+        stream = None if compression == "none" else stack.enter_context(_open_stream(path, "rb", compression))
+        try:
+            if stream is None:
+                tar = tarfile.open(path, "r:", tarinfo=_Header)  # noqa: SIM115 - entered below
+            else:
+                tar = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header)  # noqa: SIM115
+        except _READ_ERRORS as error:
+            raise ArchiveError(f"{path} is no tar archive, or damaged at its start: {error}") from error
+        yield stack.enter_context(tar)
+        while stream is not None and stream.read(1 << 20):  # a compressed stream's own checksum is at its end
+            pass
 
 
 def _check(info: tarfile.TarInfo, path: Path) -> str:
@@ -176,8 +188,10 @@ def _check(info: tarfile.TarInfo, path: Path) -> str:
             raise ArchiveError(f"{path}: member {info.name!r} is a link to {info.linkname!r}")
     elif not (info.isreg() or info.isdir()):
         raise ArchiveError(f"{path}: member {info.name!r} is neither a file nor a directory")
-    elif info.size < 0 or (info.isreg() and not name):
+    elif not 0 <= info.size < _MAX_MEMBER_BYTES or (info.isreg() and not name):
         raise ArchiveError(f"{path}: member {info.name!r} has an impossible size or name")
+    if not all(key.isprintable() for key in info.pax_headers):
+        raise ArchiveError(f"{path}: member {info.name!r} has an attribute without a proper name")
     return name
 
 

@@ -311,7 +311,7 @@ def test_packs_without_their_manifest_are_not_a_plain_archive(tmp_path: Path, pl
 def test_a_packed_archive_that_lacks_something_is_refused(
     tmp_path: Path, plain: Path, missing: str, message: str
 ) -> None:
-    pack(plain, tmp_path / "packed.tar")
+    ops.pack_archive(plain, tmp_path / "packed.tar", compression="none", force=False, workers=1)
     lost = remake(tmp_path / "packed.tar", tmp_path / "lost.tar", without=f"checkpoint/{missing}")
     with pytest.raises(IntegrityError, match=message):
         ops.verify_archive(lost, workers=1)

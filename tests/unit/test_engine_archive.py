@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import IO, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ocihook.engine import archive
 from ocihook.engine.archive import compression_of, read_facts, read_members, write_archive
@@ -81,7 +83,9 @@ def test_a_damaged_header_is_not_taken_for_the_end(tmp_path: Path, plain: Path, 
         read_all(tmp_path / "bad")
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"not a tar at all. " * 100, gzip.compress(b""), b"\x1f\x8b"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"not a tar at all. " * 100, gzip.compress(b"", mtime=0), b"\x1f\x8b"]
+)
 def test_what_is_no_tar_says_so(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(ArchiveError, match="is no tar archive, or damaged at its start"):
@@ -179,3 +183,66 @@ def test_visitors_see_what_is_no_document(plain: Path) -> None:
     assert facts.container.id == "ab" * 32
     assert {"stats-dump", "checkpoint", "checkpoint/pages-1.img"} <= set(seen)
     assert not {"config.dump", "spec.dump"} & set(seen)
+
+
+def test_an_attribute_that_could_not_be_copied_is_refused(tmp_path: Path, plain: Path) -> None:
+    info = tarfile.TarInfo("volumes/x")
+    info.pax_headers = {"comment-mark": "value"}
+    with_member(plain, tmp_path / "a", info, b"content")
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes().replace(b"comment-mark", b"comment\xffmark"))
+    with pytest.raises(ArchiveError, match=r"member 'volumes/x' has an attribute without a proper name"):
+        read_all(tmp_path / "a")
+
+
+@pytest.mark.parametrize("size", ["-512", str(1 << 62), "9" * 30])
+def test_a_size_beyond_any_file_is_refused(tmp_path: Path, plain: Path, size: str) -> None:
+    info = tarfile.TarInfo("volumes/x")
+    info.pax_headers = {"size": size}
+    with_member(plain, tmp_path / "a", info, b"content")
+    with pytest.raises(ArchiveError, match=r"impossible size|truncated or damaged"):
+        read_all(tmp_path / "a")
+
+
+def test_names_that_are_not_utf_8_survive_copying(tmp_path: Path, plain: Path) -> None:
+    name = b"volumes/\xff\xfe".decode("utf-8", "surrogateescape")
+    with_member(plain, tmp_path / "a", tarfile.TarInfo(name), b"content")
+    copy(tmp_path / "a", tmp_path / "b")
+    assert read_all(tmp_path / "b")[name] == b"content"
+    command = ["tar", "-tf", str(tmp_path / "b"), "--quoting-style=literal"]
+    listed = subprocess.run(command, check=True, capture_output=True, timeout=10)
+    assert b"volumes/\xff\xfe" in listed.stdout
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    header=st.integers(0, 1 << 16),
+    changes=st.lists(
+        st.tuples(
+            st.one_of(st.integers(0, 511), st.integers(124, 135), st.just(156)),
+            st.one_of(st.integers(0, 255), st.sampled_from(b"\x00\x80\xff-7/.SxgLK2")),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_any_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, header: int, changes: list[tuple[int, int]]
+) -> None:
+    """With a checksum that is right, so that all of it is looked at; nothing but an ArchiveError may come out."""
+    directory = tmp_path_factory.mktemp("headers")
+    make_image_set(directory / "images", {1: mixed_pages(2)})
+    make_archive(directory / "a.tar", directory / "images", extra={"volumes/" + "n" * 130: b"with a long name"})
+    data = bytearray((directory / "a.tar").read_bytes())
+    starts = [start for start in range(0, len(data), 512) if data[start + 257 : start + 262] == b"ustar"]
+    start = starts[header % len(starts)]
+    for position, value in changes:
+        data[start + position] = value
+    block = data[start : start + 512]
+    data[start + 148 : start + 156] = b"%06o\0 " % (sum(block) - sum(block[148:156]) + 8 * ord(" "))
+    (directory / "a.tar").write_bytes(data)
+    try:
+        names = [member.name for member in read_members(directory / "a.tar")]
+    except ArchiveError:
+        return
+    assert len(set(names)) == len(names)
+    assert not any(".." in name.split("/") or name.startswith("/") for name in names)
