@@ -5,6 +5,7 @@ OcihookError
 ├─ UnsupportedError         this node, or this container, cannot do what was asked
 ├─ IdentificationError      CRIU's caller or its container cannot be told
 ├─ FreezeError              a container could not be thawed or frozen again
+├─ TraceError               a process could not be held, or made to give memory back
 ├─ QuiesceError             an application did not answer before its dump
 ├─ CudaError                the driver refused a checkpoint call (`result` is its CUresult)
 │  ├─ CudaLockTimeout       CUDA calls did not end in time; the process runs on
@@ -61,6 +62,12 @@ class FreezeError(OcihookError):
     """A container could not be thawed or frozen again."""
 
     code = "freeze"
+
+
+class TraceError(OcihookError):
+    """A process could not be held, or made to give memory back."""
+
+    code = "trace"
 
 
 class QuiesceError(OcihookError):

@@ -21,7 +21,7 @@ from typing import Any
 
 VERBS = ("state", "thread", "lock", "checkpoint", "restore", "unlock")
 CALL_TIMEOUT_S = 30
-LOCK_TIMEOUT_MS = 5000
+LOCK_TIMEOUT_MS = int(os.environ.get("LOCK_TIMEOUT_MS", "5000"))
 VRAM_BYTES = int(os.environ.get("VRAM_BYTES", str(1 << 30)))
 # From running through every state and back, every verb that does not fit first.
 SEQUENCE = (

@@ -1,0 +1,223 @@
+"""Holds threads of another process, and lets one of them make a system call: what CRIU's compel does, without code.
+
+A thread that is held resumes by itself when its tracer dies; one that is making an injected call would not come to
+rest properly. So `inject` is done in a process of its own that does not die with the agent.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ocihook.errors import TraceError
+from ocihook.linux.memory import memory_path, read_mappings
+from ocihook.linux.procfs import Process
+
+# linux/ptrace.h, linux/elf.h, linux/wait.h
+_SINGLESTEP, _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 9, 17, 0x4204, 0x4205, 0x4206, 0x4207
+_GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
+_NT_PRSTATUS = 1
+_WALL = 0x40000000
+_EVENT_STOP = 128
+_ALL_SIGNALS = (1 << 64) - 1
+# What an interrupted system call returns inside the kernel when it is to be made again: linux/errno.h.
+_RESTART_SAME = (-512, -513, -514)
+_RESTART_BLOCK = -516
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """How a machine makes system calls: indices are into its NT_PRSTATUS, an array of 64-bit registers."""
+
+    registers: int
+    instruction: bytes
+    program_counter: int
+    number: int  # register of the call's number
+    arguments: tuple[int, ...]
+    result: int
+    original: int | None  # register with the number of an interrupted call, -1 for none; None: not shown
+    restart_syscall: int
+    numbers: Mapping[str, int]
+
+
+_MACHINES: Mapping[str, _Machine] = {
+    # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
+    "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, 219, {"madvise": 28}),
+    # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
+    # before a tracer looks, so that nothing is left to do; a timed wait then begins anew.
+    "aarch64": _Machine(34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, 128, {"madvise": 233}),
+}
+
+
+def _ptrace(request: int, tid: int, address: int = 0, data: object = None) -> None:
+    if _libc.ptrace(request, tid, address, data) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace {request:#x} of thread {tid}: {os.strerror(number)}")
+
+
+def thread_ids(pid: int) -> list[int]:
+    """Return the threads of a process; [] when it is gone."""
+    try:
+        return sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return []
+
+
+class HeldThread:
+    """A thread that this process has stopped, whatever it was doing; `release` lets it go on as if nothing had been."""
+
+    def __init__(self, tid: int) -> None:
+        """Stop it.
+
+        Raises:
+            OSError: if it is gone, or somebody else traces it.
+        """
+        self.tid = tid
+        _ptrace(_SEIZE, tid)
+        self._signal = 0
+        try:
+            _ptrace(_INTERRUPT, tid)
+            self._signal = self._wait()
+        except OSError:
+            with contextlib.suppress(OSError):
+                _ptrace(_DETACH, tid)
+            raise
+
+    def _wait(self) -> int:
+        """Wait for a stop; return the signal that is then to be delivered, 0 for none."""
+        _, status = os.waitpid(self.tid, _WALL)
+        if not os.WIFSTOPPED(status):
+            raise ProcessLookupError(f"thread {self.tid} has ended")
+        return 0 if status >> 16 == _EVENT_STOP else os.WSTOPSIG(status)
+
+    def release(self) -> None:
+        """Let it go on. One that is gone is let go, too."""
+        with contextlib.suppress(OSError):
+            _ptrace(_DETACH, self.tid, 0, self._signal)
+
+    def make_call(self, name: str, instruction: int, *arguments: int) -> int:
+        """Let the thread make a system call at the address of an instruction that does so; return its result.
+
+        Signals wait meanwhile. Afterwards the thread is as it was, an interrupted call of its own is made again.
+
+        Raises:
+            OSError: with the call's own error number, or if the thread died.
+        """
+        machine = _machine()
+        saved = self._registers(machine)
+        mask = ctypes.c_uint64()
+        _ptrace(_GETSIGMASK, self.tid, 8, ctypes.byref(mask))
+        _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(_ALL_SIGNALS)))
+        changed = type(saved)(*saved)
+        changed[machine.program_counter] = instruction
+        for register, value in zip(machine.arguments, arguments, strict=False):
+            changed[register] = value
+        changed[machine.number] = machine.numbers[name]
+        if machine.original is not None:
+            changed[machine.original] = _ALL_SIGNALS
+        try:
+            self._set_registers(changed)
+            after = changed
+            while after[machine.program_counter] == instruction:  # SIGSTOP, which cannot be held back, comes before
+                _ptrace(_SINGLESTEP, self.tid)
+                number = self._wait()
+                self._signal = self._signal if number in {0, signal.SIGTRAP} else number
+                after = self._registers(machine)
+            result = ctypes.c_int64(after[machine.result]).value
+        finally:
+            self._set_registers(_made_again(machine, saved))
+            _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(mask))
+        if result < 0:
+            raise OSError(-result, f"{name} in thread {self.tid}: {os.strerror(-result)}")
+        return result
+
+    def _registers(self, machine: _Machine) -> "ctypes.Array[ctypes.c_uint64]":
+        registers = (ctypes.c_uint64 * machine.registers)()
+        vector = (ctypes.c_size_t * 2)(ctypes.addressof(registers), ctypes.sizeof(registers))  # struct iovec
+        _ptrace(_GETREGSET, self.tid, _NT_PRSTATUS, ctypes.byref(vector))
+        return registers
+
+    def _set_registers(self, registers: "ctypes.Array[ctypes.c_uint64]") -> None:
+        vector = (ctypes.c_size_t * 2)(ctypes.addressof(registers), ctypes.sizeof(registers))  # struct iovec
+        _ptrace(_SETREGSET, self.tid, _NT_PRSTATUS, ctypes.byref(vector))
+
+
+def _made_again(machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> "ctypes.Array[ctypes.c_uint64]":
+    """Return registers with which an interrupted system call is made again, as the kernel itself would have seen to.
+
+    The kernel only does so on the way out of the stop that interrupted the call, and that way has been used.
+    """
+    if machine.original is None:
+        return registers
+    result = ctypes.c_int64(registers[machine.result]).value
+    if ctypes.c_int64(registers[machine.original]).value != -1 and result in (*_RESTART_SAME, _RESTART_BLOCK):
+        number = machine.restart_syscall if result == _RESTART_BLOCK else registers[machine.original]
+        registers[machine.result] = number
+        registers[machine.program_counter] -= len(machine.instruction)
+    registers[machine.original] = _ALL_SIGNALS
+    return registers
+
+
+def _machine() -> _Machine:
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        raise TraceError(f"system calls cannot be injected on {platform.machine()}")
+    return machine
+
+
+def find_call_instruction(pid: int) -> int:
+    """Return the address of an instruction in a process that makes a system call; the vDSO has one.
+
+    Raises:
+        TraceError: if there is none.
+    """
+    wanted = _machine().instruction
+    executable = [mapping for mapping in read_mappings(pid) if "x" in mapping.mode and mapping.name != "[vsyscall]"]
+    try:
+        fd = os.open(memory_path(pid), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TraceError(f"the memory of process {pid} cannot be read: {error.strerror}") from error
+    try:
+        for mapping in sorted(executable, key=lambda mapping: (mapping.name != "[vdso]", "libc" not in mapping.name)):
+            with contextlib.suppress(OSError):
+                at = os.pread(fd, mapping.span.size_bytes, mapping.span.start).find(wanted)
+                if at >= 0:
+                    return mapping.span.start + at
+    finally:
+        os.close(fd)
+    raise TraceError(f"process {pid} has no instruction that makes a system call")
+
+
+@contextlib.contextmanager
+def held(pid: int, *, without: int = 0) -> Iterator[list[HeldThread]]:
+    """Hold every thread of a process but one, so that its memory changes by nobody else's hand.
+
+    Raises:
+        TraceError: if a thread cannot be held; all are let go then.
+    """
+    threads: dict[int, HeldThread] = {}
+    passed = {without}
+    try:
+        while new := [tid for tid in thread_ids(pid) if tid not in passed]:
+            for tid in new:
+                passed.add(tid)
+                try:
+                    threads[tid] = HeldThread(tid)
+                except OSError:
+                    if Process.find(tid) is not None:  # it has not just ended
+                        raise
+        yield list(threads.values())
+    except OSError as error:
+        raise TraceError(
+            f"process {pid} cannot be held: {error}", hint="no debugger or tracer may be attached during a dump"
+        ) from error
+    finally:
+        for thread in threads.values():
+            thread.release()

@@ -1,0 +1,192 @@
+"""Another process's memory: found, read, written, given back by an injected call, with its threads as they were."""
+
+import ctypes
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ocihook.errors import TraceError
+from ocihook.linux.memory import Span, anonymous_spans, memory_path, read_mappings, subtract
+from ocihook.linux.procfs import tracer_pid
+from ocihook.linux.ptrace import HeldThread, find_call_instruction, held, thread_ids
+
+MADV_DONTNEED = 4
+REGION_BYTES = 4 << 20
+PAGE_BYTES = 4096
+
+# Holds a region full of 7s, sleeps in every way in several threads, and says what it finds when it is asked.
+PROGRAM = """
+import ctypes, mmap, os, select, signal, sys, threading, time
+region = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+region.write(b"\\7" * len(region))
+lock = threading.Lock(); lock.acquire()
+signals = []
+signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
+def sleeper():
+    start = time.monotonic(); time.sleep(1.5); slept.append(time.monotonic() - start)
+def poller():
+    start = time.monotonic(); select.poll().poll(1500); slept.append(time.monotonic() - start)
+slept = []
+threads = [threading.Thread(target=t, daemon=True) for t in (sleeper, poller, lock.acquire)]
+for t in threads: t.start()
+print(hex(ctypes.addressof(ctypes.c_char.from_buffer(region))), flush=True)
+for line in sys.stdin:
+    for t in threads[:2]: t.join()
+    print(region[:].count(7), max(slept), min(slept), len(signals), flush=True)
+"""
+
+
+class Program:
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", PROGRAM, str(REGION_BYTES)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.pid = self.process.pid
+        self.region = int(self.process.stdout.readline(), 16)
+
+    def ask(self) -> list[float]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return [float(word) for word in self.process.stdout.readline().split()]
+
+
+@pytest.fixture
+def program() -> Iterator[Program]:
+    program = Program()
+    yield program
+    program.process.kill()
+    program.process.communicate()
+
+
+def test_a_region_is_seen(program: Program) -> None:
+    span = Span(program.region, program.region + REGION_BYTES)
+    assert subtract([span], anonymous_spans(program.pid)) == []
+    assert subtract(anonymous_spans(program.pid), [span]) != anonymous_spans(program.pid)
+    assert any(mapping.name == "[stack]" and not mapping.is_anonymous for mapping in read_mappings(program.pid))
+    assert read_mappings(1 << 22) == []
+
+
+def test_memory_is_read_and_written(program: Program) -> None:
+    fd = os.open(memory_path(program.pid), os.O_RDWR)
+    assert os.pread(fd, 100, program.region) == b"\7" * 100
+    assert os.pwritev(fd, [bytes(PAGE_BYTES), bytes(PAGE_BYTES)], program.region + PAGE_BYTES) == 2 * PAGE_BYTES
+    os.close(fd)
+    assert program.ask()[0] == REGION_BYTES - 2 * PAGE_BYTES
+
+
+def test_an_injected_call_gives_memory_back_and_disturbs_nothing(program: Program) -> None:
+    time.sleep(0.2)  # every thread is in its system call
+    instruction = find_call_instruction(program.pid)
+    with held(program.pid) as threads:
+        assert sorted(thread.tid for thread in threads) == thread_ids(program.pid)
+        assert len(threads) == 4
+        assert tracer_pid(program.pid) == os.getpid()
+        program.process.send_signal(signal.SIGUSR1)
+        for number, thread in enumerate(threads):  # each in a system call of another kind
+            assert thread.make_call(
+                "madvise", instruction, program.region + number * PAGE_BYTES, PAGE_BYTES, MADV_DONTNEED
+            ) == 0  # fmt: skip
+        with pytest.raises(OSError, match="madvise in thread"):
+            threads[0].make_call("madvise", instruction, program.region + 1, PAGE_BYTES, MADV_DONTNEED)
+    assert tracer_pid(program.pid) == 0
+    left, longest, shortest, signals = program.ask()
+    assert left == REGION_BYTES - 4 * PAGE_BYTES
+    assert 1.4 < shortest <= longest < 2.4  # neither ended early nor began anew
+    assert signals == 1
+
+
+def test_a_thread_can_be_left_out(program: Program) -> None:
+    other = thread_ids(program.pid)[-1]
+    with held(program.pid, without=other) as threads:
+        assert [thread.tid for thread in threads] == [tid for tid in thread_ids(program.pid) if tid != other]
+        assert tracer_pid(other) == 0
+
+
+def test_a_stopped_process_stays_stopped(program: Program) -> None:
+    program.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    with held(program.pid) as threads:
+        threads[0].make_call("madvise", find_call_instruction(program.pid), program.region, PAGE_BYTES, MADV_DONTNEED)
+    time.sleep(0.1)
+    with open(f"/proc/{program.pid}/stat") as file:
+        assert file.read().rpartition(")")[2].split()[0] == "T"
+    program.process.send_signal(signal.SIGCONT)
+    assert program.ask()[0] == REGION_BYTES - PAGE_BYTES
+
+
+def test_what_is_traced_cannot_be_held(program: Program) -> None:
+    thread = HeldThread(program.pid)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with held(program.pid):
+                pass
+        except TraceError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    assert b"cannot be held" in os.read(reader, 1000)
+    os.close(reader)
+    thread.release()
+    with held(program.pid) as threads:
+        assert len(threads) == 4
+
+
+def test_threads_go_on_when_their_tracer_is_killed(program: Program) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with held(program.pid):
+            os.write(writer, b"held")
+            time.sleep(60)
+        os._exit(0)
+    assert os.read(reader, 4) == b"held"
+    assert tracer_pid(program.pid) == pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    for fd in (reader, writer):
+        os.close(fd)
+    assert program.ask()[0] == REGION_BYTES
+
+
+def test_a_process_that_is_gone(program: Program) -> None:
+    program.process.kill()
+    program.process.wait()
+    with pytest.raises(TraceError, match="cannot be read"):
+        find_call_instruction(program.pid)
+    with held(program.pid) as threads:
+        assert threads == []
+
+
+@pytest.mark.parametrize(
+    ("spans", "others", "rest"),
+    [
+        ([(0, 10)], [], [(0, 10)]),
+        ([(0, 10)], [(0, 10)], []),
+        ([(0, 10)], [(3, 5)], [(0, 3), (5, 10)]),
+        ([(0, 10), (20, 30)], [(5, 25)], [(0, 5), (25, 30)]),
+        ([(10, 20)], [(0, 10), (20, 30)], [(10, 20)]),
+        ([(10, 40)], [(0, 12), (15, 16), (38, 50)], [(12, 15), (16, 38)]),
+    ],
+)
+def test_subtract(spans: list[tuple[int, int]], others: list[tuple[int, int]], rest: list[tuple[int, int]]) -> None:
+    assert subtract([Span(*s) for s in spans], [Span(*o) for o in others]) == rest
+
+
+def test_joined_mappings_are_told_apart() -> None:
+    """The kernel joins neighbours: what is new is seen by address all the same."""
+    both = mmap.mmap(-1, 2 * REGION_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(both))
+    new = Span(start + REGION_BYTES, start + 2 * REGION_BYTES)
+    before = subtract(anonymous_spans(os.getpid()), [new])
+    assert subtract(anonymous_spans(os.getpid()), before) == [new]
