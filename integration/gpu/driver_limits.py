@@ -115,7 +115,7 @@ def import_handle(text: str) -> None:
     pointer = ctypes.c_uint64()
 
     class Handle(ctypes.Structure):
-        _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+        _fields_ = [("bytes", ctypes.c_ubyte * 64)]  # type: ignore[mutable-override]
 
     handle = Handle.from_buffer_copy(bytes.fromhex(text))
     cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, Handle, ctypes.c_uint]
@@ -262,7 +262,7 @@ def nvml() -> dict[str, Any]:
     init_s = time.perf_counter() - start
 
     class Info(ctypes.Structure):
-        _fields_ = [
+        _fields_ = [  # type: ignore[mutable-override]
             ("pid", ctypes.c_uint),
             ("bytes", ctypes.c_ulonglong),
             ("gi", ctypes.c_uint),
@@ -270,7 +270,7 @@ def nvml() -> dict[str, Any]:
         ]
 
     class Memory(ctypes.Structure):
-        _fields_ = [
+        _fields_ = [  # type: ignore[mutable-override]
             ("total", ctypes.c_ulonglong),
             ("free", ctypes.c_ulonglong),
             ("used", ctypes.c_ulonglong),

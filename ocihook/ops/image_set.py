@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ocihook import __version__
 from ocihook.criu.images import check_page_images, check_page_sizes, page_images, read_pagemaps
@@ -21,17 +22,27 @@ from ocihook.store.manifest import (
     MANIFEST_NAME,
     PACK_NAME,
     PACK_PREFIX,
+    REGION_PACK_PREFIX,
     Manifest,
     OtherImage,
+    Region,
     digest_file,
     read_manifest,
     write_manifest,
 )
-from ocihook.store.pack import PackFile
+from ocihook.store.pack import PackFile, PackInfo
 from ocihook.store.packing import Packs, Progress, no_progress, pack_images
 
 _SPACE_MARGIN_BYTES = 16 << 20
 _NOWHERE_ELSE: Mapping[str, PackFile] = MappingProxyType({})
+
+
+class MovedRegions(NamedTuple):
+    """Memory that went from processes into packs before CRIU began, and what the container had of GPUs."""
+
+    regions: tuple[Region, ...]
+    packs: tuple[PackInfo, ...]
+    gpu: Mapping[str, Any]
 
 
 def pack_image_set(
@@ -41,6 +52,8 @@ def pack_image_set(
     host: Mapping[str, str],
     workers: int,
     durable: bool,
+    moved: MovedRegions | None = None,
+    with_images: bool = True,
     progress: Progress = no_progress,
 ) -> Manifest | None:
     """Replace the page images in `directory` by packs and a manifest; None if there is nothing to pack.
@@ -54,6 +67,8 @@ def pack_image_set(
         host: recorded in the manifest.
         workers: processes to use.
         durable: return only when the packs are on stable storage.
+        moved: memory that is in packs already; the image set is complete only with it.
+        with_images: else page images stay as they are, and the manifest is about the moved memory alone.
         progress: told the bytes of image done.
 
     Raises:
@@ -65,7 +80,9 @@ def pack_image_set(
     discard_packs(directory)
     opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
     names = [name for name in page_images(directory) if name not in opaque]
-    if not any(_size(directory / name) for name in names):
+    if not with_images or not any(_size(directory / name) for name in names):
+        names = []
+    if not names and moved is None:
         return None
     try:
         packed, packs = pack_images(
@@ -78,7 +95,9 @@ def pack_image_set(
             host=host,
             packed_images=tuple(packed),
             other_images=tuple(_other_images(directory, packed_names=set(names))),
-            packs=tuple(packs),
+            packs=tuple(packs) + (moved.packs if moved else ()),
+            regions=moved.regions if moved else (),
+            gpu=moved.gpu if moved else {},
         )
         write_manifest(directory, manifest, durable=durable)
     except BaseException as error:
@@ -96,22 +115,33 @@ def pack_image_set(
 
 
 def discard_packs(directory: Path) -> None:
-    """Remove packs and manifest, the manifest first: without it the packs mean nothing."""
-    for name in (MANIFEST_NAME, f"{MANIFEST_NAME}.partial", *_pack_names(directory)):
+    """Remove manifest and packs of page images, the manifest first: without it the packs mean nothing."""
+    for name in (MANIFEST_NAME, f"{MANIFEST_NAME}.partial", *_image_packs(directory)):
         (directory / name).unlink(missing_ok=True)
+
+
+def discard_regions(directory: Path) -> None:
+    """Remove packs of moved memory that belong to no manifest: of a dump that came to nothing."""
+    if read_manifest(directory) is None:
+        for name in _pack_names(directory):
+            (directory / name).unlink(missing_ok=True)
 
 
 def finish_packing(directory: Path) -> None:
     """Bring an image set into order whose packing was interrupted: complete it, or take it back. May run any time."""
     (directory / f"{MANIFEST_NAME}.partial").unlink(missing_ok=True)
     manifest = read_manifest(directory)
-    rubbish = _pack_names(directory) if manifest is None else [image.name for image in manifest.packed_images]
+    rubbish = _image_packs(directory) if manifest is None else [image.name for image in manifest.packed_images]
     for name in rubbish:
         (directory / name).unlink(missing_ok=True)
 
 
 def _pack_names(directory: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(directory) if PACK_NAME.fullmatch(entry.name))
+
+
+def _image_packs(directory: Path) -> list[str]:
+    return [name for name in _pack_names(directory) if not name.startswith(REGION_PACK_PREFIX)]
 
 
 def _other_images(directory: Path, packed_names: set[str]) -> Iterable[OtherImage]:
@@ -203,7 +233,7 @@ def open_packs(directory: Path, manifest: Manifest, *, elsewhere: Mapping[str, P
         IntegrityError: if one is missing, or not what the manifest says.
     """
     files = {pack.name: elsewhere.get(pack.name, PackFile(directory / pack.name)) for pack in manifest.packs}
-    return Packs(manifest.packed_images, manifest.packs, files)
+    return Packs((*manifest.packed_images, *manifest.regions), manifest.packs, files)
 
 
 def read_packed(directory: Path, *, elsewhere: Mapping[str, PackFile] = _NOWHERE_ELSE) -> Manifest | None:
@@ -235,12 +265,12 @@ def read_packed(directory: Path, *, elsewhere: Mapping[str, PackFile] = _NOWHERE
 def _check_space(directory: Path, manifest: Manifest) -> None:
     file_system = os.statvfs(directory)
     free_bytes = file_system.f_bavail * file_system.f_frsize
-    if free_bytes < manifest.raw_bytes + _SPACE_MARGIN_BYTES:
+    if free_bytes < manifest.image_bytes + _SPACE_MARGIN_BYTES:
         raise _no_space(manifest, free_bytes)
 
 
 def _no_space(manifest: Manifest, free_bytes: int) -> OcihookError:
     return StoreFull(
-        f"unpacking the checkpoint needs {manifest.raw_bytes} bytes, {free_bytes} are free",
+        f"unpacking the checkpoint needs {manifest.image_bytes} bytes, {free_bytes} are free",
         hint="free space where the engine unpacks checkpoints, then restore again",
     )

@@ -7,7 +7,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +16,18 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import open_regular, replace_file
 from ocihook.model import ContainerRef
-from ocihook.store.pack import PackInfo
+from ocihook.store.pack import PAGE_BYTES, PackInfo
 
 MANIFEST_NAME = "ocihook.manifest"
 PACK_PREFIX = "ocihook-"
-PACK_NAME = re.compile(r"ocihook-[0-9]{1,4}\.pack")
-VERSION = 1
+REGION_PACK_PREFIX = "ocihook-region-"
+PACK_NAME = re.compile(r"ocihook-(region-)?[0-9]{1,4}\.pack")
+VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 
 _MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes several times the size
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
+_PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
 _FIRST_LINE = re.compile(rb"ocihook-manifest ([0-9]{1,9}) ([0-9a-f]{32})\n")
 
 
@@ -43,6 +45,20 @@ class PackedImage(NamedTuple):
     name: str
     size_bytes: int
     segments: tuple[Segment, ...]
+
+
+class Region(NamedTuple):
+    """A part of a process's memory that did not go through CRIU, whose images have the mapping, but not its pages."""
+
+    process: str  # its pid as the container's init sees it; of an inner pid namespace all pids from there, with /
+    start: int  # address
+    size_bytes: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"memory of process {self.process} at {self.start:#x}"
 
 
 class OtherImage(NamedTuple):
@@ -64,11 +80,18 @@ class Manifest:
     packed_images: tuple[PackedImage, ...]
     other_images: tuple[OtherImage, ...]
     packs: tuple[PackInfo, ...]
+    regions: tuple[Region, ...] = ()
+    gpu: Mapping[str, Any] = field(default_factory=dict)  # what the container had of GPUs (ops/gpu_map.py)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of all page images before packing."""
+        return sum(image.size_bytes for image in self.packed_images)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all page images before packing."""
-        return sum(image.size_bytes for image in self.packed_images)
+        """Bytes of all page images and regions before packing."""
+        return self.image_bytes + sum(region.size_bytes for region in self.regions)
 
     @property
     def stored_bytes(self) -> int:
@@ -78,6 +101,19 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the file's content."""
+    with_regions = {
+        "regions": [
+            {
+                "process": r.process,
+                "start": r.start,
+                "size_bytes": r.size_bytes,
+                "segments": [list(s) for s in r.segments],
+            }
+            for r in manifest.regions
+        ],
+        "gpu": manifest.gpu,
+    }
+    version = 2 if manifest.regions or manifest.gpu else 1
     body = json.dumps(
         {
             "created": manifest.created,
@@ -90,10 +126,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
             ],
             "other_images": [image._asdict() for image in manifest.other_images],
             "packs": [{**p._asdict(), "table_checksum": f"{p.table_checksum:016x}"} for p in manifest.packs],
+            **(with_regions if version > 1 else {}),
         },
         indent=1,
     ).encode()
-    return b"ocihook-manifest %d %s\n" % (VERSION, xxh3_128_hexdigest(body).encode()) + body
+    return b"ocihook-manifest %d %s\n" % (version, xxh3_128_hexdigest(body).encode()) + body
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -105,21 +142,22 @@ def decode_manifest(data: bytes) -> Manifest:
     first = _FIRST_LINE.match(data)
     if not first:
         raise IntegrityError("the manifest does not begin as one")
-    if int(first[1]) != VERSION:
+    version = int(first[1])
+    if version not in VERSIONS:
         raise IntegrityError(
-            f"the manifest is of version {int(first[1])}, this ocihook knows version {VERSION}",
+            f"the manifest is of version {version}, this ocihook knows versions up to {VERSIONS[-1]}",
             hint="restore with the ocihook version that wrote it, or a later one",
         )
     body = data[first.end() :]
     if xxh3_128_hexdigest(body).encode() != first[2]:
         raise IntegrityError("the manifest is damaged: its checksum does not match")
     try:
-        return _from_json(json.loads(body.decode(), parse_constant=_refuse_constant))
+        return _from_json(json.loads(body.decode(), parse_constant=_refuse_constant), version)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise IntegrityError(f"the manifest is malformed: {error!r}") from error
 
 
-def _from_json(value: Any) -> Manifest:  # noqa: ANN401 - anything that JSON can say
+def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything that JSON can say
     images = tuple(
         PackedImage(
             _name(i["name"], _PAGES_NAME),
@@ -128,6 +166,19 @@ def _from_json(value: Any) -> Manifest:  # noqa: ANN401 - anything that JSON can
         )
         for i in value["packed_images"]
     )
+    regions = tuple(
+        Region(
+            _name(r["process"], _PROCESS),
+            _page_number(r["start"]),
+            _page_number(r["size_bytes"]),
+            tuple(Segment(_name(p, PACK_NAME), _number(f), _number(c)) for p, f, c in r["segments"]),
+        )
+        for r in (value["regions"] if version > 1 else ())
+    )
+    gpu = value["gpu"] if version > 1 else {}
+    if not isinstance(gpu, dict):
+        raise ValueError("gpu is not an object")
+    json.dumps(gpu).encode()
     others = tuple(
         OtherImage(
             _name(i["name"], _OTHER_NAME), _number(i["size_bytes"]), _name(i["digest"], re.compile(r"[0-9a-f]{32}"))
@@ -160,6 +211,8 @@ def _from_json(value: Any) -> Manifest:  # noqa: ANN401 - anything that JSON can
         packed_images=images,
         other_images=others,
         packs=packs,
+        regions=regions,
+        gpu=gpu,
     )
 
 
@@ -180,6 +233,13 @@ def _number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
         raise ValueError(f"{reprlib.repr(value)} is not a valid number here")
     return value
+
+
+def _page_number(value: object) -> int:
+    number = _number(value)
+    if number % PAGE_BYTES:
+        raise ValueError(f"{number} is not a multiple of a page")
+    return number
 
 
 def _refuse_constant(name: str) -> object:

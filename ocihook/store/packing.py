@@ -1,8 +1,9 @@
 """Turns page images into packs and back, in parallel: the way of every byte of memory that CRIU wrote."""
 
 import contextlib
+import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import lz4.block
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import open_regular
 from ocihook.linux.workers import run_forked
-from ocihook.store.manifest import PackedImage, Segment
+from ocihook.store.manifest import PackedImage, Region, Segment
 from ocihook.store.pack import (
     CHUNK_PAGES,
     LZ4,
@@ -56,6 +57,15 @@ def workers_within(memory_bound_bytes: int, cores: int) -> int:
     return max(1, min(cores, (memory_bound_bytes - AGENT_BYTES) // WORKER_BYTES))
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Pages to be packed: a page image, or a region in the file that a process's memory is (linux/memory.py)."""
+
+    path: Path
+    start: int  # offset in the file
+    size_bytes: int
+
+
 def pack_images(
     directory: Path,
     names: Sequence[str],
@@ -65,36 +75,58 @@ def pack_images(
     durable: bool,
     progress: Progress = no_progress,
 ) -> tuple[list[PackedImage], list[PackInfo]]:
-    """Pack `names`, files of whole pages in `directory`, into new packs `<prefix>N.pack` beside them.
-
-    The images are left as they are. On any error the new packs are left too, for the caller to remove.
+    """Pack `names`, files of whole pages in `directory`, as `pack` does with sources.
 
     Raises:
-        StoreError: if an image is not made of whole pages, or becomes shorter or longer meanwhile.
+        StoreError: also if an image is not made of whole pages, or becomes shorter or longer meanwhile.
         OSError: from the file system, a full one included; also if an image is not a regular file.
     """
-    sizes = {name: _size(directory / name) for name in names}
-    for name, size in sizes.items():
-        if size % PAGE_BYTES:
-            raise StoreError(f"{name} has {size} bytes, which is not a whole number of pages")
+    sources = [Source(directory / name, 0, _size(directory / name)) for name in names]
+    rows, packs = pack(sources, directory, prefix=prefix, workers=workers, durable=durable, progress=progress)
+    for source in sources:
+        if _size(source.path) != source.size_bytes:
+            raise StoreError(f"{source.path.name} was changed while it was packed")
+    return [PackedImage(s.path.name, s.size_bytes, row) for s, row in zip(sources, rows, strict=True)], packs
+
+
+def pack(
+    sources: Sequence[Source],
+    directory: Path,
+    *,
+    prefix: str,
+    workers: int,
+    durable: bool,
+    progress: Progress = no_progress,
+) -> tuple[list[tuple[Segment, ...]], list[PackInfo]]:
+    """Pack sources into new packs `<prefix>N.pack` in `directory`; return where each of them is, and the packs.
+
+    The sources are left as they are. On any error the new packs are left too, for the caller to remove.
+
+    Raises:
+        StoreError: if a source is not made of whole pages, or ends early.
+        OSError: from the file system, a full one included; also if a source is not a regular file.
+    """
+    for source in sources:
+        if source.size_bytes % PAGE_BYTES:
+            raise StoreError(f"{source.path.name} has {source.size_bytes} bytes, not a whole number of pages")
     tasks = [
-        (name, start, min(SEGMENT_BYTES, size - start))
-        for name, size in sizes.items()
-        for start in range(0, size, SEGMENT_BYTES)
+        (number, start, min(SEGMENT_BYTES, source.size_bytes - start))
+        for number, source in enumerate(sources)
+        for start in range(0, source.size_bytes, SEGMENT_BYTES)
     ]
 
-    def worker(number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
+    def worker(worker_number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
         # The pack is made with the first segment, so that no worker leaves an empty one.
         with contextlib.ExitStack() as stack:
             writer = None
             buffer = bytearray(BATCH_BYTES)
             for task in task_numbers:
                 if writer is None:
-                    writer = stack.enter_context(PackWriter(directory / f"{prefix}{number}.pack"))
-                name, start, size = tasks[task]
+                    writer = stack.enter_context(PackWriter(directory / f"{prefix}{worker_number}.pack"))
+                number, start, size = tasks[task]
                 first = writer.chunks
-                with _opened(directory / name) as fd:
-                    _pack_range(fd, start, size, writer, buffer)
+                with _opened(sources[number].path) as fd:
+                    _pack_range(fd, sources[number].start + start, size, writer, buffer)
                 yield _SegmentPacked(task, Segment(writer.path.name, first, writer.chunks - first))
             if writer is not None:
                 yield writer.close(durable=durable)
@@ -107,13 +139,10 @@ def pack_images(
         else:
             segments[result.task] = result.segment
             progress(tasks[result.task][2])
-    images: dict[str, list[Segment]] = {name: [] for name in sizes}
-    for number, (name, _, _) in enumerate(tasks):
-        images[name].append(segments[number])
-    for name, size in sizes.items():
-        if _size(directory / name) != size:
-            raise StoreError(f"{name} was changed while it was packed")
-    return [PackedImage(name, sizes[name], tuple(row)) for name, row in images.items()], sorted(packs)
+    rows: list[list[Segment]] = [[] for _ in sources]
+    for task, (number, _, _) in enumerate(tasks):
+        rows[number].append(segments[task])
+    return [tuple(row) for row in rows], sorted(packs)
 
 
 @contextlib.contextmanager
@@ -183,17 +212,19 @@ def _byte_runs(present: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    image: PackedImage
+    image: PackedImage | Region
     segment: Segment
     start: int
     size_bytes: int
 
 
 class Packs:
-    """Packs of one checkpoint, opened and checked, with their images mapped onto them."""
+    """Packs of one checkpoint, opened and checked, with their images and regions mapped onto them."""
 
-    def __init__(self, images: Sequence[PackedImage], infos: Sequence[PackInfo], files: dict[str, PackFile]) -> None:
-        """Open every pack and check that the images are covered exactly.
+    def __init__(
+        self, images: Sequence[PackedImage | Region], infos: Sequence[PackInfo], files: Mapping[str, PackFile]
+    ) -> None:
+        """Open every pack and check that images and regions are covered exactly.
 
         Raises:
             IntegrityError: if a pack is missing, damaged at its ends, or the sizes do not add up.
@@ -210,7 +241,7 @@ class Packs:
             self.close()
             raise
 
-    def _segments(self, image: PackedImage) -> Iterator[_Task]:
+    def _segments(self, image: PackedImage | Region) -> Iterator[_Task]:
         start = 0
         for segment in image.segments:
             reader = self._readers.get(segment.pack)
@@ -230,42 +261,65 @@ class Packs:
         Raises:
             IntegrityError: naming the first damaged chunk.
         """
-        self._run(None, workers, progress)
+        self._run(self._tasks, {}, workers, progress)
 
     def rehydrate(self, directory: Path, *, workers: int, progress: Progress = no_progress) -> None:
         """Write the images into `directory` anew, checking every checksum on the way. Zero pages stay holes.
+
+        Regions are verified, too.
 
         Raises:
             IntegrityError: naming the first damaged chunk.
             OSError: from the file system, a full one included.
         """
-        for image in self.images:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(directory / image.name, flags, 0o600)
+        targets: dict[PackedImage | Region, tuple[Path, int]] = {
+            image: (directory / image.name, 0) for image in self.images if isinstance(image, PackedImage)
+        }
+        for image, (path, _) in targets.items():
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(fd, image.size_bytes)
             finally:
                 os.close(fd)
-        self._run(directory, workers, progress)
+        self._run(self._tasks, targets, workers, progress)
 
-    def _run(self, directory: Path | None, workers: int, progress: Progress) -> None:
+    def write_regions(self, files: Mapping[Region, Path], *, workers: int, progress: Progress = no_progress) -> None:
+        """Write regions to their addresses in files, which are processes' memory; pages that were zero are left alone.
+
+        Raises:
+            IntegrityError: naming the first damaged chunk.
+            OSError: if a process is gone, or has nothing mapped there.
+        """
+        tasks = [task for task in self._tasks if task.image in files]
+        self._run(tasks, {region: (path, region.start) for region, path in files.items()}, workers, progress)
+
+    def _run(
+        self,
+        tasks: Sequence[_Task],
+        targets: Mapping[PackedImage | Region, tuple[Path, int]],
+        workers: int,
+        progress: Progress,
+    ) -> None:
+        """Verify tasks and write what has a target, a file and an offset in it, there."""
+
         def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
             buffer = bytearray(BATCH_BYTES)
             for number in task_numbers:
-                task = self._tasks[number]
+                task = tasks[number]
                 reader = self._readers[task.segment.pack]
-                if directory is None:
+                target = targets.get(task.image)
+                if target is None:
                     _unpack_segment(reader, task.segment, buffer, None)
                 else:
-                    out = os.open(directory / task.image.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    out = os.open(target[0], os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                     try:
-                        _unpack_segment(reader, task.segment, buffer, _PageWriter(out, task.start))
+                        _unpack_segment(reader, task.segment, buffer, _PageWriter(out, target[1] + task.start))
                     finally:
                         os.close(out)
                 yield number
 
-        for number in run_forked(worker, tasks=len(self._tasks), workers=workers):
-            progress(self._tasks[number].size_bytes)
+        for number in run_forked(worker, tasks=len(tasks), workers=workers):
+            progress(tasks[number].size_bytes)
 
     def read_pages(self, image_name: str) -> Iterator[bytes]:
         """Yield the content of an image from its start, in pieces of one page or more, a chunk at most."""
@@ -347,6 +401,8 @@ class _PageWriter:
             self._pending_bytes -= written
             # What is left after a signal, or on a nearly full disk.
             self._pending = [memoryview(b"".join(self._pending))[written:]] if self._pending_bytes else []
+            if not written:  # memory that its process has unmapped, or left
+                raise OSError(errno.EIO, "Memory ended early")
 
 
 def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, writer: _PageWriter | None) -> None:

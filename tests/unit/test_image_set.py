@@ -113,7 +113,7 @@ def flip(path: Path, offset: int) -> None:
         ("flipped pack", "is damaged"),
         ("linked pack", "cannot be opened"),
         ("flipped manifest", "the manifest is damaged"),
-        ("newer manifest", "of version 2, this ocihook knows version 1"),
+        ("newer manifest", "of version 3, this ocihook knows versions up to 2"),
         ("missing manifest", "without a manifest"),
         ("missing image", "image core-1.img is missing"),
         ("other image", "image core-1.img is not what was checkpointed"),
@@ -125,7 +125,7 @@ def test_a_damaged_set_is_refused_and_left_as_it_was(directory: Path, fault: str
     manifest = directory / manifests.MANIFEST_NAME
     what, thing = fault.split(" ")
     if fault == "newer manifest":
-        manifest.write_bytes(manifest.read_bytes().replace(b"ocihook-manifest 1", b"ocihook-manifest 2", 1))
+        manifest.write_bytes(manifest.read_bytes().replace(b"ocihook-manifest 1", b"ocihook-manifest 3", 1))
     elif thing == "manifest":
         manifest.unlink() if what == "missing" else flip(manifest, 400)
     elif fault == "missing pack":
