@@ -5,7 +5,7 @@ that process does the work, and the call never returns.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import ModuleType
 from typing import Any
@@ -15,11 +15,16 @@ from ocihook.errors import CudaError, CudaLockTimeout, CudaStateError, CudaUnsup
 FIRST_DRIVER_VERSION = 12080  # as cuDriverGetVersion tells it: the first with this API, driver 570
 
 _REMEDIES: Mapping[str, str] = {
-    "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU (restore) or on the node (checkpoint)",
-    "CUDA_ERROR_OPERATING_SYSTEM": "the process is gone, or may not be accessed",
-    "CUDA_ERROR_NOT_SUPPORTED": "the process uses what a checkpoint cannot hold (IPC, managed memory, MIG, MPS), or "
-    "the GPUs here are not those that it had",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the node, or raise the limits of the container (checkpoint); free "
+    "memory on the GPU (restore)",
+    "CUDA_ERROR_NOT_SUPPORTED": "the process uses what a checkpoint cannot hold (managed memory, CUDA IPC, NCCL over "
+    "P2P or cuMem, MIG, MPS), or the GPUs here are not those that it had",
+    "CUDA_ERROR_INVALID_VALUE": "the GPU map (ocihook.io/gpu-map) must name every GPU that the process has open",
+    "CUDA_ERROR_OPERATING_SYSTEM": "the process is gone or lost to CUDA; end the container, restore its checkpoint",
 }
+
+
+GpuMap = Sequence[tuple[str, str]]
 
 
 class CudaState(StrEnum):
@@ -87,9 +92,32 @@ class CudaDriver:
         """Move device memory of a locked process into its own memory, and let go of the GPU."""
         self._check(self._api.cuCheckpointProcessCheckpoint(pid, None)[0], "checkpoint", pid)
 
-    def restore(self, pid: int) -> None:
-        """Give a checkpointed process its GPU and device memory back; it stays locked."""
-        self._check(self._api.cuCheckpointProcessRestore(pid, None)[0], "restore", pid)
+    def restore(self, pid: int, gpu_map: GpuMap = ()) -> None:
+        """Give a checkpointed process its GPU and device memory back; it stays locked.
+
+        Must not be tried without enough free memory on the GPU: the process is lost then, as 580 was seen to do it.
+
+        Args:
+            pid: of the process.
+            gpu_map: UUIDs (as NVML tells them) that it had, each with the one to take instead. With any, every GPU
+                that the process has open must be in it (CUDA_VISIBLE_DEVICES or not), else INVALID_VALUE.
+        """
+        arguments = None
+        if gpu_map:
+            pairs = [self._pair(old, new) for old, new in gpu_map]
+            arguments = self._api.CUcheckpointRestoreArgs()
+            arguments.gpuPairs, arguments.gpuPairsCount = pairs, len(pairs)
+        self._check(self._api.cuCheckpointProcessRestore(pid, arguments)[0], "restore", pid)
+
+    def _pair(self, old: str, new: str) -> Any:  # noqa: ANN401 - CUcheckpointGpuPair of cuda-bindings
+        pair = self._api.CUcheckpointGpuPair()
+        pair.oldUuid, pair.newUuid = self._uuid(old), self._uuid(new)
+        return pair
+
+    def _uuid(self, text: str) -> Any:  # noqa: ANN401 - CUuuid of cuda-bindings
+        uuid = self._api.CUuuid()
+        ctypes.memmove(uuid.getPtr(), bytes.fromhex(text.removeprefix("GPU-").replace("-", "")), 16)
+        return uuid
 
     def unlock(self, pid: int) -> None:
         """Let a locked process call CUDA again."""

@@ -1,6 +1,6 @@
 """One CUDA process on its way from running through locked to checkpointed and back."""
 
-from ocihook.cuda.driver import CudaDriver, CudaState
+from ocihook.cuda.driver import CudaDriver, CudaState, GpuMap
 from ocihook.errors import CudaStateError
 
 
@@ -32,16 +32,18 @@ class CudaProcess:
         """Locked to checkpointed."""
         self._driver.checkpoint(self.pid)
 
-    def restore(self) -> None:
+    def restore(self, gpu_map: GpuMap = ()) -> None:
         """Checkpointed to locked."""
-        self._driver.restore(self.pid)
+        self._driver.restore(self.pid, gpu_map)
 
     def unlock(self) -> None:
         """Locked to running."""
         self._driver.unlock(self.pid)
 
-    def set_running(self) -> None:
+    def set_running(self, gpu_map: GpuMap = ()) -> None:
         """Bring it back to running from whatever state it is in: the inverse of lock and checkpoint.
+
+        Its memory must be what the driver left there, and the GPUs must have room for it.
 
         Raises:
             CudaStateError: if the driver has given it up (failed).
@@ -50,6 +52,6 @@ class CudaProcess:
         if state is CudaState.FAILED:
             raise CudaStateError(f"process {self.pid} is lost to CUDA", result=state, hint="end the container")
         if state is CudaState.CHECKPOINTED:
-            self.restore()
+            self.restore(gpu_map)
         if state is not CudaState.RUNNING:
             self.unlock()

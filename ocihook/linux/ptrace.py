@@ -1,7 +1,7 @@
 """Holds threads of another process, and lets one of them make a system call: what CRIU's compel does, without code.
 
-A thread that is held resumes by itself when its tracer dies; one that is making an injected call would not come to
-rest properly. So `inject` is done in a process of its own that does not die with the agent.
+A thread that is held resumes by itself when its tracer dies. One that is making an injected call would come back
+with the wrong registers, so a tracer does not die with its parent then.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ocihook.errors import TraceError
 from ocihook.linux.memory import memory_path, read_mappings
 from ocihook.linux.procfs import Process
+from ocihook.linux.workers import outliving_parent
 
 # linux/ptrace.h, linux/elf.h, linux/wait.h
 _SINGLESTEP, _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 9, 17, 0x4204, 0x4205, 0x4206, 0x4207
@@ -111,32 +112,37 @@ class HeldThread:
             OSError: with the call's own error number, or if the thread died.
         """
         machine = _machine()
-        saved = self._registers(machine)
-        mask = ctypes.c_uint64()
-        _ptrace(_GETSIGMASK, self.tid, 8, ctypes.byref(mask))
-        _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(_ALL_SIGNALS)))
-        changed = type(saved)(*saved)
-        changed[machine.program_counter] = instruction
-        for register, value in zip(machine.arguments, arguments, strict=False):
-            changed[register] = value
-        changed[machine.number] = machine.numbers[name]
-        if machine.original is not None:
-            changed[machine.original] = _ALL_SIGNALS
-        try:
-            self._set_registers(changed)
-            after = changed
-            while after[machine.program_counter] == instruction:  # SIGSTOP, which cannot be held back, comes before
-                _ptrace(_SINGLESTEP, self.tid)
-                number = self._wait()
-                self._signal = self._signal if number in {0, signal.SIGTRAP} else number
-                after = self._registers(machine)
-            result = ctypes.c_int64(after[machine.result]).value
-        finally:
-            self._set_registers(_made_again(machine, saved))
-            _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(mask))
+        with outliving_parent():
+            saved = self._registers(machine)
+            mask = ctypes.c_uint64()
+            _ptrace(_GETSIGMASK, self.tid, 8, ctypes.byref(mask))
+            _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(_ALL_SIGNALS)))
+            changed = type(saved)(*saved)
+            changed[machine.program_counter] = instruction
+            for register, value in zip(machine.arguments, arguments, strict=False):
+                changed[register] = value
+            changed[machine.number] = machine.numbers[name]
+            if machine.original is not None:
+                changed[machine.original] = _ALL_SIGNALS
+            try:
+                result = self._step_over(machine, changed)
+            finally:
+                self._set_registers(_made_again(machine, saved))
+                _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(mask))
         if result < 0:
             raise OSError(-result, f"{name} in thread {self.tid}: {os.strerror(-result)}")
         return result
+
+    def _step_over(self, machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> int:
+        """Let the thread make one instruction, the call, with these registers; return the call's result."""
+        self._set_registers(registers)
+        instruction = registers[machine.program_counter]
+        while registers[machine.program_counter] == instruction:  # SIGSTOP, which cannot be held back, comes before
+            _ptrace(_SINGLESTEP, self.tid)
+            number = self._wait()
+            self._signal = self._signal if number in {0, signal.SIGTRAP} else number
+            registers = self._registers(machine)
+        return ctypes.c_int64(registers[machine.result]).value
 
     def _registers(self, machine: _Machine) -> "ctypes.Array[ctypes.c_uint64]":
         registers = (ctypes.c_uint64 * machine.registers)()

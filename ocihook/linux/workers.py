@@ -4,23 +4,28 @@ Processes and not threads, because most of the work is many short calls (checksu
 The caller must be single-threaded, as every process of ocihook that packs is.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
 import pickle
+import select
 import signal
 import struct
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ocihook.errors import OcihookError
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _PIPE_BUF = 4096  # writes up to this are atomic, so that all workers may share one pipe (pipe(7))
+_MEANWHILE_S = 0.005
 _MAX_TEXT = 800  # characters of an error that cannot be passed as it is; at 4 bytes each they fit
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 # Keep freed memory instead of handing it back and faulting it in again for the next chunk: a quarter more
 # throughput with LZ4's buffers (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
 _MALLOPT = ((-1, 64 << 20), (-3, 32 << 20))
@@ -37,6 +42,20 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as `parent`, which forked it, is gone."""
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0 or os.getppid() != parent:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def outliving_parent() -> Iterator[None]:
+    """Keep this process alive when its parent dies in here: for what must not be left half done."""
+    armed = ctypes.c_int()
+    _libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(armed), 0, 0, 0)
+    parent = os.getppid()
+    _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    try:
+        yield
+    finally:
+        if armed.value:
+            die_with_parent(parent)
 
 
 def run_forked(worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: int, workers: int) -> Iterator[T]:
@@ -77,6 +96,91 @@ def run_forked(worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: in
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def call_each(
+    function: Callable[[A], T],
+    items: Sequence[A],
+    *,
+    timeout_s: float,
+    meanwhile: Callable[[], object] | None = None,
+) -> list[T | Exception]:
+    """Call `function` with every item at once, each in a process of its own; return what came of each, in order.
+
+    For calls that may not return, or must not be made in this process. What is not there in time is killed, and its
+    outcome is a TimeoutError. A result must pickle, and may be of any size.
+
+    Args:
+        function: to be called.
+        items: one for each call.
+        timeout_s: for all of them together.
+        meanwhile: called again and again while the first result is awaited.
+    """
+    parent = os.getpid()
+    deadline = time.monotonic() + timeout_s
+    children: list[tuple[int, int]] = []
+    outcomes: list[T | Exception] = []
+    try:
+        for item in items:
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                _call(function, item, writer, parent)
+            os.close(writer)
+            children.append((pid, reader))
+        for pid, reader in children:
+            data = _read_until(reader, deadline, meanwhile)
+            if data is None:
+                os.kill(pid, signal.SIGKILL)
+                outcomes.append(TimeoutError(f"no answer within {timeout_s:g} s"))
+                continue
+            try:
+                outcomes.append(pickle.loads(data))  # noqa: S301 - our own fork wrote it
+            except (EOFError, pickle.UnpicklingError):
+                outcomes.append(WorkerDied("the process that made the call died"))
+    finally:
+        for pid, reader in children:
+            os.close(reader)
+            if len(outcomes) < len(items):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return outcomes
+
+
+def _call(function: Callable[[A], T], item: A, writer: int, parent: int) -> None:
+    """Body of a process of `call_each`; never returns."""
+    try:
+        die_with_parent(parent)
+        try:
+            outcome: T | Exception = function(item)
+        except Exception as error:  # noqa: BLE001 - the outcome
+            outcome = error
+        try:
+            data = pickle.dumps(outcome)
+            pickle.loads(data)  # noqa: S301 - an exception may pickle and yet not come back
+        except Exception:  # noqa: BLE001
+            data = pickle.dumps(OcihookError(f"{type(outcome).__name__}: {outcome}"[:_MAX_TEXT]))
+        with open(writer, "wb") as file:
+            file.write(data)
+    finally:
+        os._exit(0)
+
+
+def _read_until(fd: int, deadline: float, meanwhile: Callable[[], object] | None) -> bytes | None:
+    """Read to the end of a pipe; None if that does not come in time."""
+    data = bytearray()
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not poll.poll(1000 * (min(left_s, _MEANWHILE_S) if meanwhile else left_s)):
+            if meanwhile:
+                meanwhile()
+            continue
+        part = os.read(fd, 1 << 16)
+        if not part:
+            return bytes(data)
+        data += part
+    return None
 
 
 def _collect(results: int) -> Iterator[T]:
