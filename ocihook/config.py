@@ -5,6 +5,7 @@ A wrong key or value is an error that names the file (or annotation) and the key
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from ocihook.errors import ConfigError
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
 
+_GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 
 
@@ -28,6 +31,11 @@ class Policy:
     quiesce_signal: str = ""  # sent to the container's init before the dump, while it runs; "" for none
     quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init then creates or touches
     quiesce_timeout_s: float = 10.0
+    gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
+    gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end
+    gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored; warn: a line in the log, and go on
+    gpu_map: str = ""  # on restore: OLD=NEW,... UUIDs as nvidia-smi -L prints them; "": as the devices given tell
+    on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
 
 
@@ -46,9 +54,13 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "on_pack_error": ("keep", "fail"),
     "quiesce_signal": _SIGNALS,
     "resume_signal": _SIGNALS,
+    "gpu_memory": ("packs", "criu"),
+    "gpu_preflight": ("refuse", "warn"),
+    "on_gpu_restore_error": ("kill", "keep"),
 }
 _RANGES: Mapping[str, tuple[float, float]] = {
     "quiesce_timeout_s": (0.1, 600),
+    "gpu_lock_timeout_s": (0.1, 3600),
     "idle_timeout_s": (1, 86400),
     "memory_bound_bytes": (64 << 20, 1 << 50),
     "workers": (0, 1024),
@@ -135,4 +147,6 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
+    if key == "gpu_map" and not _GPU_MAP.fullmatch(str(value)):
+        raise ConfigError(f"{where}: {key} must be OLD=NEW,... of GPU UUIDs, not {value!r}")
     return value

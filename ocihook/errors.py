@@ -7,6 +7,7 @@ OcihookError
 ├─ FreezeError              a container could not be thawed or frozen again
 ├─ TraceError               a process could not be held, or made to give memory back
 ├─ QuiesceError             an application did not answer before its dump
+├─ PreflightError           something in the container could not be restored; nothing was touched
 ├─ CudaError                the driver refused a checkpoint call (`result` is its CUresult)
 │  ├─ CudaLockTimeout       CUDA calls did not end in time; the process runs on
 │  ├─ CudaStateError        the process is not in the state that a verb needs
@@ -74,6 +75,12 @@ class QuiesceError(OcihookError):
     """An application did not answer before its dump."""
 
     code = "quiesce"
+
+
+class PreflightError(UnsupportedError):
+    """Something in the container could not be restored; nothing was touched."""
+
+    code = "preflight"
 
 
 class CudaError(OcihookError):

@@ -24,6 +24,7 @@ _STAGES: dict[str, _Stage] = {
     "pre-dump": dump.pre_dump,
     "post-dump": dump.post_dump,
     "pre-restore": restore.pre_restore,
+    "post-restore": restore.post_restore,
     "post-resume": restore.post_resume,
 }
 # What an error in a stage leaves behind, told after the error itself. CRIU ignores a veto in post-resume.
@@ -31,7 +32,8 @@ _STATE_AFTER_ERROR = {
     "pre-dump": "The dump is refused, the container runs on",
     "post-dump": "The dump fails, the container runs on",
     "pre-restore": "The restore is refused, nothing was started",
-    "post-resume": "The container is restored and runs",
+    "post-restore": "The restore fails, CRIU kills what it has started",
+    "post-resume": "CRIU has restored the container",
 }
 
 

@@ -53,11 +53,11 @@ def _read(nvml: Any, number: int) -> Gpu:  # noqa: ANN401 - the module cuda.bind
     memory = nvml.device_get_memory_info_v2(device)
     try:
         mig = bool(nvml.device_get_mig_mode(device)[0])
-    except nvml.NvmlError:  # a GPU without MIG
+    except (nvml.NvmlError, RuntimeError):  # a GPU or an NVML without MIG
         mig = False
     try:
         mps = frozenset(int(p.pid) for p in nvml.device_get_mps_compute_running_processes_v3(device))
-    except nvml.NvmlError:
+    except (nvml.NvmlError, RuntimeError):
         mps = frozenset()
     processes = nvml.device_get_compute_running_processes_v3(device)
     return Gpu(

@@ -105,6 +105,10 @@ def _without_agent(stage: str, image_dir: str, error: Exception) -> tuple[int, s
         return 1, f"this checkpoint is packed and cannot be unpacked here ({error}); nothing was started"
     if stage == "pre-dump" and os.geteuid() == 0:
         return 1, f"no agent ({error}); the dump is refused, the container runs on; see `ocihook doctor`"
+    if stage == "post-restore":
+        return 1, f"GPU memory cannot be written ({error}); the restore fails"
+    if stage == "post-dump" and any(name.startswith("ocihook-region-") for name in os.listdir(image_dir)):
+        return 1, f"the checkpoint is incomplete ({error}); the dump fails, the container runs on"
     if stage == "post-dump":
         return 0, f"the checkpoint is complete but not packed: {error}"
     return 0, f"nothing was done in {stage}: {error}"

@@ -5,13 +5,17 @@ of a frozen task in /proc is still S: only cgroup.events tells. CRIU and the eng
 whoever thaws must freeze again.
 """
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from ocihook.errors import FreezeError
+from ocihook.linux.procfs import Process, tracer_pid
 
 POLL_S = 0.002
+_V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_V1_UNLIMITED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,55 @@ def find_freezer(pid: int) -> Freezer | None:
     return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
 
 
+def is_released(process: Process) -> bool:
+    """Tell whether a process runs freely, neither traced nor frozen; one that is gone is free, too."""
+    if not process.is_alive():
+        return True
+    freezer = find_freezer(process.pid)
+    return tracer_pid(process.pid) == 0 and not (freezer and freezer.is_frozen())
+
+
+def wait_until_released(process: Process, timeout_s: float | None) -> None:
+    """Wait until a process runs freely or is gone; None: as long as it takes.
+
+    Raises:
+        FreezeError: if it does not in time.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not is_released(process):
+        if deadline is not None and time.monotonic() >= deadline:
+            raise FreezeError(
+                f"process {process.pid} is still stopped by its engine or tracer after {timeout_s:g} s",
+                hint="let the container run (for instance `podman unpause`), then `ocihook recover`",
+            )
+        time.sleep(POLL_S)
+
+
+def memory_headroom_bytes(pid: int) -> int | None:
+    """Return how much more memory the cgroups of a process let it use; None if nothing limits it.
+
+    What they can give up at once, file cache that is not in use, counts as free.
+    """
+    rooms = []
+    for version, path in _cgroup_paths(pid, "memory"):
+        names = ("memory.max", "memory.current") if version == 2 else _V1_MEMORY
+        for mount in _cgroup_mounts(version, "memory"):
+            directory = mount / path.lstrip("/")
+            for ancestor in (directory, *directory.parents):
+                try:
+                    limit, used = ((ancestor / name).read_text().strip() for name in names)
+                    reclaimable = re.search(
+                        r"^(?:total_)?inactive_file (\d+)$", (ancestor / "memory.stat").read_text(), re.MULTILINE
+                    )
+                except OSError:
+                    continue
+                if limit != "max" and int(limit) < _V1_UNLIMITED_BYTES:
+                    rooms.append(int(limit) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
+                if ancestor == mount:
+                    break
+    return min(rooms, default=None)
+
+
 def leave_cgroup() -> None:
     """Move this process to the root of every cgroup hierarchy that can be reached.
 
@@ -111,7 +164,7 @@ def leave_cgroup() -> None:
                 continue  # read-only, or a hierarchy without processes
 
 
-def _cgroup_paths(pid: int) -> list[tuple[int, str]]:
+def _cgroup_paths(pid: int, controller: str = "freezer") -> list[tuple[int, str]]:
     paths = []
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -121,7 +174,7 @@ def _cgroup_paths(pid: int) -> list[tuple[int, str]]:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             paths.append((2, path))
-        elif "freezer" in controllers.split(","):
+        elif controller in controllers.split(","):
             paths.append((1, path))
     return sorted(paths)
 

@@ -52,3 +52,17 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def identity(directory: Path) -> list[int]:
+    """Return what tells a directory from another one that is later made at its place."""
+    status = os.stat(directory)
+    return [status.st_dev, status.st_ino]
+
+
+def same_directory(directory: Path, known: list[int]) -> Path | None:
+    """Return a directory, None if it is gone or is not the one with this identity any more."""
+    with contextlib.suppress(OSError):
+        if identity(directory) == known:
+            return directory
+    return None

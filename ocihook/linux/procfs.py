@@ -85,3 +85,34 @@ def tracer_pid(pid: int) -> int | None:
 def has_ended(pidfd: int) -> bool:
     """Tell whether the process behind a pidfd has ended."""
     return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all that descend from it, parents first; what ends meanwhile may be missing."""
+    found = [pid]
+    for parent in found:  # grows while it is walked
+        for task in _listed(f"/proc/{parent}/task"):
+            with contextlib.suppress(OSError):
+                found += [int(word) for word in Path(f"/proc/{parent}/task/{task}/children").read_text().split()]
+    return found
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def pid_below(init_pid: int, pid: int) -> str:
+    """Return the pid of a process as `init_pid` sees it, with those of namespaces further inside behind a slash."""
+    depth = max(1, len(_namespace_pids(init_pid)))
+    return "/".join(_namespace_pids(pid)[depth - 1 :])
+
+
+def _namespace_pids(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                return line.split()[1:]
+    return []

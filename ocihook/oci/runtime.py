@@ -6,6 +6,7 @@ both name the bundle. All paths are the caller's, so they are read below /proc/<
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from ocihook.linux.procfs import command_line, parent_pid
 _DEFAULT_ROOTS = {"runc": "/run/runc", "crun": "/run/crun"}
 # Global options that take a value: main.go of runc, crun.c of crun.
 _VALUE_OPTIONS = ("--root", "--log", "--log-format", "--criu", "--rootless", "--cgroup-manager")
+_GPU_DEVICE = re.compile(r"/dev/nvidia[0-9]+")
 _MAX_ANCESTORS = 4  # a wrapper or a shell may stand between
 
 
@@ -122,6 +124,21 @@ def read_annotations(criu_pid: int, bundle: str) -> dict[str, str]:
     if not isinstance(annotations, Mapping):
         return {}
     return {str(key): str(value) for key, value in annotations.items()}
+
+
+def read_gpu_minors(criu_pid: int, bundle: str) -> frozenset[int]:
+    """Return the minors of NVIDIA's GPUs that a bundle gives its container by name; none if it says nothing of them.
+
+    Raises:
+        IdentificationError: if its config.json cannot be read.
+    """
+    linux = _read_json(_seen_by(criu_pid, f"{bundle}/config.json")).get("linux")
+    devices = linux.get("devices") if isinstance(linux, Mapping) else None
+    minors = set()
+    for device in devices or ():
+        if isinstance(device, Mapping) and _GPU_DEVICE.fullmatch(str(device.get("path"))):
+            minors.add(int(str(device.get("minor", -1))))
+    return frozenset(minors - {-1})
 
 
 def _seen_by(pid: int, path: str) -> Path:

@@ -14,9 +14,13 @@ from ocihook.config import Policy, Settings, apply_annotations
 from ocihook.engine.identity import container_ref
 from ocihook.errors import OcihookError
 from ocihook.linux.cgroup import find_freezer
+from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
-from ocihook.ops.image_set import discard_packs, finish_packing, pack_image_set
+from ocihook.ops.gpu import find_gpu_processes
+from ocihook.ops.gpu_dump import checkpoint_gpus, moved_regions
+from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions, finish_packing, pack_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import ask_to_quiesce
 from ocihook.ops.undo import FREEZE_TIMEOUT_S
@@ -27,11 +31,11 @@ from ocihook.wire import Request
 log = logging.getLogger(__name__)
 
 
-def pre_dump(journal: Journal, request: Request, _directory: Path, load_settings: Callable[[], Settings]) -> str:
-    """Find out which container is dumped and what is wanted, and let its application come to rest.
+def pre_dump(journal: Journal, request: Request, directory: Path, load_settings: Callable[[], Settings]) -> str:
+    """Find out which container is dumped and what is wanted, let its application come to rest, take its GPUs away.
 
     Raises:
-        OcihookError: to refuse the dump; nothing has been done to the container then.
+        OcihookError: to refuse the dump; the container runs on as if nothing had been done to it.
     """
     call = find_runtime_call(request.criu_pid)
     if call is None:  # somebody's own `criu dump`, which reads default.conf too
@@ -39,8 +43,15 @@ def pre_dump(journal: Journal, request: Request, _directory: Path, load_settings
     settings = load_settings()
     policy = identify(journal, request, call, settings.policy)
     journal.note(workers=pack_workers(settings), criu_version=criu_version(request.criu_pid))
-    if policy.quiesce_signal:
-        _quiesce(journal, request.init_pid, policy)
+    has_gpu = bool(find_gpu_processes(request.init_pid))
+    if not policy.quiesce_signal and not has_gpu:
+        return ""
+    with _running_tasks(journal, request.init_pid):
+        if policy.quiesce_signal:
+            _quiesce(journal, request.init_pid, policy)
+        if has_gpu:
+            image_dir = os.readlink(request.image_dir)
+            checkpoint_gpus(journal, request.init_pid, image_dir, directory, while_criu_lives(journal))
     return ""
 
 
@@ -59,7 +70,7 @@ def _quiesce(journal: Journal, init_pid: int, policy: Policy) -> None:
     init = Process.find(init_pid)
     if init is None:
         raise OcihookError(f"CRIU named process {init_pid} as the container's init, which does not exist")
-    with _running_tasks(journal, init_pid), journal.phase("quiesce"):
+    with journal.phase("quiesce"):
         if policy.resume_signal and not any(effect["kind"] == "quiesced" for effect in journal.effects):
             journal.push("quiesced", init=list(init), signal=policy.resume_signal)
         ask_to_quiesce(
@@ -97,25 +108,20 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
         manifest = read_manifest(directory)
         if manifest is not None:
             return _packed(journal, manifest)
-    else:  # whatever lies there is of an earlier dump into the same directory
-        discard_packs(directory)
-    status = os.stat(directory)
+    moved = moved_regions(journal)
+    if not journal.facts.get("packing_began") and not (moved and moved.regions):
+        discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
+        discard_regions(directory)
     journal.note(packing_began=True)
-    journal.push("packing", directory=os.readlink(request.image_dir), identity=[status.st_dev, status.st_ino])
+    journal.push("packing", directory=os.readlink(request.image_dir), identity=identity(directory))
     try:
         with journal.phase("pack") as phase:
-            manifest = pack_image_set(
-                directory,
-                container=container,
-                host=host_facts(str(journal.facts.get("criu_version", ""))),
-                workers=int(journal.facts.get("workers", 1)),
-                # A container left running is itself the other copy; one that is about to be killed is not.
-                durable=not journal.facts.get("leave_running"),
-                progress=while_criu_lives(journal),
-            )
-            phase["bytes"] = manifest.raw_bytes if manifest else 0
+            manifest = _pack(journal, container, directory, moved)
+            phase["bytes"] = manifest.image_bytes if manifest else 0
     except (OcihookError, OSError) as error:
         finish_packing(directory)
+        if moved is not None and policy.get("on_pack_error") != "fail":
+            _pack(journal, container, directory, moved, with_images=False)
         journal.pop("packing")
         if policy.get("on_pack_error") == "fail":
             raise
@@ -123,6 +129,22 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
         return f"warning: container {container}: {str(error).rstrip('.')}. The checkpoint is complete but not packed"
     journal.pop("packing")
     return _packed(journal, manifest) if manifest else ""
+
+
+def _pack(
+    journal: Journal, container: ContainerRef, directory: Path, moved: MovedRegions | None, *, with_images: bool = True
+) -> Manifest | None:
+    return pack_image_set(
+        directory,
+        container=container,
+        host=host_facts(str(journal.facts.get("criu_version", ""))),
+        workers=int(journal.facts.get("workers", 1)),
+        # A container left running is itself the other copy; one that is about to be killed is not.
+        durable=not journal.facts.get("leave_running"),
+        moved=moved,
+        with_images=with_images,
+        progress=while_criu_lives(journal),
+    )
 
 
 def _packed(journal: Journal, manifest: Manifest) -> str:

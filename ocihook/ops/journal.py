@@ -26,6 +26,7 @@ class Journal:
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
         self.path = path
+        self.stage = ""  # that is being handled
         self._data = data
 
     @classmethod
@@ -90,6 +91,11 @@ class Journal:
         return dict(self._data["facts"])
 
     @property
+    def pins(self) -> Path:
+        """Where files are kept alive that this session still needs, whoever removes them elsewhere."""
+        return self.path.with_suffix(".pins")
+
+    @property
     def image_dir(self) -> Path | None:
         """The image directory as the agent's own mount namespace may see it."""
         value = self._data["image_dir"]
@@ -118,6 +124,7 @@ class Journal:
 
     def begin_stage(self, stage: str) -> bool:
         """Record that a stage is being handled; True if it was begun before and never ended."""
+        self.stage = stage
         was_begun = stage in self._data["stages"]
         self._data["stages"][stage] = {"began": time.time()}
         self._write()
@@ -131,8 +138,19 @@ class Journal:
 
     def push(self, kind: str, **facts: object) -> None:
         """Record an effect, before it is made."""
-        self._data["effects"].append({"kind": kind, **facts})
+        self._data["effects"].append({"kind": kind, "stage": self.stage, **facts})
         self._write()
+
+    def amend(self, kind: str, **facts: object) -> None:
+        """Record more of the newest effect of this kind."""
+        effect = self.effect(kind)
+        assert effect is not None, kind
+        effect.update(facts)
+        self._write()
+
+    def effect(self, kind: str) -> dict[str, Any] | None:
+        """Return the newest effect of this kind; None if there is none to undo."""
+        return next((effect for effect in reversed(self._data["effects"]) if effect["kind"] == kind), None)
 
     def pop(self, kind: str) -> None:
         """Forget the newest effect of this kind: it has been undone, or needs no undoing any more."""

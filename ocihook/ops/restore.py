@@ -9,9 +9,11 @@ from typing import Any
 
 from ocihook.config import Settings
 from ocihook.errors import ConfigError, IdentificationError, UnsupportedError
+from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
 from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
+from ocihook.ops.gpu_restore import check_node, fill_memory, resume_gpus
 from ocihook.ops.image_set import rehydrate_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
@@ -41,11 +43,11 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
     manifest = read_manifest(directory)
     if manifest is not None:
         _check_criu(manifest, criu_version(request.criu_pid))
-        status = os.stat(directory)
+        check_node(journal, manifest, request.criu_pid)
         journal.push(
             "rehydrated",
             directory=os.readlink(request.image_dir),
-            identity=[status.st_dev, status.st_ino],
+            identity=identity(directory),
             names=[image.name for image in manifest.packed_images],
         )
     with journal.phase("unpack") as phase:
@@ -53,7 +55,7 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
         rehydrate_image_set(directory, workers=pack_workers(settings), progress=while_criu_lives(journal))
     if manifest is None:
         return ""
-    journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes)
+    journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes, workers=pack_workers(settings))
     return f"container {manifest.container}: verified and unpacked {manifest.raw_bytes} bytes of memory"
 
 
@@ -75,8 +77,25 @@ def _major_minor(version: str) -> tuple[int, int]:
         return 0, 0
 
 
+def post_restore(journal: Journal, request: Request, directory: Path, _load_settings: Callable[[], Settings]) -> str:
+    """Write GPU memory that went past CRIU into the new processes, which wait in CRIU's restorer.
+
+    Here and not in pre-resume, where CRIU takes no veto: memory is mapped already, and nothing runs.
+
+    Raises:
+        OcihookError: to let the restore fail; CRIU kills the processes.
+    """
+    size = fill_memory(journal, request.init_pid, directory, while_criu_lives(journal))
+    return f"container {journal.container}: {size} bytes of GPU memory written" if size else ""
+
+
 def post_resume(journal: Journal, request: Request, _directory: Path, _load_settings: Callable[[], Settings]) -> str:
-    """Tell a restored application to go on, if its policy names a signal."""
+    """Give the processes of a restored container their GPUs back; tell its application to go on, if it is to be told.
+
+    Raises:
+        OcihookError: if there is no GPU state for it; CRIU ignores that, what has been done about it is said.
+    """
+    resume_gpus(journal, request.init_pid)
     policy: dict[str, Any] = journal.facts.get("policy", {})
     init = Process.find(request.init_pid)
     if init and policy.get("resume_signal"):

@@ -1,21 +1,19 @@
 """The inverse of every effect that a session can have on a node. Each may run twice, and long after CRIU is gone."""
 
 import logging
-import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ocihook.errors import OcihookError
-from ocihook.linux.cgroup import Freezer, find_freezer
-from ocihook.linux.procfs import Process, tracer_pid
-from ocihook.ops import image_set
+from ocihook.linux.cgroup import Freezer, wait_until_released
+from ocihook.linux.files import same_directory
+from ocihook.linux.procfs import Process
+from ocihook.ops import gpu_dump, gpu_restore, image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
 
 FREEZE_TIMEOUT_S = 10.0
-RELEASE_POLL_S = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +21,14 @@ log = logging.getLogger(__name__)
 def undo_interrupted(journal: Journal) -> None:
     """Undo what a stage had begun when its agent was killed, so that it can begin anew.
 
-    An application that was asked to quiesce is left so: it is asked once more, and told to go on at the end.
+    An application that was asked to quiesce is left so: it is asked once more, and told to go on at the end. What
+    earlier stages did stays, too: the dump goes on.
 
     Raises:
         OcihookError: if an effect cannot be undone.
     """
     for effect in reversed(journal.effects):
-        if effect["kind"] != "quiesced":
+        if effect["kind"] != "quiesced" and effect["stage"] == journal.stage:
             _undo(effect, journal, None)
 
 
@@ -73,45 +72,20 @@ def _refreeze(effect: Mapping[str, Any], journal: Journal, _timeout_s: float | N
 def _resume_application(effect: Mapping[str, Any], _journal: Journal, timeout_s: float | None) -> None:
     """Tell a quiesced application to go on, as soon as it can hear it."""
     init = Process(*effect["init"])
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    while not is_released(init):
-        if deadline is not None and time.monotonic() > deadline:
-            raise OcihookError(
-                f"process {init.pid} is still stopped by its engine or tracer after {timeout_s:g} s",
-                hint="let the container run (for instance `podman unpause`), then `ocihook recover`",
-            )
-        time.sleep(RELEASE_POLL_S)
+    wait_until_released(init, timeout_s)
     init.send(signal_number(effect["signal"]))
 
 
-def is_released(init: Process) -> bool:
-    """Tell whether a process runs freely, neither traced nor frozen; one that is gone is free, too."""
-    if not init.is_alive():
-        return True
-    freezer = find_freezer(init.pid)
-    return tracer_pid(init.pid) == 0 and not (freezer and freezer.is_frozen())
-
-
 def _finish_packing(effect: Mapping[str, Any], _journal: Journal, _timeout_s: float | None) -> None:
-    directory = same_directory(effect)
+    directory = same_directory(Path(effect["directory"]), effect["identity"])
     if directory:
         image_set.finish_packing(directory)
 
 
 def _dehydrate(effect: Mapping[str, Any], _journal: Journal, _timeout_s: float | None) -> None:
-    directory = same_directory(effect)
+    directory = same_directory(Path(effect["directory"]), effect["identity"])
     if directory:
         image_set.dehydrate(directory, effect["names"])
-
-
-def same_directory(effect: Mapping[str, Any]) -> Path | None:
-    """Return the directory that an effect was made in; None if it is gone, or another one is at its place."""
-    directory = Path(effect["directory"])
-    try:
-        status = os.stat(directory)
-    except OSError:
-        return None
-    return directory if [status.st_dev, status.st_ino] == effect["identity"] else None
 
 
 _INVERSES: Mapping[str, Callable[[Mapping[str, Any], Journal, float | None], None]] = {
@@ -119,4 +93,6 @@ _INVERSES: Mapping[str, Callable[[Mapping[str, Any], Journal, float | None], Non
     "quiesced": _resume_application,
     "packing": _finish_packing,
     "rehydrated": _dehydrate,
+    "gpu-checkpointed": gpu_dump.resume,
+    "gpu-restored": gpu_restore.resume,
 }

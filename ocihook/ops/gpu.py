@@ -1,0 +1,267 @@
+"""The CUDA processes of a container: found, locked, checkpointed and resumed, all of them at once.
+
+Every call to the driver is made in a process of its own with a limit on its time: it does not return while the
+process that it is about stands still.
+"""
+
+import logging
+import platform
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ocihook.cuda.driver import CudaDriver, CudaState, GpuMap
+from ocihook.cuda.nvml import Gpu, read_gpus
+from ocihook.cuda.process import CudaProcess
+from ocihook.cuda.signs import Signs, count_device_files, read_signs
+from ocihook.errors import CudaError, CudaLockTimeout, OcihookError
+from ocihook.linux.memory import Span, anonymous_spans, subtract
+from ocihook.linux.procfs import Process, descendants
+from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
+from ocihook.linux.workers import call_each
+
+CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
+COPY_TIMEOUT_S = 1800.0  # for what moves all memory of the GPUs, at 1 GiB/s and less
+ROOM_TIMEOUT_S = 60.0  # for memory on a GPU that was just left to come free
+_FIRST_LOCK_S = 0.5
+_LONGEST_LOCK_S = 5.0
+# Smaller mappings are left to CRIU. The driver's own is larger than any context, which takes 300 MiB and more.
+_MIN_REGION_BYTES = 1 << 20
+_MADV_HUGEPAGE = 14
+_POLL_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointedProcess(NamedTuple):
+    """A process whose GPU memory is in its own memory now, in these spans."""
+
+    process: Process
+    spans: tuple[Span, ...]
+
+
+def find_gpu_processes(init_pid: int) -> list[Signs]:
+    """Return the signs of those processes of a container that have to do with NVIDIA; the others are not touched."""
+    found = (read_signs(pid) for pid in descendants(init_pid))
+    return [signs for signs in found if signs.has_driver or signs.device_files]
+
+
+def read_node() -> tuple[str, list[Gpu]]:
+    """Return the driver's version and the node's GPUs.
+
+    Raises:
+        CudaUnsupported: if NVML does not answer.
+    """
+    (outcome,) = call_each(lambda _: read_gpus(), [None], timeout_s=CALL_TIMEOUT_S)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def states(driver: CudaDriver, processes: Sequence[Process]) -> dict[Process, CudaState | None]:
+    """Return the driver's state of each process; None for one without CUDA, or that has ended.
+
+    Raises:
+        CudaError: if the driver does not tell.
+    """
+    outcomes = call_each(lambda process: driver.state(process.pid), processes, timeout_s=CALL_TIMEOUT_S)
+    found: dict[Process, CudaState | None] = {}
+    for process, outcome in zip(processes, outcomes, strict=True):
+        if not isinstance(outcome, Exception):
+            found[process] = outcome
+        elif process.is_alive():
+            raise _as_cuda_error(outcome, process, "state")
+        else:
+            found[process] = None
+    return found
+
+
+def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float) -> None:
+    """Lock every process, or none.
+
+    Ranks of a job wait for one another inside CUDA: one that is locked can keep another from coming to its lock. So
+    the attempts are short, and when one fails all are unlocked for a moment.
+
+    Raises:
+        CudaLockTimeout: if they do not come to rest in time.
+        CudaError: on anything else. All are unlocked again.
+    """
+    deadline = time.monotonic() + timeout_s
+    attempt_s = min(_FIRST_LOCK_S, timeout_s)
+    while True:
+        failures = _on_each(
+            lambda process: driver.lock(process.pid, attempt_s),  # noqa: B023 - called at once
+            processes,
+            attempt_s + CALL_TIMEOUT_S,
+            "lock",
+        )
+        if not failures:
+            return
+        resume_all(driver, processes)
+        worst = next((f for f in failures.values() if not isinstance(f, CudaLockTimeout)), None)
+        left_s = deadline - time.monotonic()
+        if worst or left_s <= 0:
+            raise worst or next(iter(failures.values()))
+        time.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that ranks meet each other elsewhere
+        attempt_s = max(0.1, min(attempt_s * 1.5, _LONGEST_LOCK_S, left_s))
+
+
+def checkpoint_all(driver: CudaDriver, processes: Sequence[Process]) -> list[CheckpointedProcess]:
+    """Checkpoint every locked process; return where the driver put what.
+
+    All threads are held meanwhile but the one that the driver needs: what is new in memory afterwards is the driver's.
+
+    Raises:
+        CudaError: if one cannot be checkpointed, or keeps device files. Others may be checkpointed by then.
+        TraceError: if one cannot be held.
+    """
+    outcomes = call_each(lambda process: _checkpoint(driver, process), processes, timeout_s=COPY_TIMEOUT_S)
+    checkpointed = []
+    for process, outcome in zip(processes, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            if process.is_alive():
+                raise _as_cuda_error(outcome, process, "checkpoint")
+            continue
+        left = count_device_files(process.pid)
+        if left:
+            raise CudaError(
+                f"process {process.pid} has {left} device files open after its checkpoint, which CRIU cannot dump",
+                hint="close what uses the GPU outside CUDA (graphics, NVML of an older driver)",
+            )
+        checkpointed.append(CheckpointedProcess(process, tuple(outcome)))
+    return checkpointed
+
+
+def _checkpoint(driver: CudaDriver, process: Process) -> list[Span]:
+    with held(process.pid, without=driver.restore_thread_id(process.pid)) as threads:
+        before = anonymous_spans(process.pid)
+        advised: list[Span] = []
+
+        def new_spans() -> list[Span]:
+            spans = subtract(anonymous_spans(process.pid), before)
+            return [span for span in spans if span.size_bytes >= _MIN_REGION_BYTES]
+
+        def advise() -> None:
+            """Ask for huge pages as soon as there is a mapping, before the driver has touched much of it."""
+            if threads and not advised:
+                advised.extend(new_spans())
+                for span in advised:
+                    _advise(process.pid, threads[0], span, _MADV_HUGEPAGE)
+
+        (outcome,) = call_each(
+            driver.checkpoint, [process.pid], timeout_s=COPY_TIMEOUT_S, meanwhile=advise if _wants_advice() else None
+        )
+        if isinstance(outcome, Exception):
+            raise outcome
+        return new_spans()
+
+
+def _advise(pid: int, thread: HeldThread, span: Span, advice: int) -> None:
+    try:
+        thread.make_call("madvise", find_call_instruction(pid), span.start, span.size_bytes, advice)
+    except OSError as error:  # it is only slower then
+        log.warning("process %d: no huge pages: %s", pid, error)
+
+
+def _wants_advice() -> bool:
+    """Tell whether huge pages are for those who ask: `always` needs no asking, `never` does not listen."""
+    try:
+        return "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+
+
+def check_contents(checkpointed: Sequence[CheckpointedProcess], held_bytes: Mapping[int, int]) -> None:
+    """Check that the GPU memory of each process is in its checkpoint.
+
+    Args:
+        checkpointed: what the driver was seen to allocate.
+        held_bytes: GPU memory by pid, as it was before.
+
+    Raises:
+        CudaError: if there is less; such a checkpoint would be restored without GPU memory.
+    """
+    for process, spans in checkpointed:
+        found = sum(span.size_bytes for span in spans)
+        if found < held_bytes.get(process.pid, 0):
+            raise CudaError(
+                f"the checkpoint of process {process.pid} has {found} bytes of the {held_bytes[process.pid]} that it "
+                "held on the GPU"
+            )
+
+
+def held_by(gpus: Sequence[Gpu], pids: Sequence[int]) -> dict[int, int]:
+    """Return how many bytes each process holds on all GPUs together."""
+    return {pid: sum(gpu.held_bytes.get(pid, 0) for gpu in gpus) for pid in pids}
+
+
+def wait_for_room(need_bytes: Mapping[str, int]) -> None:
+    """Wait until every GPU has so much memory free, by UUID.
+
+    A process whose restore does not find enough is lost to CUDA for ever, so it is not even tried.
+
+    Raises:
+        CudaError: if there is not enough in time; nothing has been done then.
+    """
+    deadline = time.monotonic() + ROOM_TIMEOUT_S
+    while True:
+        gpus = {gpu.uuid: gpu for gpu in read_node()[1]}
+        short = [uuid for uuid, need in need_bytes.items() if uuid in gpus and gpus[uuid].free_bytes < need]
+        if not short:
+            return
+        if time.monotonic() > deadline:
+            gpu = gpus[short[0]]
+            others = ", ".join(str(pid) for pid in gpu.held_bytes) or "none that NVML shows"
+            raise CudaError(
+                f"GPU {gpu.uuid} has {gpu.free_bytes} bytes free, {need_bytes[gpu.uuid]} are needed",
+                hint=f"end what uses it: processes {others}",
+            )
+        time.sleep(_POLL_S)
+
+
+def resume_all(driver: CudaDriver, processes: Sequence[Process], gpu_map: GpuMap = ()) -> None:
+    """Bring every process back to running, from whatever state it is in.
+
+    Raises:
+        CudaError: if one does not come back; all others have.
+    """
+
+    def set_running(process: Process) -> None:
+        CudaProcess(driver, process.pid).set_running(gpu_map)
+
+    failures = _on_each(set_running, processes, COPY_TIMEOUT_S, "restore")
+    if failures:
+        raise next(iter(failures.values()))
+
+
+def end(processes: Sequence[Process]) -> None:
+    """Kill processes that cannot be given back what they had."""
+    for process in processes:
+        process.send(signal.SIGKILL)
+
+
+def _on_each(
+    function: Callable[[Process], Any], processes: Sequence[Process], timeout_s: float, verb: str
+) -> dict[Process, OcihookError]:
+    """Call `function` with every process at once; return the errors. One that has ended is no error."""
+    outcomes = call_each(function, processes, timeout_s=timeout_s)
+    return {
+        process: _as_cuda_error(outcome, process, verb)
+        for process, outcome in zip(processes, outcomes, strict=True)
+        if isinstance(outcome, Exception) and process.is_alive()
+    }
+
+
+def _as_cuda_error(error: Exception, process: Process, verb: str) -> OcihookError:
+    if isinstance(error, OcihookError):
+        return error
+    hint = "is the container frozen, or its process stopped by a debugger?" if isinstance(error, TimeoutError) else ""
+    return CudaError(f"CUDA {verb} of process {process.pid}: {error}", hint=hint)
+
+
+def machine() -> str:
+    """Return the processor's kind as the preflight has it."""
+    return platform.machine()

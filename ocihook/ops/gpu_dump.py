@@ -1,0 +1,240 @@
+"""The GPU part of a dump: lock, checkpoint and move out before CRIU begins, give back and resume when it is done."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ocihook.config import Policy
+from ocihook.cuda.driver import CudaDriver, CudaState
+from ocihook.cuda.nvml import Gpu
+from ocihook.errors import CudaError, IntegrityError, OcihookError, PreflightError
+from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_released
+from ocihook.linux.files import identity, same_directory
+from ocihook.linux.mounts import unpin_directory
+from ocihook.linux.procfs import Process, pid_below
+from ocihook.model import ContainerRef
+from ocihook.ops import gpu_memory
+from ocihook.ops.gpu import (
+    CheckpointedProcess,
+    check_contents,
+    checkpoint_all,
+    end,
+    find_gpu_processes,
+    held_by,
+    lock_all,
+    machine,
+    read_node,
+    resume_all,
+    states,
+    wait_for_room,
+)
+from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions
+from ocihook.ops.journal import Journal
+from ocihook.ops.preflight import Situation, refusals
+from ocihook.store.manifest import read_manifest
+from ocihook.store.packing import Progress
+
+EFFECT = "gpu-checkpointed"
+_MEMINFO = Path("/proc/meminfo")
+
+log = logging.getLogger(__name__)
+
+
+def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: Path, progress: Progress) -> None:
+    """Take the GPU away from every CUDA process of a container, whose tasks must be able to run.
+
+    Afterwards each is checkpointed, and its GPU memory is in packs in `directory`, or in its own memory if the policy
+    wants it to go through CRIU. The journal has an effect that brings all back.
+
+    Raises:
+        OcihookError: to refuse the dump; every process runs on as if nothing had been.
+    """
+    signs = find_gpu_processes(init_pid)
+    if not signs:
+        return
+    policy = Policy(**journal.facts["policy"])
+    processes = [process for s in signs if (process := Process.find(s.pid))]
+    driver = CudaDriver()
+    with journal.phase("gpu preflight"):
+        known = states(driver, processes)
+        version, gpus = read_node()
+        in_packs = policy.mode == "inline" and policy.gpu_memory == "packs"
+        situation = Situation(
+            driver_version=version,
+            machine=machine(),
+            processes=signs,
+            cuda_pids=frozenset(process.pid for process, state in known.items() if state),
+            gpus=gpus,
+            available_ram_bytes=_available_ram_bytes(),
+            cgroup_room_bytes=memory_headroom_bytes(init_pid),
+            free_disk_bytes=_free_bytes(directory) if policy.mode == "inline" else None,
+        )
+        _preflight(situation, policy)
+    # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
+    ours = [process for process, state in known.items() if state is CudaState.RUNNING]
+    if not ours:
+        return
+    names = {process: pid_below(init_pid, process.pid) for process in ours}
+    journal.push(
+        EFFECT,
+        processes=[[*process, names[process]] for process in ours],
+        need=need_by_gpu(gpus, [process.pid for process in ours]),
+        directory=image_dir,
+        identity=identity(directory),
+        moved=False,
+    )
+    journal.note(gpu=_gpu_facts(version, gpus, situation))
+    try:
+        with journal.phase("gpu lock"):
+            lock_all(driver, ours, policy.gpu_lock_timeout_s)
+        held_bytes = held_by(gpus, [process.pid for process in ours])
+        with journal.phase("gpu checkpoint") as phase:
+            checkpointed = checkpoint_all(driver, ours)
+            check_contents(checkpointed, held_bytes)
+            phase["bytes"] = sum(span.size_bytes for _, spans in checkpointed for span in spans)
+        if in_packs:
+            _move_out(journal, checkpointed, names, directory, progress)
+    except BaseException:
+        effect = journal.effect(EFFECT)
+        assert effect is not None
+        resume(effect, journal, None)
+        journal.pop(EFFECT)
+        raise
+
+
+def _preflight(situation: Situation, policy: Policy) -> None:
+    reasons = refusals(situation)
+    if reasons and policy.gpu_preflight == "refuse":
+        raise PreflightError("; ".join(reasons), hint="ocihook.io/gpu-preflight=warn takes the risk")
+    for reason in reasons:
+        log.warning("preflight: %s", reason)
+
+
+def need_by_gpu(gpus: list[Gpu], pids: list[int]) -> dict[str, int]:
+    """Return by UUID how many bytes processes hold together."""
+    need = {gpu.uuid: sum(gpu.held_bytes.get(pid, 0) for pid in pids) for gpu in gpus}
+    return {uuid: size for uuid, size in need.items() if size}
+
+
+def _gpu_facts(version: str, gpus: list[Gpu], situation: Situation) -> dict[str, Any]:
+    """Return what a restore has to know: the driver, and the GPUs that any process has open."""
+    minors = {minor for signs in situation.processes for minor in signs.gpu_minors}
+    pids = sorted(situation.cuda_pids)
+    devices = [
+        {**gpu.to_json(), "held_bytes": sum(gpu.held_bytes.get(pid, 0) for pid in pids)}
+        for gpu in gpus
+        if gpu.minor in minors
+    ]
+    return {"driver": version, "devices": devices, "processes": len(pids)}
+
+
+def _move_out(
+    journal: Journal,
+    checkpointed: list[CheckpointedProcess],
+    names: Mapping[Process, str],
+    directory: Path,
+    progress: Progress,
+) -> None:
+    discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
+    discard_regions(directory)
+    with journal.phase("gpu move out") as phase:
+        moved = gpu_memory.move_out(
+            checkpointed,
+            names,
+            directory,
+            container=journal.container or ContainerRef(id=""),
+            gpu=journal.facts["gpu"],
+            workers=int(journal.facts.get("workers", 1)),
+            durable=not journal.facts.get("leave_running"),
+            progress=progress,
+        )
+        phase["bytes"] = moved.raw_bytes
+        try:
+            gpu_memory.pin(moved, directory, journal.pins)
+        except OSError as error:
+            log.warning("GPU memory goes through CRIU, which is slower: %s", error)
+            unpin_directory(journal.pins)
+            discard_regions(directory)
+            return
+    with journal.phase("gpu release"):
+        journal.amend(EFFECT, moved=True)
+        gpu_memory.release(checkpointed)
+
+
+def moved_regions(journal: Journal) -> MovedRegions | None:
+    """Return what a dump has moved past CRIU, for the manifest of its image set; None if it has no GPU at all.
+
+    Raises:
+        OcihookError: if the record of it is gone; the image set is incomplete then.
+    """
+    gpu = journal.facts.get("gpu")
+    if gpu is None:
+        return None
+    effect = journal.effect(EFFECT)
+    if effect is None or not effect["moved"]:
+        return MovedRegions((), (), gpu)
+    moved = read_manifest(journal.pins)
+    if moved is None:
+        raise IntegrityError(f"{journal.pins}, which tells what GPU memory was moved, is gone")
+    return MovedRegions(moved.regions, moved.packs, gpu)
+
+
+def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None) -> None:
+    """Give the processes their memory and their GPU back: the inverse of `checkpoint_gpus`. May run twice.
+
+    Raises:
+        OcihookError: if a process stands still, or a GPU is full; it can be tried again.
+    """
+    processes = {name: Process(pid, ticks) for pid, ticks, name in effect["processes"]}
+    for process in processes.values():
+        wait_until_released(process, timeout_s)
+    alive = {name: process for name, process in processes.items() if process.is_alive()}
+    if alive:
+        try:
+            _resume(effect, journal, alive)
+        except (IntegrityError, CudaError) as error:
+            if isinstance(error, CudaError) and not error.result:
+                raise  # not the driver's last word
+            end(list(alive.values()))
+            log.error(
+                "container %s: its GPU state cannot be given back and is lost, its processes were killed: %s",
+                journal.container,
+                error,
+            )
+    unpin_directory(journal.pins)
+    directory = same_directory(Path(effect["directory"]), effect["identity"])
+    if directory:
+        discard_regions(directory)
+
+
+def _resume(effect: Mapping[str, Any], journal: Journal, alive: Mapping[str, Process]) -> None:
+    driver = CudaDriver()
+    if effect["moved"]:
+        with journal.phase("gpu give back") as phase:
+            try:
+                phase["bytes"] = gpu_memory.write_back(
+                    journal.pins, alive, workers=int(journal.facts.get("workers", 1))
+                )
+            except OSError as error:
+                if all(process.is_alive() for process in alive.values()):
+                    raise OcihookError(f"GPU memory cannot be given back: {error}") from error
+                log.warning("a process ended meanwhile: %s", error)
+    left = [process for process in alive.values() if process.is_alive()]
+    with journal.phase("gpu resume"):
+        if CudaState.CHECKPOINTED in states(driver, left).values():
+            wait_for_room(effect["need"])
+        resume_all(driver, left)
+
+
+def _available_ram_bytes() -> int:
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _free_bytes(directory: Path) -> int:
+    file_system = os.statvfs(directory)
+    return file_system.f_bavail * file_system.f_frsize

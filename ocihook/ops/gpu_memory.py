@@ -1,0 +1,143 @@
+"""The memory path: what the driver put into a process's memory goes into packs and back, past CRIU and in parallel.
+
+CRIU moves it at 1.4 to 2 GB/s on one thread. Here all cores read it straight from the process; then the process is
+made to drop it, so that CRIU finds a mapping without pages. The packs are pinned: they hold the only copy until it is
+back in the process or the process is gone, and an engine that removes a failed checkpoint must not take it along.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ocihook import __version__
+from ocihook.errors import OcihookError, TraceError
+from ocihook.linux.memory import memory_path
+from ocihook.linux.mounts import pin_file
+from ocihook.linux.procfs import Process
+from ocihook.linux.ptrace import HeldThread, find_call_instruction, thread_ids
+from ocihook.linux.workers import call_each
+from ocihook.model import ContainerRef
+from ocihook.ops.gpu import COPY_TIMEOUT_S, CheckpointedProcess
+from ocihook.ops.image_set import open_packs
+from ocihook.store.manifest import REGION_PACK_PREFIX, Manifest, Region, read_manifest, write_manifest
+from ocihook.store.packing import Progress, Source, no_progress, pack
+
+_MADV_DONTNEED = 4
+_RELEASE_BYTES = 1 << 30  # at a time: a call that takes so long as all of it would hold its thread for seconds
+
+
+def move_out(
+    checkpointed: Sequence[CheckpointedProcess],
+    names: Mapping[Process, str],
+    directory: Path,
+    *,
+    container: ContainerRef,
+    gpu: Mapping[str, Any],
+    workers: int,
+    durable: bool,
+    progress: Progress = no_progress,
+) -> Manifest:
+    """Copy the spans of checkpointed processes into packs in `directory`; they stay in the processes, too.
+
+    Returns:
+        What was moved. It is no manifest of the image set, which CRIU has not written yet.
+
+    Raises:
+        OSError: from the file system, a full one included.
+        OcihookError: on anything else that makes it impossible.
+    """
+    spans = [(process, span) for process, spans in checkpointed for span in spans]
+    sources = [Source(memory_path(process.pid), span.start, span.size_bytes) for process, span in spans]
+    rows, packs = pack(
+        sources, directory, prefix=REGION_PACK_PREFIX, workers=workers, durable=durable, progress=progress
+    )
+    for process, _ in spans:
+        if not process.is_alive():
+            raise OcihookError(f"process {process.pid} ended while its memory was read")
+    regions = [
+        Region(names[process], span.start, span.size_bytes, row)
+        for (process, span), row in zip(spans, rows, strict=True)
+    ]
+    return Manifest(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        writer=f"ocihook {__version__}",
+        container=container,
+        host={},
+        packed_images=(),
+        other_images=(),
+        packs=tuple(packs),
+        regions=tuple(regions),
+        gpu=gpu,
+    )
+
+
+def pin(moved: Manifest, directory: Path, pins: Path) -> None:
+    """Keep the packs of `directory` alive in `pins`, with what is in them.
+
+    Raises:
+        OSError: if they cannot be mounted there.
+    """
+    pins.mkdir(mode=0o700)
+    for info in moved.packs:
+        pin_file(directory / info.name, pins / info.name)
+    write_manifest(pins, moved, durable=False)  # neither they nor the process outlive a power loss
+
+
+def release(checkpointed: Sequence[CheckpointedProcess]) -> None:
+    """Make every process drop its spans, which read as zeros then.
+
+    Raises:
+        TraceError: if one cannot be made to; it may have dropped some.
+    """
+    outcomes = call_each(_release, checkpointed, timeout_s=COPY_TIMEOUT_S)
+    for (process, _), outcome in zip(checkpointed, outcomes, strict=True):
+        if isinstance(outcome, Exception) and process.is_alive():
+            raise TraceError(f"process {process.pid} did not give its memory back: {outcome}") from outcome
+
+
+def _release(checkpointed: CheckpointedProcess) -> None:
+    process, spans = checkpointed
+    if not spans:
+        return
+    instruction = find_call_instruction(process.pid)
+    thread = HeldThread(next(tid for tid in thread_ids(process.pid) if Process.find(tid)))
+    try:
+        for span in spans:
+            for start in range(span.start, span.end, _RELEASE_BYTES):
+                size = min(_RELEASE_BYTES, span.end - start)
+                thread.make_call("madvise", instruction, start, size, _MADV_DONTNEED)
+    finally:
+        thread.release()
+
+
+def write_back(
+    directory: Path, processes: Mapping[str, Process], *, workers: int, progress: Progress = no_progress
+) -> int:
+    """Write the regions of a manifest in `directory` into processes that stand still or wait for the driver.
+
+    Args:
+        directory: with manifest and packs.
+        processes: by the names that the regions have for them. Regions of others are left out.
+        workers: processes to use.
+        progress: told the bytes done.
+
+    Returns:
+        Bytes of the regions written.
+
+    Raises:
+        IntegrityError: if a pack is damaged.
+        OSError: if a process has not mapped a region, or is gone.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return 0
+    files = {
+        region: memory_path(processes[region.process].pid) for region in manifest.regions if region.process in processes
+    }
+    packs = open_packs(directory, manifest)
+    try:
+        packs.write_regions(files, workers=workers, progress=progress)
+    finally:
+        packs.close()
+    return sum(region.size_bytes for region in files)

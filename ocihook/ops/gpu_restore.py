@@ -1,0 +1,124 @@
+"""The GPU part of a restore: check before it, fill memory while all tasks wait, resume when they run."""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ocihook.cuda.driver import CudaDriver, CudaState
+from ocihook.errors import CudaError, IdentificationError, OcihookError
+from ocihook.linux.cgroup import wait_until_released
+from ocihook.linux.procfs import Process, descendants, pid_below
+from ocihook.oci.runtime import find_runtime_call, read_gpu_minors
+from ocihook.ops.gpu import end, find_gpu_processes, read_node, resume_all, states, wait_for_room
+from ocihook.ops.gpu_map import check_gpus, choose_gpu_map
+from ocihook.ops.gpu_memory import write_back
+from ocihook.ops.journal import Journal
+from ocihook.store.manifest import Manifest, read_manifest
+from ocihook.store.packing import Progress
+
+EFFECT = "gpu-restored"
+
+log = logging.getLogger(__name__)
+
+
+def check_node(journal: Journal, manifest: Manifest, criu_pid: int) -> None:
+    """Check that this node has what the container's GPU part needs, and record which GPUs it gets.
+
+    Raises:
+        OcihookError: to refuse the restore; nothing was started.
+    """
+    if not manifest.gpu:
+        return
+    CudaDriver()
+    version, gpus = read_node()
+    minors: frozenset[int] = frozenset()
+    with contextlib.suppress(IdentificationError, OSError):
+        call = find_runtime_call(criu_pid)
+        if call is not None and call.bundle:
+            minors = read_gpu_minors(criu_pid, call.bundle)
+    policy: Mapping[str, Any] = journal.facts.get("policy", {})
+    gpu_map = choose_gpu_map(manifest.gpu, gpus, given_minors=minors, wanted=str(policy.get("gpu_map", "")))
+    journal.note(gpu_map=[list(pair) for pair in gpu_map], need=check_gpus(manifest.gpu, gpus, version, gpu_map))
+
+
+def fill_memory(journal: Journal, init_pid: int, directory: Path, progress: Progress) -> int:
+    """Write the regions of a manifest into the new processes, which wait in CRIU's restorer; return the bytes.
+
+    Raises:
+        OcihookError: to let the restore fail; CRIU then kills them.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None or not manifest.regions:
+        return 0
+    processes = {pid_below(init_pid, pid): p for pid in descendants(init_pid) if (p := Process.find(pid))}
+    missing = {region.process for region in manifest.regions} - set(processes)
+    if missing:
+        raise OcihookError(
+            f"CRIU has restored no process {', '.join(sorted(missing))}, whose GPU memory is in the packs"
+        )
+    with journal.phase("gpu write back") as phase:
+        try:
+            phase["bytes"] = write_back(
+                directory, processes, workers=int(journal.facts.get("workers", 1)), progress=progress
+            )
+        except OSError as error:
+            raise OcihookError(f"GPU memory cannot be written into the restored processes: {error}") from error
+    return int(phase["bytes"])
+
+
+def resume_gpus(journal: Journal, init_pid: int) -> None:
+    """Give every checkpointed process of a restored container its GPU back; those that run already are left alone.
+
+    Raises:
+        OcihookError: if one does not get it; what became of the container is in the error.
+    """
+    signs = find_gpu_processes(init_pid)
+    if not signs:
+        return
+    processes = [process for s in signs if s.has_driver and (process := Process.find(s.pid))]
+    journal.push(EFFECT, processes=[list(process) for process in processes], init=list(Process.find(init_pid) or ()))
+    effect = journal.effect(EFFECT)
+    assert effect is not None
+    try:
+        _resume(effect, journal)
+    except CudaError as error:
+        raise _given_up(error, effect, journal) from error
+    finally:
+        journal.pop(EFFECT)
+
+
+def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None) -> None:
+    """Do what `resume_gpus` was to do when it was interrupted. May run twice.
+
+    Raises:
+        FreezeError: if a process stands still; it can be tried again.
+    """
+    for ids in effect["processes"]:
+        wait_until_released(Process(*ids), timeout_s)
+    try:
+        _resume(effect, journal)
+    except CudaError as error:
+        log.error("%s", _given_up(error, effect, journal))
+
+
+def _resume(effect: Mapping[str, Any], journal: Journal) -> None:
+    processes = [process for ids in effect["processes"] if (process := Process(*ids)).is_alive()]
+    driver = CudaDriver()
+    known = states(driver, processes)
+    waiting = [process for process, state in known.items() if state not in {None, CudaState.RUNNING}]
+    if not waiting:
+        return
+    with journal.phase("gpu resume"):
+        if CudaState.CHECKPOINTED in known.values():
+            wait_for_room(journal.facts.get("need", {}))
+        resume_all(driver, waiting, [(old, new) for old, new in journal.facts.get("gpu_map", ())])
+
+
+def _given_up(error: CudaError, effect: Mapping[str, Any], journal: Journal) -> CudaError:
+    """Do with the container what its policy says, and return the error that tells."""
+    if journal.facts.get("policy", {}).get("on_gpu_restore_error") == "keep":
+        return CudaError(f"{error}. Its processes wait for their GPU state for ever, as the policy wants it")
+    end([Process(*ids) for ids in (effect["init"], *effect["processes"]) if ids])
+    return CudaError(f"{error}. Its processes were killed: without their GPU state they cannot go on")

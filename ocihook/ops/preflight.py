@@ -1,0 +1,104 @@
+"""What is known before a dump to come back never: refused while the container still runs and nothing is touched.
+
+A checkpoint of CUDA can succeed whose restore fails, and the job is lost then, left running or not. What is checked
+here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json) or is NVIDIA's own word.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ocihook.cuda.nvml import Gpu
+from ocihook.cuda.signs import Signs
+
+_FIRST_DRIVER = 570
+_FIRST_DRIVER_WITH_IPC = 610
+_FIRST_DRIVER_ON_ARM = 610
+# The transports that are left with these, sockets and shared memory, survive; P2P, NVLS and cuMem do not.
+_NCCL_NEEDS: Mapping[str, str] = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """A container with CUDA processes, and the node that it is on."""
+
+    driver_version: str  # as in 580.159.04
+    machine: str
+    processes: Sequence[Signs]  # that have to do with NVIDIA
+    cuda_pids: frozenset[int]  # those of them that the driver can checkpoint
+    gpus: Sequence[Gpu]
+    available_ram_bytes: int
+    cgroup_room_bytes: int | None  # None: no limit
+    free_disk_bytes: int | None  # where packs go; None: there are none
+
+    @property
+    def held_bytes(self) -> int:
+        """GPU memory that the processes hold."""
+        return sum(gpu.held_bytes.get(pid, 0) for gpu in self.gpus for pid in self.cuda_pids)
+
+
+def refusals(situation: Situation) -> list[str]:
+    """Return every reason not to dump, each with what to do about it; [] if none is seen."""
+    return [*_about_node(situation), *(r for signs in situation.processes for r in _about_process(signs, situation))]
+
+
+def _about_node(situation: Situation) -> Iterator[str]:
+    major = driver_major(situation.driver_version)
+    if major < _FIRST_DRIVER:
+        yield f"driver {situation.driver_version} cannot checkpoint: install {_FIRST_DRIVER} or later"
+    if situation.machine == "aarch64" and major < _FIRST_DRIVER_ON_ARM:
+        yield f"driver {situation.driver_version} cannot checkpoint on Arm: install {_FIRST_DRIVER_ON_ARM} or later"
+    need = situation.held_bytes
+    if need > situation.available_ram_bytes:
+        yield (
+            f"the driver copies {_gib(need)} of GPU memory into the node's, which has "
+            f"{_gib(situation.available_ram_bytes)} left: free memory on the node"
+        )
+    if situation.cgroup_room_bytes is not None and need > situation.cgroup_room_bytes:
+        yield (
+            f"the driver copies {_gib(need)} of GPU memory into the container's own, whose memory limit leaves "
+            f"{_gib(situation.cgroup_room_bytes)}; the kernel would kill it: raise the container's memory limit"
+        )
+    if situation.free_disk_bytes is not None and need > situation.free_disk_bytes:
+        yield (
+            f"{_gib(need)} of GPU memory may not fit where the engine puts checkpoints, which has "
+            f"{_gib(situation.free_disk_bytes)} free: free space there"
+        )
+
+
+def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
+    who = f"process {signs.pid}"
+    gpus = [gpu for gpu in situation.gpus if gpu.minor in signs.gpu_minors]
+    if signs.has_mig or any(gpu.mig for gpu in gpus):
+        yield f"{who} uses a MIG instance, which the driver cannot restore: use a whole GPU"
+    if any(signs.pid in gpu.mps_pids for gpu in gpus) or "CUDA_MPS_PIPE_DIRECTORY" in signs.environment:
+        yield f"{who} is a client of MPS, which the driver cannot checkpoint: run it without MPS"
+    if signs.pid not in situation.cuda_pids and signs.device_files:
+        yield (
+            f"{who} holds {signs.device_files} of NVIDIA's device files without a CUDA context of its own, as after a "
+            "fork without exec (a DataLoader's worker): start workers with 'spawn', or before CUDA is first used"
+        )
+    if signs.has_nccl:
+        missing = [f"{name}={value}" for name, value in _NCCL_NEEDS.items() if signs.environment.get(name) != value]
+        if missing:
+            yield (
+                f"{who} has an NCCL communicator that may use P2P, NVLS or cuMem; the checkpoint would succeed, its "
+                f"restore fail: start the container with {' '.join(missing)}"
+            )
+    if signs.has_io_uring:
+        yield f"{who} uses io_uring, which CRIU cannot dump: set UV_USE_IO_URING=0 (torch), or turn it off"
+
+
+def driver_major(version: str) -> int:
+    """Return the first number of a driver's version, 0 if it has none."""
+    first = version.split(".", 1)[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.1f} GiB"
