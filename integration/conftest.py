@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from integration import cuda
 from integration.namespace import is_required
 
 HERE = Path(__file__).parent
@@ -39,3 +40,9 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     binary = tmp_path_factory.mktemp("workload") / "workload"
     subprocess.run(["gcc", "-O2", "-static", "-s", "-o", binary, HERE / "workload.c"], check=True, timeout=120)
     return binary
+
+
+@pytest.fixture(scope="session")
+def cuda_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the stand-in for the driver and the program that uses it."""
+    return cuda.build(tmp_path_factory.mktemp("cuda"))

@@ -3,12 +3,16 @@
 import re
 import sys
 import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from integration.namespace import Namespace, wait_for
+from integration import cuda
+from integration.namespace import CommandError, Namespace, wait_for
 
 SITE = Path(__file__).parents[2]
 IMAGE = "localhost/workload:latest"
+GPU: Mapping[int, int] = MappingProxyType({0: 3})
 
 _SETUP = """
 mkdir -p "$1/mounts" "$1/podman"
@@ -38,7 +42,9 @@ exec /usr/bin/crun "$@"
 class Podman:
     """One podman, in a namespace of its own."""
 
-    def __init__(self, scratch: Path, runtime: str, workload: Path, *, size: str = "") -> None:
+    def __init__(
+        self, scratch: Path, runtime: str, workload: Path, *, size: str = "", cuda_files: Path | None = None
+    ) -> None:
         self.scratch = scratch
         self.namespace = Namespace(_SETUP, [str(scratch), size])
         self.configure("[agent]\nidle_timeout_s = 2\n")
@@ -47,9 +53,11 @@ class Podman:
             self.runtime = str(scratch / "crun")
             Path(self.runtime).write_text(_CRUN)
             Path(self.runtime).chmod(0o755)
-        self._import_image(workload)
+        if cuda_files:
+            cuda.install_driver(self.namespace, cuda_files)
+        self._import_image(workload, cuda_files)
 
-    def _import_image(self, workload: Path) -> None:
+    def _import_image(self, workload: Path, cuda_files: Path | None) -> None:
         archive = self.scratch / "image.tar"
         with tarfile.open(archive, "w") as tar:
             for name in ("run", "tmp", "proc", "sys", "dev", "etc"):
@@ -57,6 +65,8 @@ class Podman:
                 entry.type, entry.mode = tarfile.DIRTYPE, 0o755
                 tar.addfile(entry)
             tar.add(workload, "workload")
+            if cuda_files:
+                cuda.add_to_image(tar, cuda_files)
         self("import", str(archive), IMAGE)
 
     def __call__(self, *arguments: str, check: bool = True) -> str:
@@ -64,7 +74,11 @@ class Podman:
         store = self.scratch / "podman"
         where = ["--root", str(store), "--runroot", "/run/podman-test", "--tmpdir", "/run/podman-test/tmp"]
         how = ["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs", "--runtime", self.runtime]
-        return self.namespace.run("podman", *where, *how, *arguments, check=check, TMPDIR=str(self.scratch))
+        try:
+            return self.namespace.run("podman", *where, *how, *arguments, check=check, TMPDIR=str(self.scratch))
+        except CommandError as error:
+            log = self.namespace.path("/run/ocihook/agent.log")
+            raise CommandError(f"{error}\n{log.read_text() if log.exists() else 'no agent'}") from error
 
     def ocihook(self, *arguments: str, check: bool = True) -> str:
         """Run an ocihook command inside."""
@@ -93,9 +107,35 @@ class Podman:
         self(*command, *options, IMAGE, "/workload", str(memory))
         wait_for(f"{name} to count", lambda: self.count(name)[0] > 2)
 
+    def start_cuda(
+        self,
+        name: str,
+        mib: int = 24,
+        *words: str,
+        gpus: Mapping[int, int] = GPU,
+        options: Sequence[str] = (),
+        **annotations: str,
+    ) -> None:
+        """Run a CUDA workload and wait until it counts.
+
+        Args:
+            name: of the container.
+            mib: to hold on each GPU.
+            words: what else the workload is to do.
+            gpus: number in the container's /dev and minor of each GPU that it gets.
+            options: of podman run.
+            annotations: of ocihook, without prefix.
+        """
+        devices = [("/dev/null", "ctl"), *((cuda.GPU_NODES[minor], str(n)) for n, minor in gpus.items())]
+        given = [f"--device={node}:/dev/nvidia{number}" for node, number in devices]
+        given += [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
+        command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0"]
+        self(*command, *given, *options, IMAGE, "/cuda_workload", str(mib), *words)
+        wait_for(f"{name} to count", lambda: self.count(name)[0] > 2)
+
     def count(self, name: str) -> tuple[int, str]:
         """Return the last count and checksum that a workload has printed."""
-        found = re.findall(r"count (\d+) checksum (\w+)$", self("logs", name), re.MULTILINE)
+        found = re.findall(r"^count (\d+) checksum (\w+)$", self("logs", name), re.MULTILINE)
         return (int(found[-1][0]), found[-1][1]) if found else (0, "")
 
     def is_running(self, name: str) -> bool:

@@ -17,10 +17,10 @@ from ocihook.cuda.driver import CudaDriver, CudaState, GpuMap
 from ocihook.cuda.nvml import Gpu, read_gpus
 from ocihook.cuda.process import CudaProcess
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
-from ocihook.errors import CudaError, CudaLockTimeout, OcihookError
+from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError
 from ocihook.linux.memory import Span, anonymous_spans, subtract
 from ocihook.linux.procfs import Process, descendants
-from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
+from ocihook.linux.ptrace import HeldThread, find_call_instruction, held, thread_ids
 from ocihook.linux.workers import call_each
 
 CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
@@ -136,7 +136,10 @@ def checkpoint_all(driver: CudaDriver, processes: Sequence[Process]) -> list[Che
 
 
 def _checkpoint(driver: CudaDriver, process: Process) -> list[Span]:
-    with held(process.pid, without=driver.restore_thread_id(process.pid)) as threads:
+    able = driver.restore_thread_id(process.pid)
+    if able not in thread_ids(process.pid):  # it would be held with the others, and the call would not return
+        raise TraceError(f"the driver's thread {able} is none of process {process.pid}'s")
+    with held(process.pid, without=able) as threads:
         before = anonymous_spans(process.pid)
         advised: list[Span] = []
 

@@ -1,0 +1,50 @@
+"""A node with a stand-in for NVIDIA's driver, and the container that uses it."""
+
+import re
+import subprocess
+import tarfile
+from pathlib import Path
+
+from integration.namespace import Namespace
+
+HERE = Path(__file__).parent
+SCRIPT = "/run/ocihook-fake-cuda"
+# Device files of the stand-in are nodes that exist everywhere; their minors tell them apart.
+GPU_NODES = {3: "/dev/null", 5: "/dev/zero", 7: "/dev/full"}
+
+
+def build(directory: Path) -> Path:
+    """Build the stand-in and the workload; return the directory with them."""
+    library = directory / "libcuda.so.1"
+    strict = ["-O2", "-Wall", "-Wextra", "-Werror"]
+    source = HERE.parent / "tests/fakes/cuda/libcuda.c"
+    for options in (
+        ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source, "-lpthread"],
+        # Like the real one it brings libcuda along, and here all of it is in there.
+        ["-shared", "-Wl,-soname,libnvidia-ml.so.1,--no-as-needed", "-o", directory / "libnvidia-ml.so.1", library],
+        ["-o", directory / "cuda_workload", HERE / "cuda_workload.c", library, "-lpthread", "-ldl"],
+    ):
+        subprocess.run(["gcc", *strict, *options], check=True, timeout=60)
+    return directory
+
+
+def add_to_image(tar: tarfile.TarFile, built: Path) -> None:
+    """Put the workload and the libraries that it needs into a container's file system."""
+    tar.add(built / "cuda_workload", "cuda_workload")
+    tar.add(built / "libcuda.so.1", "lib/x86_64-linux-gnu/libcuda.so.1")
+    listed = subprocess.run(["ldd", "/bin/true"], capture_output=True, text=True, check=True, timeout=10).stdout
+    for path in re.findall(r"(/\S+) \(0x", listed):
+        tar.add(Path(path).resolve(), path.lstrip("/"))
+
+
+def install_driver(namespace: Namespace, built: Path) -> None:
+    """Let every program of a node find the stand-in."""
+    namespace.path("/etc/ld.so.conf.d/000-ocihook-test.conf").write_text(f"{built}\n")
+    namespace.run("ldconfig")
+
+
+def script(namespace: Namespace, *lines: str) -> None:
+    """Tell the stand-in what is to go wrong from now on; nothing: all is well."""
+    path = namespace.path(SCRIPT)
+    path.with_name("ocihook-fake-cuda.new").write_text("".join(f"{line}\n" for line in lines))
+    path.with_name("ocihook-fake-cuda.new").replace(path)
