@@ -1,0 +1,94 @@
+"""What runs in the containers of run.py: each prints `count N checksum H` after every round of work on its GPUs.
+
+programs.py hold GIB            bf16 weights on every GPU, summed up whole in every round; a counter on the GPU
+programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
+programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
+"""
+
+import hashlib
+import os
+import struct
+import sys
+import time
+
+import torch
+
+PAUSE_S = 0.02
+
+
+def say(count: int, checksum: str) -> None:
+    print(f"count {count} checksum {checksum}", flush=True)
+
+
+def hold(gib: float) -> None:
+    torch.manual_seed(0)
+    weights = []
+    for number in range(torch.cuda.device_count()):
+        part = torch.empty(int(gib * 2**30 / 2), dtype=torch.bfloat16, device=f"cuda:{number}")
+        for piece in part.split(1 << 28):
+            piece.normal_(0, 0.02)
+        weights.append(part.view(torch.int64))
+    counter = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    while True:
+        counter += 1
+        digest = hashlib.sha256()
+        for part in weights:
+            for piece in part.split(1 << 28):  # a sum over all of it, weighted so that order counts
+                digest.update(struct.pack("<q", int((piece[::2] - 3 * piece[1::2]).sum())))
+        say(int(counter), digest.hexdigest()[:16])
+        time.sleep(PAUSE_S)
+
+
+def train(steps: int) -> None:
+    torch.manual_seed(1)
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's signature
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.Embedding(1000, 512), torch.nn.TransformerEncoder(layer, 6)).cuda()
+    head = torch.nn.Linear(512, 1000).cuda()
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=3e-4)
+    for step in range(1, steps + 1):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 1000, (16, 128), generator=generator).cuda()
+        loss = torch.nn.functional.cross_entropy(head(model(tokens)).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say(step, struct.pack(">f", loss.item()).hex())
+        time.sleep(PAUSE_S)
+    time.sleep(3600)
+
+
+def nccl_rank(rank: int, world: int, gib: float) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    weights = torch.empty(int(gib * 2**30 / 2), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+    ones = torch.ones(1 << 20, device="cuda")
+    count = 0
+    while True:
+        count += 1
+        ones.fill_(count)
+        dist.all_reduce(ones)
+        assert float(ones[0]) == count * world
+        checksum = int(weights.view(torch.int64).sum())
+        if rank == 0:
+            say(count, f"{checksum & 0xFFFFFFFFFFFFFFFF:016x}")
+        time.sleep(PAUSE_S)
+
+
+def nccl(gib: float) -> None:
+    import torch.multiprocessing as mp
+
+    mp.set_start_method("spawn")
+    world = torch.cuda.device_count()
+    ranks = [mp.Process(target=nccl_rank, args=(rank, world, gib)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
+if __name__ == "__main__":
+    {"hold": hold, "nccl": nccl}.get(sys.argv[1], lambda steps: train(int(steps)))(float(sys.argv[2]))

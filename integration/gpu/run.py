@@ -1,0 +1,325 @@
+"""Checkpoints and restores GPU containers on a real node, under stock runc and CRIU, and prints what it took.
+
+    run.py RESULTS_DIR CASE...     on a GPU node, as root, with torch and driver >= 570; no network needed
+
+Before, on a machine with network: `integration/node-setup forky DIR; integration/gpu/carry DIR 3.12` fills .gpu-node/.
+A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
+`always` (huge pages for everybody; else for those who ask), `running` (left running), `gpus=N`, `swap` (restored with the
+first two GPUs changed for one another), `warm=GIB` (memory of the machine to touch before). One JSON object a case is
+written, and a table printed.
+
+    run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).parents[2]
+CARRIED = PROJECT / ".gpu-node"
+WORK = Path("/tmp/ocihook-gpu")
+IMAGES = WORK / "images"
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SESSIONS = Path("/run/ocihook")
+COMMAND_TIMEOUT_S = 300
+NCCL = {
+    "NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+    "NCCL_IB_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "UV_USE_IO_URING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}  # fmt: skip
+
+
+def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(word) for word in words], text=True, timeout=COMMAND_TIMEOUT_S, check=False, **options)
+
+
+def set_up() -> None:
+    """Install what was carried, the driver's library path, and ocihook."""
+    wheels = CARRIED / "wheels"
+    if wheels.exists():
+        command(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", wheels,
+                *(path.name.split("-")[0].replace("_", "-") for path in wheels.iterdir()))  # fmt: skip
+    for program in ("criu", "runc"):
+        if (CARRIED / "bin" / program).exists():
+            link = Path("/usr/sbin") / program
+            link.unlink(missing_ok=True)
+            link.symlink_to(CARRIED / "bin" / program)
+    paths = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    Path("/etc/ld.so.conf.d/000-ocihook-gpu.conf").write_text("".join(f"{path}\n" for path in paths if path))
+    command("ldconfig", stderr=subprocess.DEVNULL)
+    shutil.rmtree(WORK, ignore_errors=True)
+    IMAGES.mkdir(parents=True)
+    command("mount", "-t", "tmpfs", "-o", "size=90%", "tmpfs", IMAGES)
+    Path("/etc/criu").mkdir(exist_ok=True)
+    installed = command(sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", cwd=PROJECT)
+    assert installed.returncode == 0
+    Path("/etc/ocihook").mkdir(exist_ok=True)
+    cores = os.cpu_count() or 1
+    Path("/etc/ocihook/config.toml").write_text(f"[agent]\nmemory_bound_bytes = {(cores * 24 + 64) << 20}\n")
+
+
+def warm(gib: int) -> None:
+    """Touch memory once: a virtual machine gets it from its host only then, which is no part of a checkpoint."""
+    memory = mmap.mmap(-1, gib << 30)
+
+    def touch(number: int) -> None:
+        for offset in range(number << 30, (number + 1) << 30, 1 << 20):
+            memory[offset : offset + (1 << 20)] = b"\1" * (1 << 20)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(touch, range(gib)))
+    memory.close()
+
+
+class Container:
+    """A program under runc, whose output is read as it comes."""
+
+    def __init__(self, name: str, program: list[str], gpus: list[int], annotations: dict[str, str]) -> None:
+        self.name = name
+        self.lines: list[tuple[float, int, str]] = []
+        self.output: list[str] = []
+        self.bundle = WORK / name
+        self._program, self._gpus, self._annotations = program, gpus, annotations
+        shutil.rmtree(self.bundle, ignore_errors=True)
+        (self.bundle / "rootfs").mkdir(parents=True)
+        command("runc", "spec", cwd=self.bundle)
+        self.configure(gpus)
+        self._reader, self._writer = os.pipe()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def configure(self, gpus: list[int]) -> None:
+        """Write config.json with these GPUs (their minors)."""
+        path = self.bundle / "config.json"
+        config = json.loads(path.read_text())
+        config["root"]["readonly"] = False
+        process = config["process"]
+        process["terminal"] = False
+        process["cwd"] = "/tmp"
+        process["args"] = self._program
+        kept = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
+        process["env"] = [f"{key}={value}" for key, value in {**kept, **NCCL, "HOME": "/root",
+                          "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}.items()]  # fmt: skip
+        config["annotations"] = {f"ocihook.io/{key}": value for key, value in self._annotations.items()}
+        config["mounts"] = [
+            m for m in config["mounts"] if m["destination"] in ("/proc", "/dev", "/dev/pts", "/dev/shm")
+        ]
+        shared = ("/usr", "/opt", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/usr/local/nvidia", "/tmp", str(PROJECT))
+        config["mounts"] += [
+            {"destination": d, "source": os.path.realpath(d), "type": "bind", "options": ["bind", "rw"]}
+            for d in dict.fromkeys(shared)
+            if os.path.isdir(d)
+        ]
+        linux = config["linux"]
+        linux["namespaces"] = [n for n in linux["namespaces"] if n["type"] in ("pid", "mount", "ipc", "uts")]
+        names = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", *(f"/dev/nvidia{n}" for n in gpus)]
+        linux["devices"] = [
+            {"path": name, "type": "c", "major": os.major(status.st_rdev), "minor": os.minor(status.st_rdev),
+             "fileMode": 0o666, "uid": 0, "gid": 0}
+            for name in names if os.path.exists(name) and (status := os.stat(name))
+        ]  # fmt: skip
+        linux["resources"] = {"devices": [{"allow": True, "access": "rwm"}]}
+        for key in ("maskedPaths", "readonlyPaths", "seccomp"):
+            linux.pop(key, None)
+        path.write_text(json.dumps(config))
+
+    def _read(self) -> None:
+        with open(self._reader, errors="replace", closefd=False) as stream:
+            for line in stream:
+                match = re.match(r"count (\d+) checksum (\w+)", line)
+                if match:
+                    self.lines.append((time.time(), int(match[1]), match[2]))
+                else:
+                    self.output.append(line.rstrip())
+
+    def _stdio(self) -> dict[str, Any]:
+        return {"stdin": subprocess.DEVNULL, "stdout": self._writer, "stderr": self._writer}
+
+    def start(self) -> None:
+        command("runc", "run", "-d", self.name, cwd=self.bundle, **self._stdio())
+        self.wait_for(10)
+
+    def wait_for(self, more: int, limit_s: float = 120) -> None:
+        """Wait for so many more lines."""
+        wanted, deadline = len(self.lines) + more, time.time() + limit_s
+        while len(self.lines) < wanted:
+            if time.time() > deadline:
+                raise TimeoutError(f"{self.name} prints nothing more: {self.output[-5:]}")
+            time.sleep(0.005)
+
+    def dump(self, image_dir: Path, *, leave_running: bool) -> float:
+        options = ["--leave-running"] if leave_running else []
+        began = time.time()
+        done = command("runc", "checkpoint", *options, "--image-path", image_dir, "--work-path", self.bundle, self.name,
+                       capture_output=True)  # fmt: skip
+        seconds = time.time() - began
+        if done.returncode:
+            raise RuntimeError(f"{done.stderr[-600:]} {self.complaints('dump.log')}")
+        return seconds
+
+    def restore(self, image_dir: Path) -> float:
+        began = time.time()
+        done = command("runc", "restore", "-d", "--image-path", image_dir, "--work-path", self.bundle, self.name,
+                       cwd=self.bundle, **self._stdio())  # fmt: skip
+        seconds = time.time() - began
+        if done.returncode:
+            raise RuntimeError(f"{self.output[-5:]} {self.complaints('restore.log')}")
+        return seconds
+
+    def complaints(self, name: str) -> list[str]:
+        path = self.bundle / name
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return [line for line in lines if re.search(r"Error|ocihook", line) and "RLIMIT" not in line][-8:]
+
+    def remove(self) -> None:
+        command("runc", "delete", "-f", self.name, capture_output=True)
+
+
+def last_session(stage: str, container: str) -> dict[str, Any]:
+    """Return the journal of the newest session for a container that handled a stage, once it has ended."""
+    deadline = time.time() + 60
+    while list((SESSIONS / "sessions").glob("*.json")) and time.time() < deadline:
+        time.sleep(0.02)
+    found = [json.loads(path.read_text()) for path in (SESSIONS / "history").glob("*.json")]
+    found = [s for s in found if stage in s["stages"] and s["container"] and s["container"]["id"] == container]
+    return max(found, key=lambda session: float(session["began"]), default={"phases": [], "facts": {}, "stages": {}})
+
+
+def phases(session: dict[str, Any]) -> dict[str, float]:
+    return {phase["name"]: round(phase["seconds"], 3) for phase in session["phases"]}
+
+
+def run_case(case: str, number: int) -> dict[str, Any]:
+    """Run one case; return its row."""
+    program, size, *options = case.split(":")
+    values = dict(option.split("=") for option in options if "=" in option)
+    count = int(values.get("gpus", "1"))
+    is_baseline, leave_running = "criu" in options, "running" in options
+    THP.write_text("always" if "always" in options else "madvise")
+    if "warm" in values:
+        warm(int(values["warm"]))
+    annotations = {"mode": "off"} if is_baseline else {}
+    if "swap" in options:
+        uuids = re.findall(r"UUID: (GPU-[0-9a-f-]+)", command("nvidia-smi", "-L", capture_output=True).stdout)
+        first, second = uuids[:2]
+        annotations["gpu-map"] = f"{first}={second},{second}={first}"
+    words = [sys.executable, str(PROJECT / "integration/gpu/programs.py"), program, size]
+    if program == "c":  # cuda_workload.c, to try this script where there is no torch
+        words = ["/tmp/ocihook-cuda/cuda_workload", size]
+    gpus = list(range(count))
+    container = Container(f"case{number}", words, gpus, annotations)
+    image_dir = IMAGES / container.name
+    row: dict[str, Any] = {"case": case, "gpus": count, "memory_path": not is_baseline, "left_running": leave_running}
+    row["thp"] = "always" if "always" in options else "madvise"
+    try:
+        container.start()
+        row["dump_s"] = container.dump(image_dir, leave_running=leave_running)
+        if leave_running:
+            before = len(container.lines)
+            container.wait_for(3)
+            times = [line[0] for line in container.lines]
+            row["frozen_s"] = max(b - a for a, b in zip(times[: before + 3], times[1 : before + 3], strict=False))
+        lines_at_dump = len(container.lines)
+        session = last_session("pre-dump", container.name)
+        dump = phases(session)
+        row["dump_phases"] = dump
+        row["dump_driver_s"] = dump.get("gpu lock", 0) + dump.get("gpu checkpoint", 0)
+        row["vram_bytes"] = sum(p["bytes"] for p in session["phases"] if p["name"] == "gpu checkpoint")
+        row["stored_bytes"] = sum(path.stat().st_size for path in image_dir.iterdir())
+        if leave_running:
+            row["resume_driver_s"] = dump.get("gpu resume", 0)
+            command("runc", "kill", container.name, "KILL", capture_output=True)
+            time.sleep(1)
+            lines_at_dump = len(container.lines)
+            container.remove()
+        row["restore_s"] = container.restore(image_dir)
+        container.wait_for(5)
+        session = last_session("post-resume", container.name)
+        row["restore_phases"] = phases(session)
+        row["restore_driver_s"] = row["restore_phases"].get("gpu resume", 0)
+        row["verified"] = verify(container, program, lines_at_dump, leave_running=leave_running)
+    finally:
+        container.remove()
+        shutil.rmtree(image_dir, ignore_errors=True)
+    return row
+
+
+def verify(container: Container, program: str, lines_at_dump: int, *, leave_running: bool) -> bool:
+    """Tell whether it went on where it was with the memory it had; a training's losses are compared elsewhere."""
+    before, after = container.lines[:lines_at_dump], container.lines[lines_at_dump:]
+    if program == "train":
+        container.wait_for(max(0, 120 - len(container.lines)))
+        losses: dict[int, set[str]] = {}
+        for _, step, loss in container.lines + reference_losses():
+            losses.setdefault(step, set()).add(loss)
+        steps = [step for _, step, _ in container.lines]
+        return len(steps) >= 120 and all(len(seen) == 1 for seen in losses.values())
+    same = len({checksum for _, _, checksum in container.lines}) == 1
+    return same and (leave_running or after[0][1] == before[-1][1] + 1) and after[-1][1] > after[0][1]
+
+
+def reference_losses() -> list[tuple[float, int, str]]:
+    """Return the losses of the same training without an interruption."""
+    reference = Container(
+        "reference", [sys.executable, str(PROJECT / "integration/gpu/programs.py"), "train", "150"], [0], {}
+    )
+    reference.start()
+    try:
+        reference.wait_for(130)
+    finally:
+        reference.remove()
+    return reference.lines
+
+
+COLUMNS = ("case", "gpus", "thp", "dump_s", "dump_driver_s", "frozen_s", "restore_s", "restore_driver_s", "stored_bytes",
+           "verified")  # fmt: skip
+
+
+def main() -> None:
+    results = Path(sys.argv[1])
+    results.mkdir(exist_ok=True)
+    set_up()
+    query = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", capture_output=True)
+    name, _, driver = query.stdout.strip().split("\n")[0].partition(", ")
+    facts = {"gpu": name, "driver": driver, "kernel": platform.release().split("-")[0],
+             "date": datetime.now(UTC).date().isoformat(), "cores": os.cpu_count()}  # fmt: skip
+    rows = []
+    print(" ".join(f"{column:>16}" for column in COLUMNS), flush=True)
+    for number, case in enumerate(sys.argv[2:]):
+        began = time.time()
+        try:
+            row = {**facts, **run_case(case, number)}
+            print(
+                " ".join(f"{_shown(row.get(column)):>16}" for column in COLUMNS),
+                f"({time.time() - began:.0f} s)",
+                flush=True,
+            )
+            print("    ", row["dump_phases"], row["restore_phases"], flush=True)
+        except (OSError, RuntimeError, TimeoutError, subprocess.TimeoutExpired, AssertionError) as error:
+            row = {**facts, "case": case, "verified": False, "error": str(error)}
+            print(case, "FAILED", error, flush=True)
+            log = SESSIONS / "agent.log"
+            with contextlib.suppress(OSError):
+                print("\n".join(log.read_text().splitlines()[-15:]), flush=True)
+        rows.append(row)
+        (results / "checkpoint-restore.json").write_text(json.dumps(rows, indent=1) + "\n")
+    sys.exit(0 if all(row["verified"] for row in rows) else 1)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
