@@ -18,12 +18,13 @@ def build(directory: Path) -> Path:
     library = directory / "libcuda.so.1"
     strict = ["-O2", "-Wall", "-Wextra", "-Werror"]
     source = HERE.parent / "tests/fakes/cuda/libcuda.c"
-    for options in (
+    programs: tuple[list[str | Path], ...] = (
         ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source, "-lpthread"],
         # Like the real one it brings libcuda along, and here all of it is in there.
         ["-shared", "-Wl,-soname,libnvidia-ml.so.1,--no-as-needed", "-o", directory / "libnvidia-ml.so.1", library],
         ["-o", directory / "cuda_workload", HERE / "cuda_workload.c", library, "-lpthread", "-ldl"],
-    ):
+    )
+    for options in programs:
         subprocess.run(["gcc", *strict, *options], check=True, timeout=60)
     return directory
 

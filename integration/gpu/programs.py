@@ -41,7 +41,7 @@ def hold(gib: float) -> None:
 
 def train(steps: int) -> None:
     torch.manual_seed(1)
-    torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's signature
+    torch.use_deterministic_algorithms(True)
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
     model = torch.nn.Sequential(torch.nn.Embedding(1000, 512), torch.nn.TransformerEncoder(layer, 6)).cuda()
     head = torch.nn.Linear(512, 1000).cuda()

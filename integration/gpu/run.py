@@ -4,9 +4,9 @@
 
 Before, on a machine with network: `integration/node-setup forky DIR; integration/gpu/carry DIR 3.12` fills .gpu-node/.
 A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
-`always` (huge pages for everybody; else for those who ask), `running` (left running), `gpus=N`, `swap` (restored with the
-first two GPUs changed for one another), `warm=GIB` (memory of the machine to touch before). One JSON object a case is
-written, and a table printed.
+`always` (huge pages for everybody; else for those who ask), `running` (left running), `gpus=N`, `swap` (restored with
+the first two GPUs changed for one another), `warm=GIB` (memory of the machine to touch before). One JSON object a case
+is written, and a table printed.
 
     run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap
 """
@@ -24,6 +24,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ NCCL = {
 }  # fmt: skip
 
 
-def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:  # noqa: ANN401 - subprocess.run's
     return subprocess.run([str(word) for word in words], text=True, timeout=COMMAND_TIMEOUT_S, check=False, **options)
 
 
@@ -119,7 +120,7 @@ class Container:
         config["mounts"] += [
             {"destination": d, "source": os.path.realpath(d), "type": "bind", "options": ["bind", "rw"]}
             for d in dict.fromkeys(shared)
-            if os.path.isdir(d)
+            if Path(d).is_dir()
         ]
         linux = config["linux"]
         linux["namespaces"] = [n for n in linux["namespaces"] if n["type"] in ("pid", "mount", "ipc", "uts")]
@@ -127,7 +128,7 @@ class Container:
         linux["devices"] = [
             {"path": name, "type": "c", "major": os.major(status.st_rdev), "minor": os.minor(status.st_rdev),
              "fileMode": 0o666, "uid": 0, "gid": 0}
-            for name in names if os.path.exists(name) and (status := os.stat(name))
+            for name in names if Path(name).exists() and (status := os.stat(name))
         ]  # fmt: skip
         linux["resources"] = {"devices": [{"allow": True, "access": "rwm"}]}
         for key in ("maskedPaths", "readonlyPaths", "seccomp"):
@@ -200,16 +201,13 @@ def phases(session: dict[str, Any]) -> dict[str, float]:
     return {phase["name"]: round(phase["seconds"], 3) for phase in session["phases"]}
 
 
-def run_case(case: str, number: int) -> dict[str, Any]:
-    """Run one case; return its row."""
-    program, size, *options = case.split(":")
-    values = dict(option.split("=") for option in options if "=" in option)
-    count = int(values.get("gpus", "1"))
-    is_baseline, leave_running = "criu" in options, "running" in options
+def prepare(name: str, program: str, size: str, options: list[str], gpus: int) -> Container:
+    """Set the machine up for a case and return its container."""
     THP.write_text("always" if "always" in options else "madvise")
-    if "warm" in values:
-        warm(int(values["warm"]))
-    annotations = {"mode": "off"} if is_baseline else {}
+    for option in options:
+        if option.startswith("warm="):
+            warm(int(option.removeprefix("warm=")))
+    annotations = {"mode": "off"} if "criu" in options else {}
     if "swap" in options:
         uuids = re.findall(r"UUID: (GPU-[0-9a-f-]+)", command("nvidia-smi", "-L", capture_output=True).stdout)
         first, second = uuids[:2]
@@ -217,8 +215,15 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     words = [sys.executable, str(PROJECT / "integration/gpu/programs.py"), program, size]
     if program == "c":  # cuda_workload.c, to try this script where there is no torch
         words = ["/tmp/ocihook-cuda/cuda_workload", size]
-    gpus = list(range(count))
-    container = Container(f"case{number}", words, gpus, annotations)
+    return Container(name, words, list(range(gpus)), annotations)
+
+
+def run_case(case: str, number: int) -> dict[str, Any]:
+    """Run one case; return its row."""
+    program, size, *options = case.split(":")
+    is_baseline, leave_running = "criu" in options, "running" in options
+    count = int(next((option.partition("=")[2] for option in options if option.startswith("gpus=")), "1"))
+    container = prepare(f"case{number}", program, size, options, count)
     image_dir = IMAGES / container.name
     row: dict[str, Any] = {"case": case, "gpus": count, "memory_path": not is_baseline, "left_running": leave_running}
     row["thp"] = "always" if "always" in options else "madvise"
@@ -228,8 +233,8 @@ def run_case(case: str, number: int) -> dict[str, Any]:
         if leave_running:
             before = len(container.lines)
             container.wait_for(3)
-            times = [line[0] for line in container.lines]
-            row["frozen_s"] = max(b - a for a, b in zip(times[: before + 3], times[1 : before + 3], strict=False))
+            times = [line[0] for line in container.lines[: before + 3]]
+            row["frozen_s"] = max(after - before for before, after in pairwise(times))
         lines_at_dump = len(container.lines)
         session = last_session("pre-dump", container.name)
         dump = phases(session)
@@ -282,8 +287,10 @@ def reference_losses() -> list[tuple[float, int, str]]:
     return reference.lines
 
 
-COLUMNS = ("case", "gpus", "thp", "dump_s", "dump_driver_s", "frozen_s", "restore_s", "restore_driver_s", "stored_bytes",
-           "verified")  # fmt: skip
+COLUMNS = (
+    "case", "gpus", "thp", "dump_s", "dump_driver_s", "frozen_s", "restore_s", "restore_driver_s", "stored_bytes",
+    "verified",
+)  # fmt: skip
 
 
 def main() -> None:

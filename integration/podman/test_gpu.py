@@ -1,10 +1,12 @@
-"""Containers with CUDA processes through podman, over the stand-in for the driver: what comes back is what was there."""
+"""Containers with CUDA processes through podman, over the stand-in: what comes back is what was there."""
+
+from pathlib import Path
 
 import pytest
 
 from integration.journals import last_session
 from integration.podman.conftest import MakePodman
-from integration.podman.engine import Podman, assert_packed, image_names
+from integration.podman.engine import assert_packed, image_names
 
 VRAM_MIB = 48
 
@@ -16,7 +18,9 @@ def region_packs(names: set[str]) -> list[str]:
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 @pytest.mark.parametrize("gpu_memory", ["packs", "criu"])
 @pytest.mark.parametrize("leave_running", [False, True])
-def test_round_trip(make_podman: MakePodman, cuda_files, runtime: str, gpu_memory: str, *, leave_running: bool) -> None:
+def test_round_trip(
+    make_podman: MakePodman, cuda_files: Path, runtime: str, gpu_memory: str, *, leave_running: bool
+) -> None:
     podman = make_podman(runtime, cuda_files=cuda_files)
     podman.install()
     podman.start_cuda("c", VRAM_MIB, gpu_memory=gpu_memory)

@@ -1,11 +1,28 @@
 """The memory of a process: what is mapped where, and the file through which another process reads and writes it."""
 
+import ctypes
+import errno
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.linux.procfs import Process
+
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _function.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
+    _function.restype = ctypes.c_ssize_t
 
 
 class Span(NamedTuple):
@@ -72,9 +89,52 @@ def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 
 
 def memory_path(pid: int) -> Path:
-    """Return the file whose offsets are the addresses of a process.
-
-    An open one stays with the memory that it was opened on, whatever becomes of the pid. Measured on 6.18 with 2 MiB
-    a call: reads as fast as process_vm_readv(2) or faster, and takes buffers as any file does.
-    """
+    """Return the file whose offsets are the addresses of a process. For much memory, `ProcessMemory` is faster."""
     return Path(f"/proc/{pid}/mem")
+
+
+class ProcessMemory:
+    """Another process's memory, to be read and written by many processes at once.
+
+    By process_vm_readv(2) and process_vm_writev(2): /proc/PID/mem takes the lock of the whole address space for each
+    page, which 16 readers on one process were seen to spend most of their time on.
+    """
+
+    def __init__(self, process: Process) -> None:
+        """Check that it is still there.
+
+        Raises:
+            ProcessLookupError: if it is not.
+        """
+        if not process.is_alive():  # its pid may be somebody else's by now
+            raise ProcessLookupError(errno.ESRCH, f"Process {process.pid} has ended")
+        self._pid = process.pid
+
+    def read_into(self, view: memoryview, address: int) -> int:
+        """Fill `view`, which must be writable, from an address; return how many bytes there were."""
+        local = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+        remote = (ctypes.c_size_t * 2)(address, len(view))
+        return self._done(_libc.process_vm_readv(self._pid, local, 1, remote, 1, 0))
+
+    def write(self, buffers: Sequence[bytes | memoryview], address: int) -> int:
+        """Write buffers, up to IOV_MAX of them, one after the other from an address on; return how many bytes went."""
+        pairs = [number for buffer in buffers for number in (_address(buffer), len(buffer))]  # struct iovec
+        local = (ctypes.c_size_t * len(pairs))(*pairs)
+        remote = (ctypes.c_size_t * 2)(address, sum(map(len, buffers)))
+        return self._done(_libc.process_vm_writev(self._pid, local, len(buffers), remote, 1, 0))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    @staticmethod
+    def _done(result: int) -> int:
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return result
+
+
+def _address(buffer: bytes | memoryview) -> int:
+    if isinstance(buffer, bytes):
+        return ctypes.cast(ctypes.c_char_p(buffer), ctypes.c_void_p).value or 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -32,6 +32,7 @@ _LONGEST_LOCK_S = 5.0
 _MIN_REGION_BYTES = 1 << 20
 _MADV_HUGEPAGE = 14
 _POLL_S = 0.2
+_LOOK_AGAIN_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ def _checkpoint(driver: CudaDriver, process: Process) -> list[Span]:
     with held(process.pid, without=able) as threads:
         before = anonymous_spans(process.pid)
         advised: list[Span] = []
+        next_look = 0.0
 
         def new_spans() -> list[Span]:
             spans = subtract(anonymous_spans(process.pid), before)
@@ -149,10 +151,16 @@ def _checkpoint(driver: CudaDriver, process: Process) -> list[Span]:
 
         def advise() -> None:
             """Ask for huge pages as soon as there is a mapping, before the driver has touched much of it."""
-            if threads and not advised:
-                advised.extend(new_spans())
-                for span in advised:
-                    _advise(process.pid, threads[0], span, _MADV_HUGEPAGE)
+            nonlocal next_look
+            if not threads or time.monotonic() < next_look:
+                return
+            new = subtract(new_spans(), advised)
+            for span in new:
+                _advise(process.pid, threads[0], span, _MADV_HUGEPAGE)
+            advised.extend(new)
+            advised.sort()
+            if new:  # seldom from now on: a look takes the lock that the driver's page faults need
+                next_look = time.monotonic() + _LOOK_AGAIN_S
 
         (outcome,) = call_each(
             driver.checkpoint, [process.pid], timeout_s=COPY_TIMEOUT_S, meanwhile=advise if _wants_advice() else None

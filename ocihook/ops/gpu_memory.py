@@ -7,12 +7,13 @@ back in the process or the process is gone, and an engine that removes a failed 
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ocihook import __version__
 from ocihook.errors import OcihookError, TraceError
-from ocihook.linux.memory import memory_path
+from ocihook.linux.memory import ProcessMemory
 from ocihook.linux.mounts import pin_file
 from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, thread_ids
@@ -48,7 +49,7 @@ def move_out(
         OcihookError: on anything else that makes it impossible.
     """
     spans = [(process, span) for process, spans in checkpointed for span in spans]
-    sources = [Source(memory_path(process.pid), span.start, span.size_bytes) for process, span in spans]
+    sources = [Source(partial(ProcessMemory, process), span.start, span.size_bytes) for process, span in spans]
     rows, packs = pack(
         sources, directory, prefix=REGION_PACK_PREFIX, workers=workers, durable=durable, progress=progress
     )
@@ -132,12 +133,10 @@ def write_back(
     manifest = read_manifest(directory)
     if manifest is None:
         return 0
-    files = {
-        region: memory_path(processes[region.process].pid) for region in manifest.regions if region.process in processes
-    }
+    memory = {r: partial(ProcessMemory, processes[r.process]) for r in manifest.regions if r.process in processes}
     packs = open_packs(directory, manifest)
     try:
-        packs.write_regions(files, workers=workers, progress=progress)
+        packs.write_regions(memory, workers=workers, progress=progress)
     finally:
         packs.close()
-    return sum(region.size_bytes for region in files)
+    return sum(region.size_bytes for region in memory)

@@ -5,8 +5,9 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import lz4.block
 
@@ -40,6 +41,7 @@ _GATHER_MAX = 1024 - CHUNK_PAGES  # IOV_MAX (limits.h), less what one more chunk
 _ZERO_PAGE = bytes(PAGE_BYTES)
 _ZERO_CHUNK = bytes(CHUNK_BYTES)
 
+_Target = tuple[Callable[[], "Pages"], int]  # and an offset in it
 Progress = Callable[[int], None]  # told how many more bytes of image are done
 
 
@@ -57,12 +59,54 @@ def workers_within(memory_bound_bytes: int, cores: int) -> int:
     return max(1, min(cores, (memory_bound_bytes - AGENT_BYTES) // WORKER_BYTES))
 
 
+class Pages(Protocol):
+    """Where pages are read from and written to: a page image, or a process's memory."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view`; return how many bytes there were."""
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        """Write buffers one after the other; return how many bytes went."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class ImageFile:
+    """A page image that is there."""
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        """Open it.
+
+        Raises:
+            OSError: if it cannot be opened; to read it, also if it is not a regular file.
+        """
+        self._fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC) if writable else open_regular(path)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view`; return how many bytes there were."""
+        return os.preadv(self._fd, [view], offset)
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        """Write buffers one after the other; return how many bytes went."""
+        return os.pwritev(self._fd, buffers, offset)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return os.fstat(self._fd).st_size
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Pages to be packed: a page image, or a region in the file that a process's memory is (linux/memory.py)."""
+    """Pages to be packed."""
 
-    path: Path
-    start: int  # offset in the file
+    open: Callable[[], Pages]
+    start: int  # offset in them
     size_bytes: int
 
 
@@ -81,12 +125,16 @@ def pack_images(
         StoreError: also if an image is not made of whole pages, or becomes shorter or longer meanwhile.
         OSError: from the file system, a full one included; also if an image is not a regular file.
     """
-    sources = [Source(directory / name, 0, _size(directory / name)) for name in names]
+    sizes = [_size(directory / name) for name in names]
+    for name, size in zip(names, sizes, strict=True):
+        if size % PAGE_BYTES:
+            raise StoreError(f"{name} has {size} bytes, not a whole number of pages")
+    sources = [Source(partial(ImageFile, directory / name), 0, size) for name, size in zip(names, sizes, strict=True)]
     rows, packs = pack(sources, directory, prefix=prefix, workers=workers, durable=durable, progress=progress)
-    for source in sources:
-        if _size(source.path) != source.size_bytes:
-            raise StoreError(f"{source.path.name} was changed while it was packed")
-    return [PackedImage(s.path.name, s.size_bytes, row) for s, row in zip(sources, rows, strict=True)], packs
+    for name, size in zip(names, sizes, strict=True):
+        if _size(directory / name) != size:
+            raise StoreError(f"{name} was changed while it was packed")
+    return [PackedImage(*image) for image in zip(names, sizes, rows, strict=True)], packs
 
 
 def pack(
@@ -100,15 +148,13 @@ def pack(
 ) -> tuple[list[tuple[Segment, ...]], list[PackInfo]]:
     """Pack sources into new packs `<prefix>N.pack` in `directory`; return where each of them is, and the packs.
 
-    The sources are left as they are. On any error the new packs are left too, for the caller to remove.
+    The sources, of whole pages each, are left as they are. On any error the new packs are left too, for the caller to
+    remove.
 
     Raises:
-        StoreError: if a source is not made of whole pages, or ends early.
-        OSError: from the file system, a full one included; also if a source is not a regular file.
+        StoreError: if a source ends early.
+        OSError: from the file system, a full one included; also if a source cannot be opened.
     """
-    for source in sources:
-        if source.size_bytes % PAGE_BYTES:
-            raise StoreError(f"{source.path.name} has {source.size_bytes} bytes, not a whole number of pages")
     tasks = [
         (number, start, min(SEGMENT_BYTES, source.size_bytes - start))
         for number, source in enumerate(sources)
@@ -125,8 +171,8 @@ def pack(
                     writer = stack.enter_context(PackWriter(directory / f"{prefix}{worker_number}.pack"))
                 number, start, size = tasks[task]
                 first = writer.chunks
-                with _opened(sources[number].path) as fd:
-                    _pack_range(fd, sources[number].start + start, size, writer, buffer)
+                with contextlib.closing(sources[number].open()) as pages:
+                    _pack_range(pages, sources[number].start + start, size, writer, buffer)
                 yield _SegmentPacked(task, Segment(writer.path.name, first, writer.chunks - first))
             if writer is not None:
                 yield writer.close(durable=durable)
@@ -145,27 +191,18 @@ def pack(
     return [tuple(row) for row in rows], sorted(packs)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = open_regular(path)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _size(path: Path) -> int:
-    with _opened(path) as fd:
-        return os.fstat(fd).st_size
+    with contextlib.closing(ImageFile(path)) as image:
+        return image.size_bytes
 
 
-def _pack_range(fd: int, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
+def _pack_range(source: Pages, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
     zero_pages = 0
     starts_with = buffer.startswith
     with memoryview(buffer) as view:
         for batch_start in range(start, start + size, BATCH_BYTES):
             length = min(BATCH_BYTES, start + size - batch_start)
-            if os.preadv(fd, [view[:length]], batch_start) != length:
+            if source.read_into(view[:length], batch_start) != length:
                 raise StoreError(f"an image ended before byte {batch_start + length} while it was packed")
             for chunk_start in range(0, length, CHUNK_BYTES):
                 chunk_end = min(chunk_start + CHUNK_BYTES, length)
@@ -272,10 +309,12 @@ class Packs:
             IntegrityError: naming the first damaged chunk.
             OSError: from the file system, a full one included.
         """
-        targets: dict[PackedImage | Region, tuple[Path, int]] = {
-            image: (directory / image.name, 0) for image in self.images if isinstance(image, PackedImage)
-        }
-        for image, (path, _) in targets.items():
+        targets: dict[PackedImage | Region, _Target] = {}
+        for image in self.images:
+            if not isinstance(image, PackedImage):
+                continue
+            path = directory / image.name
+            targets[image] = (partial(ImageFile, path, writable=True), 0)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(fd, image.size_bytes)
@@ -283,24 +322,26 @@ class Packs:
                 os.close(fd)
         self._run(self._tasks, targets, workers, progress)
 
-    def write_regions(self, files: Mapping[Region, Path], *, workers: int, progress: Progress = no_progress) -> None:
-        """Write regions to their addresses in files, which are processes' memory; pages that were zero are left alone.
+    def write_regions(
+        self, memory: Mapping[Region, Callable[[], Pages]], *, workers: int, progress: Progress = no_progress
+    ) -> None:
+        """Write regions to their addresses in processes' memory; pages that were zero are left alone.
 
         Raises:
             IntegrityError: naming the first damaged chunk.
             OSError: if a process is gone, or has nothing mapped there.
         """
-        tasks = [task for task in self._tasks if task.image in files]
-        self._run(tasks, {region: (path, region.start) for region, path in files.items()}, workers, progress)
+        tasks = [task for task in self._tasks if task.image in memory]
+        self._run(tasks, {region: (opened, region.start) for region, opened in memory.items()}, workers, progress)
 
     def _run(
         self,
         tasks: Sequence[_Task],
-        targets: Mapping[PackedImage | Region, tuple[Path, int]],
+        targets: Mapping[PackedImage | Region, _Target],
         workers: int,
         progress: Progress,
     ) -> None:
-        """Verify tasks and write what has a target, a file and an offset in it, there."""
+        """Verify tasks and write what has a target there."""
 
         def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
             buffer = bytearray(BATCH_BYTES)
@@ -311,11 +352,8 @@ class Packs:
                 if target is None:
                     _unpack_segment(reader, task.segment, buffer, None)
                 else:
-                    out = os.open(target[0], os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    try:
-                        _unpack_segment(reader, task.segment, buffer, _PageWriter(out, target[1] + task.start))
-                    finally:
-                        os.close(out)
+                    with contextlib.closing(target[0]()) as pages:
+                        _unpack_segment(reader, task.segment, buffer, _PageWriter(pages, target[1] + task.start))
                 yield number
 
         for number in run_forked(worker, tasks=len(tasks), workers=workers):
@@ -362,8 +400,8 @@ def _decode(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> byt
 class _PageWriter:
     """Gathers pages and writes them in few large calls; zero chunks become holes."""
 
-    def __init__(self, fd: int, position: int) -> None:
-        self._fd = fd
+    def __init__(self, pages: Pages, position: int) -> None:
+        self._pages = pages
         self._position = position
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
@@ -396,7 +434,7 @@ class _PageWriter:
     def flush(self) -> None:
         """Write what is pending."""
         while self._pending:
-            written = os.pwritev(self._fd, self._pending, self._position)
+            written = self._pages.write(self._pending, self._position)
             self._position += written
             self._pending_bytes -= written
             # What is left after a signal, or on a nearly full disk.
