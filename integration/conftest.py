@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration import cuda
+from integration import fake_driver
 from integration.namespace import is_required
 
 HERE = Path(__file__).parent
@@ -45,4 +45,4 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cuda_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the stand-in for the driver and the program that uses it."""
-    return cuda.build(tmp_path_factory.mktemp("cuda"))
+    return fake_driver.build(tmp_path_factory.mktemp("cuda"))

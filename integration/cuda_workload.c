@@ -6,6 +6,7 @@
  *   managed      with managed memory
  *   fork         with a child that was forked after CUDA was initialised
  *   nccl         with a socket as NCCL has one for each communicator
+ *   uffd, uring  with a descriptor that CRIU cannot dump
  *   p2p, busy    only with the stand-in for libcuda: memory of a neighbour; a kernel of 3 s that runs again and again
  */
 #include <dlfcn.h>
@@ -17,6 +18,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -83,6 +85,10 @@ int main(int argc, char **argv)
         is_managed |= !strcmp(argv[i], "managed"), is_forked |= !strcmp(argv[i], "fork"), is_busy |= !strcmp(argv[i], "busy");
         if (!strncmp(argv[i], "child=", 6))
             child = atoi(argv[i] + 6);
+        if (!strcmp(argv[i], "uffd"))
+            CHECK(syscall(SYS_userfaultfd, 1 /* user mode only */) < 0);
+        if (!strcmp(argv[i], "uring"))
+            CHECK(syscall(SYS_io_uring_setup, 4, (char[120]){ 0 }) < 0);
         if (!strcmp(argv[i], "nccl")) {
             struct sockaddr_un name = { .sun_family = AF_UNIX, .sun_path = "\0tmp/nccl-socket-0-1234567" };
             CHECK(bind(socket(AF_UNIX, SOCK_DGRAM, 0), (struct sockaddr *)&name, sizeof name));

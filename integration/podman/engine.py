@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from integration import cuda
+from integration import fake_driver
 from integration.namespace import CommandError, Namespace, wait_for
 
 SITE = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ class Podman:
             Path(self.runtime).write_text(_CRUN)
             Path(self.runtime).chmod(0o755)
         if cuda_files:
-            cuda.install_driver(self.namespace, cuda_files)
+            fake_driver.install_driver(self.namespace, cuda_files)
         self._import_image(workload, cuda_files)
 
     def _import_image(self, workload: Path, cuda_files: Path | None) -> None:
@@ -66,7 +66,7 @@ class Podman:
                 tar.addfile(entry)
             tar.add(workload, "workload")
             if cuda_files:
-                cuda.add_to_image(tar, cuda_files)
+                fake_driver.add_to_image(tar, cuda_files)
         self("import", str(archive), IMAGE)
 
     def __call__(self, *arguments: str, check: bool = True) -> str:
@@ -126,7 +126,7 @@ class Podman:
             options: of podman run.
             annotations: of ocihook, without prefix.
         """
-        devices = [("/dev/null", "ctl"), *((cuda.GPU_NODES[minor], str(n)) for n, minor in gpus.items())]
+        devices = [("/dev/null", "ctl"), *((fake_driver.GPU_NODES[minor], str(n)) for n, minor in gpus.items())]
         given = [f"--device={node}:/dev/nvidia{number}" for node, number in devices]
         given += [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
         command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0"]

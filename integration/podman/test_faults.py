@@ -166,7 +166,7 @@ def end_dying_agent(podman: Podman, fatal_write: int) -> bool:
     """Let all be finished, end whatever agent is there, and tell whether the dying one has died."""
     runtime_dir = podman.namespace.path("/run/ocihook")
     # An agent killed in its very last step leaves a journal and no hook that would start another one.
-    wait_for("all sessions to end", lambda: "undone" not in podman.ocihook("recover", check=False))
+    wait_for("all sessions to end", lambda: "No session is open." in podman.ocihook("recover", check=False))
     assert all(session["effects"] == [] for session in sessions(podman.namespace))
     writes = int((runtime_dir / "writes").read_text())
     podman.namespace.run("sh", "-c", "kill $(cat /run/ocihook/agent.lock) 2>/dev/null", check=False)

@@ -1,0 +1,316 @@
+"""What goes wrong with GPUs: afterwards the job runs with its GPU state, or its checkpoint is complete and verifies."""
+
+import os
+import re
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration import fake_driver
+from integration.journals import last_session, sessions
+from integration.namespace import wait_for
+from integration.podman.conftest import MakePodman
+from integration.podman.engine import Podman, assert_packed
+from integration.podman.test_faults import damage, end_dying_agent, start_dying_agent
+
+NO_SECCOMP = ("--security-opt=seccomp=unconfined",)
+
+
+def refused(podman: Podman, name: str = "c", *options: str) -> str:
+    """Try to checkpoint; check that it is refused and that the container has lost nothing; return why."""
+    before = podman.count(name)
+    podman.checkpoint(name, podman.scratch / "refused.tar", "--leave-running", *options, check=False)
+    session = last_session(podman.namespace, "pre-dump")
+    podman.assert_goes_on(name, before)
+    assert session["effects"] == []
+    verdict = session["stages"]["pre-dump"]
+    assert verdict["status"] == 1
+    assert "the container runs on" in verdict["message"]
+    assert not list(podman.namespace.path("/run/ocihook/sessions").iterdir())
+    return str(verdict["message"])
+
+
+def locked_children(podman: Podman) -> list[str]:
+    """Return what each process of the workload printed last, twice, to tell that all are at work."""
+    return re.findall(r"^child (\d+) count \d+ checksum \w+$", podman("logs", "c"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (["nccl"], (), "NCCL communicator.*start the container with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0"),
+        (["fork"], (), "of NVIDIA's device files without a CUDA context of its own.*'spawn'"),
+        (["uring"], NO_SECCOMP, "uses io_uring, which CRIU cannot dump"),
+        (["managed"], (), "CUDA checkpoint of process.*NOT_SUPPORTED.*managed memory"),
+        ([], ("--env=CUDA_MPS_PIPE_DIRECTORY=/tmp/mps",), "client of MPS"),
+    ],
+)
+def test_what_could_not_be_restored_is_refused(
+    gpu_podman: Podman, words: list[str], options: tuple[str, ...], message: str
+) -> None:
+    gpu_podman.start_cuda("c", 16, *words, options=options)
+    assert re.search(message, refused(gpu_podman))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("driver 565.57.01", "driver 565.57.01 cannot checkpoint: install 570 or later"),
+        ("mig", "uses a MIG instance"),
+        ("mps", "client of MPS"),
+        ("lock 600", "CUDA lock of process.*NOT_READY.*raise the lock's time"),
+        ("lock 999", "CUDA lock of process.*UNKNOWN"),
+        ("checkpoint 2", "CUDA checkpoint of process.*OUT_OF_MEMORY.*raise the limits of the container"),
+        ("state 999", "CUDA state of process.*UNKNOWN"),
+    ],
+)
+def test_a_driver_that_refuses_costs_nothing(gpu_podman: Podman, line: str, message: str) -> None:
+    gpu_podman.start_cuda("c", 16, "children=1", gpu_lock_timeout_s="1")
+    fake_driver.script(gpu_podman.namespace, line)
+    reason = refused(gpu_podman)
+    assert re.search(message, reason)
+    before = len(locked_children(gpu_podman))
+    wait_for("the other process to go on", lambda: len(locked_children(gpu_podman)) > before + 1)
+
+
+def test_nccl_with_transports_that_survive(gpu_podman: Podman) -> None:
+    wanted = ("P2P_DISABLE=1", "CUMEM_ENABLE=0", "CUMEM_HOST_ENABLE=0", "NVLS_ENABLE=0")
+    gpu_podman.start_cuda("c", 16, "nccl", options=[f"--env=NCCL_{variable}" for variable in wanted])
+    round_trip(gpu_podman)
+
+
+def test_the_preflight_can_be_overruled(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "nccl", gpu_preflight="warn")
+    round_trip(gpu_podman)
+
+
+def round_trip(podman: Podman, *options: str) -> dict[str, Any]:
+    """Checkpoint, restore, and check that it goes on; return the session of the dump."""
+    archive = podman.scratch / "c.tar"
+    podman.checkpoint("c", archive, *options)
+    before = podman.count("c")
+    podman.remove("c")
+    dump = last_session(podman.namespace, "post-dump")
+    assert_packed(archive)
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+    return dump
+
+
+def test_ranks_that_wait_for_one_another_are_locked_in_the_end(gpu_podman: Podman) -> None:
+    """A kernel of 3 s is longer than the first attempts, and shorter than the time there is."""
+    gpu_podman.start_cuda("c", 16, "busy")
+    dump = round_trip(gpu_podman)
+    assert next(phase["seconds"] for phase in dump["phases"] if phase["name"] == "gpu lock") > 0.5
+
+
+def test_a_dump_that_criu_refuses_gives_everything_back(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "uffd", "children=1", options=NO_SECCOMP)
+    dump_fails(gpu_podman)
+
+
+def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
+    """Packs of a failed dump go with their directory; the memory comes back all the same."""
+    gpu_podman.start_cuda("c", 16, "uffd", options=NO_SECCOMP)
+    act_at_pre_dump(gpu_podman, 'rm -f "$CRTOOLS_IMAGE_DIR"/ocihook*')
+    dump_fails(gpu_podman)
+
+
+def act_at_pre_dump(podman: Podman, command: str) -> None:
+    """Let CRIU run a shell command at pre-dump once GPU memory is in packs; CRIU runs all actions twice."""
+    script = podman.scratch / "action"
+    script.write_text(
+        f'#!/bin/sh\nset -- "$CRTOOLS_IMAGE_DIR"/ocihook-region-*\n'
+        f'[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] && [ -e "$1" ] || exit 0\n{command}\n'
+    )
+    script.chmod(0o755)
+    configuration = podman.namespace.path("/etc/criu/runc.conf")
+    configuration.write_text(f"{configuration.read_text()}action-script {script}\n")
+
+
+def dump_fails(podman: Podman) -> None:
+    """Try to checkpoint; check that CRIU fails after our pre-dump, and that everything is given back."""
+    before = podman.count("c")
+    assert "rror" in podman.checkpoint("c", podman.scratch / "c.tar", "--leave-running", check=False)
+    dump = last_session(podman.namespace, "pre-dump")
+    assert dump["stages"]["pre-dump"]["status"] == 0
+    assert "post-dump" not in dump["stages"]
+    assert dump["effects"] == []
+    assert next(phase["bytes"] for phase in dump["phases"] if phase["name"] == "gpu give back") >= 16 << 20
+    podman.assert_goes_on("c", before)
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+@pytest.mark.parametrize("verb", ["lock", "checkpoint"])
+def test_criu_killed_in_the_middle(gpu_podman: Podman, verb: str, *, leave_running: bool) -> None:
+    gpu_podman.start_cuda("c", 32, "children=1")
+    before = gpu_podman.count("c")
+    fake_driver.script(gpu_podman.namespace, f"{verb} -1 1500")
+    options = ["--leave-running"] if leave_running else []
+    archive = gpu_podman.scratch / "c.tar"
+    dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, *options, check=False))
+    dump.start()
+    journals = gpu_podman.namespace.path("/run/ocihook/sessions")
+    wait_for("the dump to lock", lambda: any("gpu-checkpointed" in p.read_text() for p in journals.glob("*.json")))
+    pid = int(next(journals.glob("*.json")).name.split("-")[0])
+    gpu_podman.namespace.run("kill", "-KILL", str(pid))
+    dump.join()
+    fake_driver.script(gpu_podman.namespace)
+    assert sessions(gpu_podman.namespace)[-1]["effects"] == []
+    gpu_podman.assert_goes_on("c", before)
+
+
+def test_a_process_that_dies_meanwhile(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "children=1")
+    before = gpu_podman.count("c")
+    fake_driver.script(gpu_podman.namespace, "checkpoint -1 1000")
+    archive = gpu_podman.scratch / "c.tar"
+    dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, "--leave-running", check=False))
+    dump.start()
+    journals = gpu_podman.namespace.path("/run/ocihook/sessions")
+    wait_for("the dump to lock", lambda: any("gpu-checkpointed" in p.read_text() for p in journals.glob("*.json")))
+    subprocess.run(["pkill", "-KILL", "-f", "^/cuda_workload 16 child=1$"], check=True, timeout=10)
+    dump.join()
+    assert sessions(gpu_podman.namespace)[-1]["effects"] == []
+    gpu_podman.assert_goes_on("c", before)
+
+
+def test_no_room_for_the_packs(make_podman: MakePodman, cuda_files: Path) -> None:
+    podman = make_podman("runc", size="96m", cuda_files=cuda_files)
+    podman.install()
+    podman.start_cuda("c", 16)
+    store = podman.namespace.path(str(podman.scratch / "podman"))
+    (store / "filler").write_bytes(bytes(os.statvfs(store).f_bavail * 4096 - (12 << 20)))
+    assert "free space there" in refused(podman)
+
+
+def test_no_room_for_what_criu_writes(make_podman: MakePodman, cuda_files: Path) -> None:
+    podman = make_podman("runc", size="96m", cuda_files=cuda_files)
+    podman.install()
+    podman.start_cuda("c", 16)
+    act_at_pre_dump(podman, f"dd if=/dev/zero of={podman.scratch}/podman/filler bs=64k 2>/dev/null; exit 0")
+    dump_fails(podman)
+
+
+def test_damaged_gpu_memory_is_refused_before_anything_starts(gpu_podman: Podman) -> None:
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16)
+    gpu_podman.checkpoint("c", archive)
+    gpu_podman.remove("c")
+    damage(archive, r"checkpoint/ocihook-region-\d\.pack", offset=200_000)
+    assert "is damaged" in gpu_podman.ocihook("archive", "verify", str(archive), check=False)
+    assert "is damaged" in restore_refused(gpu_podman, archive)
+
+
+def restore_refused(podman: Podman, archive: Path) -> str:
+    podman.restore(archive, check=False)
+    assert not podman.is_running("c")
+    session = last_session(podman.namespace, "pre-restore")
+    assert session["effects"] == []
+    assert "post-restore" not in session["stages"]
+    verdict = session["stages"]["pre-restore"]
+    assert verdict["status"] == 1
+    assert "nothing was started" in verdict["message"]
+    return str(verdict["message"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("total 1000000", "needs 16777216 bytes on GPU .* which has 1000000 free"),
+        ("driver 590.10", "made with driver 580.159.04, this node has 590.10"),
+        ("gpus 7", "the container had 1 GPUs, this node gives it 0"),
+    ],
+)
+def test_a_node_that_will_not_do(gpu_podman: Podman, line: str, message: str) -> None:
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16)
+    gpu_podman.checkpoint("c", archive)
+    before = gpu_podman.count("c")
+    gpu_podman.remove("c")
+    fake_driver.script(gpu_podman.namespace, line)
+    assert re.search(message, restore_refused(gpu_podman, archive))
+    gpu_podman.remove("c")
+    fake_driver.script(gpu_podman.namespace)
+    gpu_podman.restore(archive)
+    gpu_podman.assert_goes_on("c", before)
+
+
+@pytest.mark.parametrize("policy", ["kill", "keep"])
+def test_a_restore_that_the_driver_refuses(gpu_podman: Podman, policy: str) -> None:
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16, on_gpu_restore_error=policy)
+    gpu_podman.checkpoint("c", archive)
+    before = gpu_podman.count("c")
+    gpu_podman.remove("c")
+    fake_driver.script(gpu_podman.namespace, "restore 801")
+    gpu_podman.restore(archive, check=False)
+    session = last_session(gpu_podman.namespace, "post-resume")
+    message = session["stages"]["post-resume"]["message"]
+    assert "NOT_SUPPORTED" in message
+    assert ("processes were killed" if policy == "kill" else "wait for their GPU state") in message
+    assert session["effects"] == []
+    if policy == "kill":
+        wait_for("the container to end", lambda: not gpu_podman.is_running("c"))
+    assert gpu_podman.count("c")[0] <= before[0]
+    gpu_podman.remove("c")
+    fake_driver.script(gpu_podman.namespace)
+    gpu_podman.restore(archive)
+    gpu_podman.assert_goes_on("c", before)
+
+
+def test_a_job_that_cannot_come_back_is_not_left_stuck(gpu_podman: Podman) -> None:
+    """P2P, unseen by the preflight: the checkpoint is complete, the container ends and says so."""
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16, "p2p")
+    gpu_podman.checkpoint("c", archive, "--leave-running")
+    assert last_session(gpu_podman.namespace, "post-dump")["effects"] == []
+    wait_for("the container to end", lambda: not gpu_podman.is_running("c"))
+    assert (
+        "its GPU state cannot be given back and is lost"
+        in gpu_podman.namespace.path("/run/ocihook/agent.log").read_text()
+    )
+    assert "every checksum right" in gpu_podman.ocihook("archive", "verify", str(archive))
+
+
+def test_other_gpus(gpu_podman: Podman) -> None:
+    """Two GPUs change places, by annotation: the driver gets a map of all that the container has."""
+    archive = gpu_podman.scratch / "c.tar"
+    first, second = (f"GPU-00000000-0000-0000-0000-0000000000{minor:02x}" for minor in (3, 5))
+    gpu_podman.start_cuda("c", 16, gpus={0: 3, 1: 5}, gpu_map=f"{first}={second},{second}={first}")
+    gpu_podman.checkpoint("c", archive)
+    before = gpu_podman.count("c")
+    gpu_podman.remove("c")
+    gpu_podman.restore(archive)
+    restore = last_session(gpu_podman.namespace, "post-resume")
+    assert restore["facts"]["gpu_map"] == [[first, second], [second, first]]
+    gpu_podman.assert_goes_on("c", before)
+
+
+@pytest.mark.parametrize(("when", "leave_running"), [("before", True), ("after", False)])
+def test_agent_killed_at_every_journal_write(gpu_podman: Podman, when: str, *, leave_running: bool) -> None:
+    """The hook starts another agent, which finishes: every dump has its GPU memory, every job goes on."""
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16, "children=1")
+    fatal_write, has_died = 0, True
+    while has_died:
+        fatal_write += 1
+        start_dying_agent(gpu_podman, fatal_write, when)
+        gpu_podman.checkpoint("c", archive, *(["--leave-running"] if leave_running else []))
+        has_died = end_dying_agent(gpu_podman, fatal_write)
+        before = gpu_podman.count("c")
+        if leave_running:
+            gpu_podman.assert_goes_on("c", before)
+        assert_packed(archive)
+        assert "every checksum right" in gpu_podman.ocihook("archive", "verify", str(archive))
+        if not leave_running:
+            gpu_podman.remove("c")
+            start_dying_agent(gpu_podman, fatal_write, when)
+            gpu_podman.restore(archive)
+            has_died |= end_dying_agent(gpu_podman, fatal_write)
+            gpu_podman.assert_goes_on("c", before)
+        archive.unlink()
+    assert fatal_write > 12, "so few writes were not seen before; does the agent journal at all?"
