@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from integration.namespace import Namespace
@@ -42,6 +43,14 @@ def install_driver(namespace: Namespace, built: Path) -> None:
     """Let every program of a node find the stand-in."""
     namespace.path("/etc/ld.so.conf.d/000-ocihook-test.conf").write_text(f"{built}\n")
     namespace.run("ldconfig")
+
+
+def devices(minors: Sequence[int]) -> list[dict[str, str]]:
+    """Return the CRI's devices of a container with these GPUs."""
+    nodes = {f"/dev/nvidia{number}": GPU_NODES[minor] for number, minor in enumerate(minors)}
+    if nodes:
+        nodes["/dev/nvidiactl"] = "/dev/null"
+    return [{"container_path": name, "host_path": node, "permissions": "rw"} for name, node in nodes.items()]
 
 
 def script(namespace: Namespace, *lines: str) -> None:

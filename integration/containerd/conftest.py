@@ -37,8 +37,8 @@ def make_containerd(scratch: Path, forky_root: Path, wheels: Path, workload: Pat
     """Return a function that makes a containerd; all are removed after the test."""
     made: list[Containerd] = []
 
-    def make(*, cgroup_version: int = 2) -> Containerd:
-        node = Containerd(scratch, forky_root, wheels, workload, cgroup_version=cgroup_version)
+    def make(*, cgroup_version: int = 2, cuda_files: Path | None = None) -> Containerd:
+        node = Containerd(scratch, forky_root, wheels, workload, cgroup_version=cgroup_version, cuda_files=cuda_files)
         made.append(node)
         return node
 

@@ -4,12 +4,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 from packaging.requirements import Requirement
 
+from integration import fake_driver
 from integration.containerd.registry import Registry, program_layer
 from integration.namespace import TIMEOUT_S, Namespace, wait_for
 
@@ -77,16 +79,26 @@ class Containerd:
     """One containerd, its registry, and a CRI client."""
 
     def __init__(
-        self, scratch: Path, forky_root: Path, wheels: Path, workload: Path, *, cgroup_version: int = 2
+        self,
+        scratch: Path,
+        forky_root: Path,
+        wheels: Path,
+        workload: Path,
+        *,
+        cgroup_version: int = 2,
+        cuda_files: Path | None = None,
     ) -> None:
         self.scratch = scratch
         self.registry = Registry()
-        layer = program_layer(workload)
+        layer = program_layer(workload, cuda_files)
         self.image = self.registry.add("workload", layer, entrypoint=["/workload"])
         pause = self.registry.add("pause", layer, entrypoint=["/workload", "pause"])
         self.namespace = Namespace(_SETUP, [str(scratch), str(forky_root), str(cgroup_version)])
         self.cgroup_version = cgroup_version
         subprocess.run(["cp", "-r", wheels, self.namespace.path("/opt/ocihook")], check=True, timeout=TIMEOUT_S)
+        if cuda_files:
+            subprocess.run(["cp", "-r", cuda_files, self.namespace.path("/opt/cuda")], check=True, timeout=TIMEOUT_S)
+            fake_driver.install_driver(self.namespace, Path("/opt/cuda"))
         runtime = "/usr/sbin/" if cgroup_version == 1 else "/usr/local/bin/limitless-"
         if cgroup_version == 2:
             for name in ("runc", "crun"):
@@ -140,7 +152,16 @@ class Containerd:
         """Install ocihook on the node."""
         self.ocihook("install")
 
-    def start(self, name: str, *, image: str = "", mib: int = 24, runtime: str = "runc", **annotations: str) -> str:
+    def start(
+        self,
+        name: str,
+        *,
+        image: str = "",
+        mib: int = 24,
+        runtime: str = "runc",
+        gpus: Sequence[int] = (),
+        **annotations: str,
+    ) -> str:
         """Make a pod with one container and start it; return the container's id.
 
         Args:
@@ -148,6 +169,7 @@ class Containerd:
             image: a checkpoint (archive or image) to restore; else the workload's.
             mib: memory of a new workload.
             runtime: runc or crun.
+            gpus: minors of those that it gets; with any, a new workload is the CUDA one.
             annotations: of ocihook, without prefix.
         """
         notes = {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
@@ -167,7 +189,10 @@ class Containerd:
             "annotations": notes,
             "log_path": "log",
             "linux": {"security_context": {"namespace_options": names}},
+            "devices": fake_driver.devices(gpus),
         }
+        if gpus and not image:
+            config["command"] = ["/cuda_workload"]
         try:
             container: str = self.call(
                 "CreateContainer", pod_sandbox_id=sandbox, config=config, sandbox_config=pod

@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+from integration import fake_driver
+
 _OCI = "application/vnd.oci.image."
 
 
@@ -107,8 +109,8 @@ def _digest(data: bytes) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
-def program_layer(program: Path) -> bytes:
-    """Return a layer with one static program, /workload, and the directories that a runtime wants."""
+def program_layer(program: Path, cuda_files: Path | None = None) -> bytes:
+    """Return a layer with a static program, /workload, the CUDA workload, and the directories that a runtime wants."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
         for name in ("run", "tmp", "proc", "sys", "dev", "etc"):
@@ -116,4 +118,6 @@ def program_layer(program: Path) -> bytes:
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(entry)
         tar.add(program, "workload")
+        if cuda_files:
+            fake_driver.add_to_image(tar, cuda_files)
     return data.getvalue()

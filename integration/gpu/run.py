@@ -5,8 +5,8 @@
 Before, on a machine with network: `integration/node-setup forky DIR; integration/gpu/carry DIR 3.12` fills .gpu-node/.
 A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
 `always` (huge pages for everybody; else for those who ask), `running` (left running), `gpus=N`, `swap` (restored with
-the first two GPUs changed for one another), `warm=GIB` (memory of the machine to touch before). One JSON object a case
-is written, and a table printed.
+the first two GPUs changed for one another), `onto=N` (restored with the GPU of that minor), `warm=GIB` (memory of the
+machine to touch before). One JSON object a case is written, and a table printed.
 
     run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap
 """
@@ -92,7 +92,7 @@ class Container:
         self.lines: list[tuple[float, int, str]] = []
         self.output: list[str] = []
         self.bundle = WORK / name
-        self._program, self._gpus, self._annotations = program, gpus, annotations
+        self._program, self._annotations = program, annotations
         shutil.rmtree(self.bundle, ignore_errors=True)
         (self.bundle / "rootfs").mkdir(parents=True)
         command("runc", "spec", cwd=self.bundle)
@@ -248,6 +248,9 @@ def run_case(case: str, number: int) -> dict[str, Any]:
             time.sleep(1)
             lines_at_dump = len(container.lines)
             container.remove()
+        for option in options:
+            if option.startswith("onto="):
+                container.configure([int(option.removeprefix("onto="))])
         row["restore_s"] = container.restore(image_dir)
         container.wait_for(5)
         session = last_session("post-resume", container.name)

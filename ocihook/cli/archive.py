@@ -82,6 +82,9 @@ def inspect(*, path: Path, as_json: bool) -> None:
     ]
     if manifest:
         rows.append(["dumped on", ", ".join(f"{key} {text}" for key, text in manifest["host"].items() if text)])
+    if value["gpu"]:
+        names = ", ".join(f"{device['name']} {device['uuid']}" for device in value["gpu"]["devices"])
+        rows.append(["GPUs", f"{names}; {format_bytes(value['gpu']['memory_bytes'])}, driver {value['gpu']['driver']}"])
     if stats:
         rows.append(["frozen", f"{stats['frozen_us'] / 1e6:.3f} s (CRIU's own measure)"])
     print_table(["", ""], [row for row in rows if row[1]])

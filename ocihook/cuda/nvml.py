@@ -3,8 +3,10 @@
 NVML starts a thread and opens device files in whoever asks, so ask in a process that ends afterwards.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import ModuleType
 from typing import Any
 
 from ocihook.errors import CudaUnsupported
@@ -35,38 +37,35 @@ def read_gpus() -> tuple[str, list[Gpu]]:
     Raises:
         CudaUnsupported: if NVML cannot be loaded or does not answer.
     """
-    # Late, since it is slow to import and there are nodes without a GPU.
-    from cuda.bindings import nvml
+    # Late, since there are nodes without a GPU.
+    import pynvml
 
     try:
-        nvml.init_v2()
-        version = str(nvml.system_get_driver_version())
-        return version, [_read(nvml, number) for number in range(nvml.device_get_count_v2())]
-    except (nvml.NvmlError, RuntimeError) as error:
+        pynvml.nvmlInit()
+        version = str(pynvml.nvmlSystemGetDriverVersion())
+        return version, [_read(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
         raise CudaUnsupported(
             f"NVML does not answer: {error}", hint="see that nvidia-smi works on this node"
         ) from error
 
 
-def _read(nvml: Any, number: int) -> Gpu:  # noqa: ANN401 - the module cuda.bindings.nvml
-    device = nvml.device_get_handle_by_index_v2(number)
-    memory = nvml.device_get_memory_info_v2(device)
-    try:
-        mig = bool(nvml.device_get_mig_mode(device)[0])
-    except (nvml.NvmlError, RuntimeError):  # a GPU or an NVML without MIG
-        mig = False
-    try:
-        mps = frozenset(int(p.pid) for p in nvml.device_get_mps_compute_running_processes_v3(device))
-    except (nvml.NvmlError, RuntimeError):
-        mps = frozenset()
-    processes = nvml.device_get_compute_running_processes_v3(device)
+def _read(nvml: ModuleType, number: int) -> Gpu:
+    device = nvml.nvmlDeviceGetHandleByIndex(number)
+    memory = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
+    mig, mps = False, frozenset[int]()
+    with contextlib.suppress(nvml.NVMLError):  # a GPU or an NVML without MIG
+        mig = bool(nvml.nvmlDeviceGetMigMode(device)[0])
+    with contextlib.suppress(nvml.NVMLError):
+        mps = frozenset(process.pid for process in nvml.nvmlDeviceGetMPSComputeRunningProcesses(device))
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
     return Gpu(
-        uuid=str(nvml.device_get_uuid(device)),
-        name=str(nvml.device_get_name(device)),
-        minor=int(nvml.device_get_minor_number(device)),
+        uuid=str(nvml.nvmlDeviceGetUUID(device)),
+        name=str(nvml.nvmlDeviceGetName(device)),
+        minor=int(nvml.nvmlDeviceGetMinorNumber(device)),
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         mig=mig,
-        held_bytes={int(p.pid): int(p.used_gpu_memory) for p in processes},
+        held_bytes={int(p.pid): int(p.usedGpuMemory or 0) for p in processes},
         mps_pids=mps,
     )

@@ -66,3 +66,31 @@ def same_directory(directory: Path, known: list[int]) -> Path | None:
         if identity(directory) == known:
             return directory
     return None
+
+
+def make_device(pid: int, name: str, device: int) -> bool:
+    """Make a character device in /dev as a process sees it, in place of another one; False if it need not be.
+
+    It need not be if it is there already, or /dev is the node's own.
+
+    Raises:
+        OSError: if its /dev is no directory, or cannot be written.
+    """
+    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:  # a link of the container's must not lead to the node's own files
+        directory = os.open("dev", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+    finally:
+        os.close(root)
+    try:
+        if os.fstat(directory).st_dev == os.stat("/dev").st_dev:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if stat.S_ISCHR(status.st_mode) and status.st_rdev == device:
+                return False
+            os.unlink(name, dir_fd=directory)
+        os.mknod(name, stat.S_IFCHR | 0o666, device, dir_fd=directory)
+        os.chmod(name, 0o666, dir_fd=directory)  # noqa: S103 - as runtimes make it, whatever the umask is
+    finally:
+        os.close(directory)
+    return True

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ocihook.errors import IdentificationError
 from ocihook.linux.procfs import command_line, parent_pid
@@ -17,7 +18,7 @@ from ocihook.linux.procfs import command_line, parent_pid
 _DEFAULT_ROOTS = {"runc": "/run/runc", "crun": "/run/crun"}
 # Global options that take a value: main.go of runc, crun.c of crun.
 _VALUE_OPTIONS = ("--root", "--log", "--log-format", "--criu", "--rootless", "--cgroup-manager")
-_GPU_DEVICE = re.compile(r"/dev/nvidia[0-9]+")
+_NVIDIA_DEVICE = re.compile(r"/dev/(nvidia(?:[0-9]+|ctl|-uvm|-uvm-tools|-modeset))")
 _MAX_ANCESTORS = 4  # a wrapper or a shell may stand between
 
 
@@ -126,19 +127,28 @@ def read_annotations(criu_pid: int, bundle: str) -> dict[str, str]:
     return {str(key): str(value) for key, value in annotations.items()}
 
 
-def read_gpu_minors(criu_pid: int, bundle: str) -> frozenset[int]:
-    """Return the minors of NVIDIA's GPUs that a bundle gives its container by name; none if it says nothing of them.
+class DeviceNode(NamedTuple):
+    """A device that a bundle gives its container."""
+
+    name: str  # below /dev
+    major: int
+    minor: int
+
+
+def read_nvidia_devices(criu_pid: int, bundle: str) -> list[DeviceNode]:
+    """Return NVIDIA's devices that a bundle gives its container by name; none if it says nothing of them.
 
     Raises:
         IdentificationError: if its config.json cannot be read.
     """
     linux = _read_json(_seen_by(criu_pid, f"{bundle}/config.json")).get("linux")
     devices = linux.get("devices") if isinstance(linux, Mapping) else None
-    minors = set()
+    found = []
     for device in devices or ():
-        if isinstance(device, Mapping) and _GPU_DEVICE.fullmatch(str(device.get("path"))):
-            minors.add(int(str(device.get("minor", -1))))
-    return frozenset(minors - {-1})
+        match = _NVIDIA_DEVICE.fullmatch(str(device.get("path"))) if isinstance(device, Mapping) else None
+        if match:
+            found.append(DeviceNode(match[1], int(device.get("major", -1)), int(device.get("minor", -1))))
+    return [device for device in found if device.major >= 0 and device.minor >= 0]
 
 
 def _seen_by(pid: int, path: str) -> Path:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import filecmp
+import heapq
 import os
 import re
 import tarfile
@@ -23,10 +24,10 @@ from ocihook.criu.images import (
     read_pagemaps,
 )
 from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_facts, read_members, write_archive
-from ocihook.errors import ArchiveError, ImageError, OcihookError, StoreFull
+from ocihook.errors import ArchiveError, ImageError, OcihookError, StoreFull, UnsupportedError
 from ocihook.linux.files import sync_directory
 from ocihook.ops.image_set import open_packs, pack_image_set, read_packed, rehydrate_image_set, verify_image_set
-from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, decode_manifest, read_manifest
+from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, Region, decode_manifest, read_manifest
 from ocihook.store.pack import PackFile
 from ocihook.store.packing import Packs, Progress, no_progress
 
@@ -252,12 +253,18 @@ def unpack_archive(
     """Write a plain archive from a packed one, its images byte for byte as CRIU wrote them; return their names.
 
     Raises:
-        OcihookError: if it is not packed, or damaged; `target` is then as it was.
+        OcihookError: if it is not packed, damaged, or has GPU state; `target` is then as it was.
     """
     with _output(source, target, force=force) as output:
         images = _ImageSet(source, output.scratch, in_place=True, pages=False)
         facts = read_facts(source, images.take)
         images.complete()
+        manifest = read_manifest(output.scratch)
+        if manifest is not None and manifest.gpu:
+            raise UnsupportedError(
+                f"{source} has GPU state, which nothing but ocihook can restore",
+                hint="restore it as it is, on a node with ocihook",
+            )
         names = rehydrate_image_set(output.scratch, workers=workers, progress=progress, elsewhere=images.packs)
         if not is_packed(facts):
             raise ArchiveError(f"{source} is not packed")
@@ -366,14 +373,28 @@ class _Memory:
         manifest = read_packed(self.directory, elsewhere=images.packs)
         check_page_sizes(
             self.pagemaps,
-            {image.name: image.size_bytes for image in manifest.packed_images}
-            if manifest
-            else {name: place.size_bytes for name, place in images.places.items()},
+            manifest.image_sizes if manifest else {name: place.size_bytes for name, place in images.places.items()},
         )
+        self._regions = manifest.regions if manifest else ()
         self._packs: Packs | None = open_packs(self.directory, manifest, elsewhere=images.packs) if manifest else None
 
     def pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
-        """Yield (virtual address, content) of each page that a pagemap has, in its order."""
+        """Yield (virtual address, content) of each page of a process, in order, whether CRIU dumped it or not."""
+        return heapq.merge(self._dumped_pages(pagemap_name), *map(self._region_pages, self._regions_of(pagemap_name)))
+
+    def _regions_of(self, pagemap_name: str) -> Iterator[Region]:
+        return (region for region in self._regions if pagemap_name == f"pagemap-{region.process}.img")
+
+    def _region_pages(self, region: Region) -> Iterator[tuple[int, bytes]]:
+        assert self._packs is not None
+        address = region.start
+        for content in self._packs.read_pages(region.name):
+            for offset in range(0, len(content), PAGE_BYTES):
+                yield address + offset, content[offset : offset + PAGE_BYTES]
+            address += len(content)
+            self._progress(len(content))
+
+    def _dumped_pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
         pagemap = self.pagemaps[pagemap_name]
         if pagemap.is_compressed:
             raise ImageError(f"{pagemap.pages_name} is compressed by CRIU itself and cannot be compared")
@@ -389,7 +410,7 @@ class _Memory:
 
     def _content(self, name: str) -> Iterator[bytes]:
         """Yield the content of a page image in pieces of whole pages."""
-        if self._packs is not None:
+        if self._packs is not None and name not in self._places:
             yield from self._packs.read_pages(name)
             return
         path, offset, size_bytes = self._places[name]
@@ -460,6 +481,9 @@ def to_json(inspection: Inspection) -> Mapping[str, Any]:
         "manifest": None
         if manifest is None
         else {"created": manifest.created, "writer": manifest.writer, "host": dict(manifest.host)},
+        "gpu": {**manifest.gpu, "memory_bytes": manifest.raw_bytes - manifest.image_bytes}
+        if manifest and manifest.gpu
+        else None,
         "processes": [{**p.process._asdict(), "memory_bytes": p.memory_bytes} for p in inspection.processes],
         "stats": inspection.stats._asdict() if inspection.stats else None,
     }

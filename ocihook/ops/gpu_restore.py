@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 from ocihook.cuda.driver import CudaDriver, CudaState
 from ocihook.errors import CudaError, IdentificationError, OcihookError
 from ocihook.linux.cgroup import wait_until_released
+from ocihook.linux.files import make_device
 from ocihook.linux.procfs import Process, descendants, pid_below
-from ocihook.oci.runtime import find_runtime_call, read_gpu_minors
+from ocihook.oci.runtime import DeviceNode, find_runtime_call, read_nvidia_devices
 from ocihook.ops.gpu import end, find_gpu_processes, read_node, resume_all, states, wait_for_room
 from ocihook.ops.gpu_map import check_gpus, choose_gpu_map
 from ocihook.ops.gpu_memory import write_back
@@ -19,6 +22,7 @@ from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import Progress
 
 EFFECT = "gpu-restored"
+_GPU = re.compile(r"nvidia[0-9]+")
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +37,16 @@ def check_node(journal: Journal, manifest: Manifest, criu_pid: int) -> None:
         return
     CudaDriver()
     version, gpus = read_node()
-    minors: frozenset[int] = frozenset()
+    devices: list[DeviceNode] = []
     with contextlib.suppress(IdentificationError, OSError):
         call = find_runtime_call(criu_pid)
         if call is not None and call.bundle:
-            minors = read_gpu_minors(criu_pid, call.bundle)
+            devices = read_nvidia_devices(criu_pid, call.bundle)
+    minors = {device.minor for device in devices if _GPU.fullmatch(device.name)}
     policy: Mapping[str, Any] = journal.facts.get("policy", {})
     gpu_map = choose_gpu_map(manifest.gpu, gpus, given_minors=minors, wanted=str(policy.get("gpu_map", "")))
-    journal.note(gpu_map=[list(pair) for pair in gpu_map], need=check_gpus(manifest.gpu, gpus, version, gpu_map))
+    need = check_gpus(manifest.gpu, gpus, version, gpu_map)
+    journal.note(gpu_map=[list(pair) for pair in gpu_map], need=need, devices=[list(device) for device in devices])
 
 
 def fill_memory(journal: Journal, init_pid: int, directory: Path, progress: Progress) -> int:
@@ -78,6 +84,7 @@ def resume_gpus(journal: Journal, init_pid: int) -> None:
     if not signs:
         return
     processes = [process for s in signs if s.has_driver and (process := Process.find(s.pid))]
+    _make_devices(journal, init_pid)
     journal.push(EFFECT, processes=[list(process) for process in processes], init=list(Process.find(init_pid) or ()))
     effect = journal.effect(EFFECT)
     assert effect is not None
@@ -87,6 +94,16 @@ def resume_gpus(journal: Journal, init_pid: int) -> None:
         raise _given_up(error, effect, journal) from error
     finally:
         journal.pop(EFFECT)
+
+
+def _make_devices(journal: Journal, init_pid: int) -> None:
+    """Put the device files that the container is given into its /dev, where CRIU has put those that it had."""
+    for name, major, minor in journal.facts.get("devices", ()):
+        try:
+            if make_device(init_pid, name, os.makedev(major, minor)):
+                log.info("container %s: made /dev/%s", journal.container, name)
+        except OSError as error:  # a container that never had a /dev of its own has the node's
+            log.warning("container %s: /dev/%s cannot be made: %s", journal.container, name, error)
 
 
 def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None) -> None:

@@ -175,7 +175,7 @@ def verify_image_set(
     """
     manifest = read_packed(directory, elsewhere=elsewhere)
     if manifest is not None:
-        check_page_sizes(read_pagemaps(directory), {image.name: image.size_bytes for image in manifest.packed_images})
+        check_page_sizes(read_pagemaps(directory), manifest.image_sizes)
         packs = open_packs(directory, manifest, elsewhere=elsewhere)
         try:
             packs.verify(workers=workers, progress=progress)

@@ -84,6 +84,12 @@ class Manifest:
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the container had of GPUs (ops/gpu_map.py)
 
     @property
+    def image_sizes(self) -> dict[str, int]:
+        """Bytes of every image, packed or not, by name."""
+        packed = {image.name: image.size_bytes for image in self.packed_images}
+        return packed | {image.name: image.size_bytes for image in self.other_images}
+
+    @property
     def image_bytes(self) -> int:
         """Bytes of all page images before packing."""
         return sum(image.size_bytes for image in self.packed_images)

@@ -1,0 +1,72 @@
+"""Containers with CUDA processes through containerd's CRI, which freezes them first, as the kubelet has it."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from integration import fake_driver
+from integration.containerd.conftest import MakeContainerd
+from integration.containerd.engine import Containerd
+from integration.journals import last_session
+from integration.podman.engine import assert_packed, image_names
+
+VRAM_MIB = 32
+UUID = "GPU-00000000-0000-0000-0000-0000000000{:02x}"
+
+
+@pytest.fixture
+def node(make_containerd: MakeContainerd, cuda_files: Path) -> Containerd:
+    """A containerd with ocihook and a stand-in for NVIDIA's driver."""
+    node = make_containerd(cuda_files=cuda_files)
+    node.install()
+    return node
+
+
+@pytest.mark.parametrize("cgroup_version", [2, 1])
+def test_a_frozen_container_is_thawed_for_the_driver(
+    make_containerd: MakeContainerd, cuda_files: Path, cgroup_version: int
+) -> None:
+    node = make_containerd(cgroup_version=cgroup_version, cuda_files=cuda_files)
+    node.install()
+    container = node.start("c1", mib=VRAM_MIB, gpus=[3])
+    archive = node.checkpoint(container, "c1.tar")
+    before = node.count(container)
+    node.assert_goes_on(container, before)
+    dump = last_session(node.namespace, "post-dump")
+    assert dump["effects"] == []
+    phases = {phase["name"]: phase["bytes"] for phase in dump["phases"]}
+    assert phases["gpu give back"] == phases["gpu move out"] >= VRAM_MIB << 20
+    node.remove(container)
+    assert_packed(archive)
+    assert any(name.startswith("ocihook-region-") for name in image_names(archive))
+    if cgroup_version == 1:
+        return  # a restore there is not what this is about
+    restored = node.start("c2", image="/scratch/c1.tar", gpus=[3])
+    node.assert_counts(restored)
+    assert node.count(restored)[1] == before[1]
+
+
+def test_a_pod_with_other_gpus(node: Containerd) -> None:
+    """The map comes from the devices that the new container is given."""
+    container = node.start("c1", mib=VRAM_MIB, gpus=[3])
+    node.checkpoint(container, "c1.tar")
+    before = node.count(container)
+    node.remove(container)
+    restored = node.start("c2", image="/scratch/c1.tar", gpus=[5])
+    node.assert_counts(restored)
+    assert node.count(restored)[1] == before[1]
+    restore = last_session(node.namespace, "post-resume")
+    assert restore["facts"]["gpu_map"] == [[UUID.format(3), UUID.format(5)]]
+    assert restore["effects"] == []
+
+
+def test_a_refused_dump_leaves_a_container_that_runs(node: Containerd) -> None:
+    container = node.start("c1", mib=VRAM_MIB, gpus=[3])
+    fake_driver.script(node.namespace, "checkpoint 2")
+    with pytest.raises(grpc.RpcError):
+        node.checkpoint(container, "c1.tar")
+    assert node.is_running(container)
+    node.assert_counts(container)
+    verdict = last_session(node.namespace, "pre-dump")["stages"]["pre-dump"]
+    assert "OUT_OF_MEMORY" in verdict["message"]
