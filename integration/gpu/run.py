@@ -116,6 +116,9 @@ class Container:
         config["mounts"] = [
             m for m in config["mounts"] if m["destination"] in ("/proc", "/dev", "/dev/pts", "/dev/shm")
         ]
+        for mount in config["mounts"]:
+            if mount["destination"] == "/dev/shm":  # NCCL's bootstrap takes more than the default, 64 MiB
+                mount["options"] = ["nosuid", "noexec", "nodev", "mode=1777", "size=8g"]
         shared = ("/usr", "/opt", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/usr/local/nvidia", "/tmp", str(PROJECT))
         config["mounts"] += [
             {"destination": d, "source": os.path.realpath(d), "type": "bind", "options": ["bind", "rw"]}
@@ -151,7 +154,7 @@ class Container:
         command("runc", "run", "-d", self.name, cwd=self.bundle, **self._stdio())
         self.wait_for(10)
 
-    def wait_for(self, more: int, limit_s: float = 120) -> None:
+    def wait_for(self, more: int, limit_s: float = 90) -> None:
         """Wait for so many more lines."""
         wanted, deadline = len(self.lines) + more, time.time() + limit_s
         while len(self.lines) < wanted:
