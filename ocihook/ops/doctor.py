@@ -21,7 +21,8 @@ from ocihook.config import Settings, load_settings
 from ocihook.criu.conf import action_scripts, options, read_block, remove_block
 from ocihook.criu.version import Program, crun_reads_its_conf, find_program, libcriu_reads_conf, run_output
 from ocihook.cuda.driver import CudaDriver, has_driver
-from ocihook.errors import ConfigError, CudaError
+from ocihook.errors import ConfigError, CudaError, OcihookError
+from ocihook.ops.gpu import read_node
 from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
 
 _GIB = 1 << 30
@@ -39,6 +40,7 @@ _ENGINE_CONFIGS = (
     "containers/containers.conf.d/*.conf",
 )
 _ETC = Path("/etc")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PLUGIN_DIRS = ("/usr/lib/criu", "/usr/lib64/criu", "/usr/local/lib/criu", "/usr/libexec/criu")
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}  # bits of CapEff
 # Options of a CRIU configuration file that break checkpoints made through a runtime.
@@ -352,7 +354,10 @@ def _check_cuda_plugin() -> Iterator[Finding]:
     elif shutil.which("cuda-checkpoint") is None:
         yield Finding("criu's cuda plugin", Status.OK, f"{plugin} is idle: there is no cuda-checkpoint")
     else:
-        detail = f"{plugin} handles CUDA processes one after the other, through CRIU's single-threaded memory path"
+        detail = (
+            f"{plugin} leaves a dump's CUDA processes to ocihook, which has checkpointed them by then; on a restore it "
+            "resumes them itself, one after the other; before CRIU 4.2 it hangs where an engine freezes containers"
+        )
         remedy = "set `libdir` to an empty directory in CRIU's configuration, or remove the plugin's package"
         yield Finding("criu's cuda plugin", Status.WARN, detail, remedy)
 
@@ -379,6 +384,22 @@ def _check_cuda() -> Iterator[Finding]:
         yield Finding("cuda", Status.WARN, str(error.args[0]), error.hint)
     else:
         yield Finding("cuda", Status.OK, f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}")
+        yield from _check_gpus()
+
+
+def _check_gpus() -> Iterator[Finding]:
+    try:
+        version, gpus = read_node()
+    except OcihookError as error:
+        yield Finding("gpus", Status.FAIL, str(error.args[0]), error.hint)
+        return
+    names = ", ".join(f"{g.name} ({g.free_bytes / _GIB:.0f} of {g.total_bytes / _GIB:.0f} GiB free)" for g in gpus)
+    yield Finding("gpus", Status.OK, f"driver {version}: {names or 'none'}")
+    if any(gpu.mig for gpu in gpus):
+        yield Finding("mig", Status.WARN, "a GPU is partitioned", "containers on MIG instances cannot be checkpointed")
+    if _HUGE_PAGES.exists() and "[always]" not in _HUGE_PAGES.read_text():
+        detail = f"{_HUGE_PAGES} is not `always`; the driver's copy of GPU memory to the node's takes 40 % longer"
+        yield Finding("huge pages", Status.WARN, detail, f"echo always > {_HUGE_PAGES}, if nothing on the node objects")
 
 
 def _check_disk() -> Iterator[Finding]:

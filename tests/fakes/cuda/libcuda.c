@@ -2,7 +2,7 @@
  * a program needs, and what NVML tells of the GPUs.
  *
  * It answers as driver 580 was seen to (integration/gpu/results/driver-contract-580.json, driver-limits-580.json; a test
- * compares them):
+ *   compares them):
  * - a process is running, locked, checkpointed; any other order of calls is CUDA_ERROR_ILLEGAL_STATE;
  * - one thread of the process itself does the work: a call on a stopped process never returns, one on a process whose
  *   other threads are stopped does;
@@ -17,7 +17,7 @@
  * (process_vm_readv and _writev), which needs no file and so survives CRIU. A GPU is known by the minor of its device
  * file /dev/nvidiaN, which is a node that exists everywhere: /dev/null is minor 3, /dev/zero 5, /dev/full 7.
  *
- * /run/ocihook-fake-cuda, read by whoever calls the driver, is what a test wants to go wrong: lines `verb result [delay
+ * /run/ocihook-fake-cuda (or the file that OCIHOOK_FAKE_CUDA names), read by whoever calls the driver, is what a test wants to go wrong: lines `verb result [delay
  * in ms]` (result -1: do it; one that fails does nothing), `gpus MINOR...`, `total BYTES` of each GPU, `taken BYTES`
  * by somebody unknown, `driver VERSION`, `mps`, `mig`.
  */
@@ -340,7 +340,8 @@ int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) { enter(); memcp
 static int scripted(const char *word, char *rest, size_t size)
 {
     char line[256];
-    FILE *script = fopen(SCRIPT, "re");
+    const char *path = getenv("OCIHOOK_FAKE_CUDA");
+    FILE *script = fopen(path ? path : SCRIPT, "re");
     int found = 0;
     while (script && !found && fgets(line, sizeof line, script))
         if (!strncmp(line, word, strlen(word)) && strchr(" \n", line[strlen(word)])) {

@@ -1,0 +1,204 @@
+"""The memory path over a plain process: out into packs, dropped, back in byte for byte; and what is damaged is seen."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ocihook.errors import IntegrityError
+from ocihook.linux.memory import ProcessMemory, Span
+from ocihook.linux.mounts import unpin_directory
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.ops.gpu import CheckpointedProcess
+from ocihook.ops.gpu_memory import move_out, pin, release, write_back
+from ocihook.ops.image_set import (
+    MovedRegions,
+    discard_regions,
+    finish_packing,
+    pack_image_set,
+    read_packed,
+    rehydrate_image_set,
+    verify_image_set,
+)
+from ocihook.store.manifest import Manifest, decode_manifest, encode_manifest, read_manifest
+from tests.fakes.images import make_image_set, mixed_pages
+
+CONTENT = mixed_pages(5000, seed=3)
+PROGRAM = """
+import ctypes, mmap, sys
+region = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+print(ctypes.addressof(ctypes.c_char.from_buffer(region)), flush=True)
+sys.stdin.read()
+"""
+
+
+class Program:
+    """A process with a region of CONTENT."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", PROGRAM, str(len(CONTENT))]
+        self.popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.popen.stdout is not None
+        start = int(self.popen.stdout.readline())
+        self.span = Span(start, start + len(CONTENT))
+        process = Process.find(self.popen.pid)
+        assert process is not None
+        self.process = process
+        memory = ProcessMemory(process)
+        for offset in range(0, len(CONTENT), 1 << 20):
+            memory.write([CONTENT[offset : offset + (1 << 20)]], start + offset)
+
+    @property
+    def content(self) -> bytes:
+        buffer = bytearray(len(CONTENT))
+        assert ProcessMemory(self.process).read_into(memoryview(buffer), self.span.start) == len(CONTENT)
+        return bytes(buffer)
+
+    @property
+    def checkpointed(self) -> list[CheckpointedProcess]:
+        return [CheckpointedProcess(self.process, (self.span,))]
+
+
+@pytest.fixture
+def program() -> Iterator[Program]:
+    program = Program()
+    yield program
+    program.popen.kill()
+    program.popen.communicate()
+
+
+def moved(program: Program, directory: Path, workers: int = 2) -> Manifest:
+    directory.mkdir(exist_ok=True)
+    return move_out(
+        program.checkpointed,
+        {program.process: "7"},
+        directory,
+        container=ContainerRef(id="ab"),
+        gpu={"driver": "1", "devices": []},
+        workers=workers,
+        durable=False,
+    )
+
+
+def test_out_and_back(program: Program, tmp_path: Path) -> None:
+    manifest = moved(program, tmp_path / "images")
+    assert program.content == CONTENT
+    assert manifest.raw_bytes == len(CONTENT)
+    release(program.checkpointed)
+    assert program.content == bytes(len(CONTENT))
+    (tmp_path / "images" / "ocihook.manifest").write_bytes(encode_manifest(manifest))
+    assert write_back(tmp_path / "images", {"7": program.process}, workers=2) == len(CONTENT)
+    assert program.content == CONTENT
+    assert write_back(tmp_path / "images", {"8": program.process}, workers=2) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_pins_outlive_the_directory(program: Program, tmp_path: Path) -> None:
+    """What an engine does with a failed checkpoint does not take the only copy along."""
+    manifest = moved(program, tmp_path / "images")
+    pins = tmp_path / "pins"
+    pin(manifest, tmp_path / "images", pins)
+    release(program.checkpointed)
+    shutil.rmtree(tmp_path / "images")
+    try:
+        assert write_back(pins, {"7": program.process}, workers=2) == len(CONTENT)
+        assert program.content == CONTENT
+    finally:
+        unpin_directory(pins)
+    assert not pins.exists()
+    unpin_directory(pins)
+
+
+def test_damaged_packs_are_not_written(program: Program, tmp_path: Path) -> None:
+    manifest = moved(program, tmp_path / "images", workers=1)
+    (tmp_path / "images" / "ocihook.manifest").write_bytes(encode_manifest(manifest))
+    pack = tmp_path / "images" / manifest.packs[0].name
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        write_back(tmp_path / "images", {"7": program.process}, workers=2)
+
+
+def test_a_process_that_is_gone(program: Program, tmp_path: Path) -> None:
+    manifest = moved(program, tmp_path / "images")
+    (tmp_path / "images" / "ocihook.manifest").write_bytes(encode_manifest(manifest))
+    program.popen.kill()
+    program.popen.wait()
+    with pytest.raises(OSError, match="has ended"):
+        write_back(tmp_path / "images", {"7": program.process}, workers=2)
+    release(program.checkpointed)
+
+
+def test_the_manifest_keeps_regions(program: Program, tmp_path: Path) -> None:
+    manifest = moved(program, tmp_path / "images")
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    assert encode_manifest(manifest).startswith(b"ocihook-manifest 2 ")
+
+
+@pytest.fixture
+def image_set(program: Program, tmp_path: Path) -> tuple[Path, MovedRegions]:
+    """An image set with moved memory, before its manifest is written."""
+    directory = tmp_path / "images"
+    manifest = moved(program, directory)
+    make_image_set(directory, {7: mixed_pages(100)})
+    return directory, MovedRegions(manifest.regions, manifest.packs, manifest.gpu)
+
+
+def packed(directory: Path, moved: MovedRegions, *, with_images: bool) -> Manifest:
+    manifest = pack_image_set(
+        directory,
+        container=ContainerRef(id="a"),
+        host={},
+        workers=2,
+        durable=False,
+        moved=moved,
+        with_images=with_images,
+    )
+    assert manifest is not None
+    return manifest
+
+
+@pytest.mark.parametrize("with_images", [True, False])
+def test_an_image_set_with_moved_memory(image_set: tuple[Path, MovedRegions], *, with_images: bool) -> None:
+    directory, regions = image_set
+    before = (directory / "pages-1.img").read_bytes()
+    manifest = packed(directory, regions, with_images=with_images)
+    assert bool(manifest.packed_images) is with_images
+    assert (directory / "pages-1.img").exists() is not with_images
+    assert verify_image_set(directory, workers=2) == manifest
+    rehydrate_image_set(directory, workers=2)
+    assert (directory / "pages-1.img").read_bytes() == before
+    finish_packing(directory)
+    assert verify_image_set(directory, workers=2) == manifest
+
+
+def test_every_flipped_bit_of_moved_memory_is_found(image_set: tuple[Path, MovedRegions]) -> None:
+    directory, regions = image_set
+    packed(directory, regions, with_images=True)
+    pack = directory / regions.packs[0].name
+    good = pack.read_bytes()
+    for position in range(0, len(good), len(good) // 40):
+        pack.write_bytes(good[:position] + bytes([good[position] ^ 16]) + good[position + 1 :])
+        with pytest.raises(IntegrityError):
+            rehydrate_image_set(directory, workers=1)
+        assert not (directory / "pages-1.img").exists()
+    pack.unlink()
+    with pytest.raises(IntegrityError, match="cannot be opened"):
+        verify_image_set(directory, workers=1)
+
+
+def test_moved_memory_without_a_manifest_is_no_checkpoint(image_set: tuple[Path, MovedRegions]) -> None:
+    directory, _ = image_set
+    with pytest.raises(IntegrityError, match="without a manifest"):
+        read_packed(directory)
+    finish_packing(directory)  # of images alone
+    assert list(directory.glob("ocihook-region-*"))
+    discard_regions(directory)
+    assert not list(directory.glob("ocihook-*"))
+    assert read_manifest(directory) is None

@@ -1,0 +1,184 @@
+"""What cannot come back from a checkpoint is refused with the reason and the remedy; what can, is not."""
+
+import dataclasses
+import json
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ocihook.cuda.nvml import Gpu
+from ocihook.cuda.signs import Signs, count_device_files, read_signs
+from ocihook.ops.preflight import Situation, driver_major, refusals
+
+RECORDED = Path(__file__).parents[2] / "integration/gpu/results/driver-limits-580.json"
+GIB = 1 << 30
+SURVIVING = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+GPU = Gpu(uuid="GPU-a", name="H200", minor=0, total_bytes=140 * GIB, free_bytes=100 * GIB, held_bytes={7: 40 * GIB})
+PROCESS = Signs(pid=7, has_driver=True, device_files=38, gpu_minors=frozenset({0}))
+FINE = Situation(
+    driver_version="580.159.04",
+    machine="x86_64",
+    processes=(PROCESS,),
+    cuda_pids=frozenset({7}),
+    gpus=(GPU,),
+    available_ram_bytes=41 * GIB,
+    cgroup_room_bytes=None,
+    free_disk_bytes=41 * GIB,
+)
+
+
+def with_process(**changes: Any) -> dict[str, Any]:
+    return {"processes": (dataclasses.replace(PROCESS, **changes),)}
+
+
+def test_nothing_is_refused_without_a_reason() -> None:
+    assert refusals(FINE) == []
+    assert refusals(dataclasses.replace(FINE, **with_process(has_nccl=True, environment=SURVIVING))) == []
+    assert refusals(dataclasses.replace(FINE, free_disk_bytes=None, cgroup_room_bytes=40 * GIB)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"driver_version": "565.57.01"}, "driver 565.57.01 cannot checkpoint: install 570 or later"),
+        ({"driver_version": "unknown"}, "driver unknown cannot checkpoint"),
+        ({"machine": "aarch64"}, "on Arm: install 610 or later"),
+        ({"available_ram_bytes": 39 * GIB}, r"copies 40.0 GiB .* has 39.0 GiB left: free memory on the node"),
+        ({"cgroup_room_bytes": 39 * GIB}, r"the kernel would kill it: raise the container's memory limit"),
+        ({"free_disk_bytes": 39 * GIB}, r"has 39.0 GiB free: free space there"),
+        (with_process(has_mig=True), "process 7 uses a MIG instance"),
+        ({"gpus": (dataclasses.replace(GPU, mig=True),)}, "process 7 uses a MIG instance"),
+        ({"gpus": (dataclasses.replace(GPU, mps_pids=frozenset({7})),)}, "process 7 is a client of MPS"),
+        (with_process(environment={"CUDA_MPS_PIPE_DIRECTORY": "/x"}), "process 7 is a client of MPS"),
+        ({"cuda_pids": frozenset()}, "process 7 holds 38 of NVIDIA's device files without a CUDA context"),
+        (with_process(has_io_uring=True), "process 7 uses io_uring.*UV_USE_IO_URING=0"),
+        (with_process(has_nccl=True), "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_NVLS_EN"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], reason: str) -> None:
+    (found,) = refusals(dataclasses.replace(FINE, **changes))
+    assert re.search(reason, found)
+
+
+@pytest.mark.parametrize("variable", sorted(SURVIVING))
+def test_each_transport_that_does_not_survive_is_named(variable: str) -> None:
+    environment = {name: value for name, value in SURVIVING.items() if name != variable}
+    (found,) = refusals(dataclasses.replace(FINE, **with_process(has_nccl=True, environment=environment)))
+    assert found.endswith(f"start the container with {variable}={SURVIVING[variable]}")
+
+
+def test_it_agrees_with_what_was_seen_on_a_real_node() -> None:
+    """Every recorded NCCL transport whose restore failed is refused, every one that went on is not."""
+    cases = json.loads(RECORDED.read_text())["cases"]
+    verdicts = {}
+    for name, case in cases.items():
+        if not name.startswith("nccl"):
+            continue
+        environment = dict(variable.split("=", 1) for variable in case["signs"][0]["environment"])
+        assert any("nccl-socket" in socket_name for socket_name in case["unix sockets"])
+        refused = bool(refusals(dataclasses.replace(FINE, **with_process(has_nccl=True, environment=environment))))
+        verdicts[name] = (refused, case["goes on"] == [True, True])
+    assert len(verdicts) == 5
+    assert all(refused != went_on for refused, went_on in verdicts.values()), verdicts
+    assert any(refused for refused, _ in verdicts.values())
+    assert not all(refused for refused, _ in verdicts.values())
+
+
+def test_driver_major() -> None:
+    assert [driver_major(version) for version in ("580.159.04", "610", "", "x.y")] == [580, 610, 0, 0]
+
+
+def test_a_process_without_cuda_shows_nothing() -> None:
+    assert read_signs(os.getpid()) == Signs(pid=os.getpid())
+    assert read_signs(1 << 22) == Signs(pid=1 << 22)
+    assert count_device_files(os.getpid()) == 0
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A file that is mapped under the name of the driver's library."""
+    path = tmp_path / "libcuda.so.580.159.04"
+    path.write_bytes(bytes(4096))
+    return path
+
+
+def test_signs_of_a_real_process(library: Path, tmp_path: Path) -> None:
+    """A child maps libcuda, holds an NCCL socket and an io_uring, and has variables; another mapping does not count."""
+    program = """
+import ctypes, mmap, os, socket, sys
+name = sys.argv[1]
+area = mmap.mmap(os.open(name, os.O_RDONLY), 4096, prot=mmap.PROT_READ)
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); sock.bind("\\0tmp/nccl-socket-0-" + str(os.getpid()))
+ring = ctypes.CDLL(None).syscall(425, 4, (ctypes.c_char * 120)())
+print("ready", ring >= 0, flush=True)
+sys.stdin.read()
+"""
+    import subprocess
+    import sys
+
+    environment = {**os.environ, "NCCL_P2P_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0", "OTHER": "x"}
+    for name, has_driver in ((library, True), (tmp_path / "libcudart.so.13", False)):
+        name.write_bytes(bytes(4096))
+        with subprocess.Popen(
+            [sys.executable, "-c", program, name],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            has_ring = process.stdout.readline() == "ready True\n"
+            signs = read_signs(process.pid)
+            process.communicate("")
+        assert signs.has_driver is has_driver
+        if has_driver:
+            assert signs.has_nccl
+            assert signs.has_io_uring is has_ring
+            assert {"NCCL_P2P_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0"}.items() <= signs.environment.items()
+            assert "OTHER" not in signs.environment
+        else:
+            assert signs == Signs(pid=signs.pid)
+
+
+def test_device_files_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ocihook.cuda import signs
+
+    links = [
+        "/dev/nvidia0",
+        "/dev/nvidiactl",
+        "/dev/nvidia-uvm",
+        "/dev/nvidia-caps/nvidia-cap1",
+        "/dev/null",
+        "/tmp/nvidia0",
+    ]
+    monkeypatch.setattr(signs, "_links", lambda _pid: [(str(n), link) for n, link in enumerate(links)])
+    monkeypatch.setattr(signs, "_minor", lambda _pid, fd: {"0": 4, "3": 1}.get(fd, -1))
+    found = read_signs(os.getpid())
+    assert (found.device_files, found.gpu_minors, found.has_mig) == (4, frozenset({4}), False)
+    monkeypatch.setattr(signs, "_minor", lambda _pid, fd: {"0": 4, "3": 12}.get(fd, -1))
+    assert read_signs(os.getpid()).has_mig
+
+
+def test_somebody_elses_nccl_socket_does_not_count(library: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(f"\0tmp/nccl-socket-1-{os.getpid()}")
+        from ocihook.cuda import signs
+
+        assert str(os.fstat(other.fileno()).st_ino) in signs._nccl_sockets(os.getpid())
+        pid = os.fork()
+        if pid == 0:
+            os.closerange(3, 1000)
+            import mmap
+
+            mmap.mmap(os.open(library, os.O_RDONLY), 4096, prot=mmap.PROT_READ)
+            os._exit(0 if not read_signs(os.getpid()).has_nccl else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
