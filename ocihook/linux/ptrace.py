@@ -9,7 +9,8 @@ import ctypes
 import os
 import platform
 import signal
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ocihook.errors import TraceError
@@ -19,7 +20,13 @@ from ocihook.linux.workers import outliving_parent
 
 # linux/ptrace.h, linux/elf.h, linux/wait.h
 _SINGLESTEP, _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 9, 17, 0x4204, 0x4205, 0x4206, 0x4207
-_GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
+_SYSCALL, _CONT, _SETOPTIONS = 24, 7, 0x4200
+_GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO = 0x420A, 0x420B, 0x420E
+_O_TRACESYSGOOD = 1
+_SYSCALL_STOP = signal.SIGTRAP | 0x80
+_SYSCALL_INFO = struct.Struct("<B3xIQQQ6Q")  # op, arch, ip, sp; of an entry: number, arguments; of an exit: result
+_ENTRY, _EXIT = 1, 2
+_MAP_ANONYMOUS, _MAP_POPULATE = 0x20, 0x8000
 _NT_PRSTATUS = 1
 _WALL = 0x40000000
 _EVENT_STOP = 128
@@ -50,10 +57,12 @@ class _Machine:
 
 _MACHINES: Mapping[str, _Machine] = {
     # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
-    "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, 219, {"madvise": 28}),
+    "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, 219, {"madvise": 28, "mmap": 9}),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
     # before a tracer looks, so that nothing is left to do; a timed wait then begins anew.
-    "aarch64": _Machine(34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, 128, {"madvise": 233}),
+    "aarch64": _Machine(
+        34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, 128, {"madvise": 233, "mmap": 222}
+    ),
 }
 
 
@@ -96,7 +105,8 @@ class HeldThread:
         _, status = os.waitpid(self.tid, _WALL)
         if not os.WIFSTOPPED(status):
             raise ProcessLookupError(f"thread {self.tid} has ended")
-        return 0 if status >> 16 == _EVENT_STOP else os.WSTOPSIG(status)
+        number = os.WSTOPSIG(status)
+        return 0 if status >> 16 == _EVENT_STOP or number == _SYSCALL_STOP else number
 
     def release(self) -> None:
         """Let it go on. One that is gone is let go, too."""
@@ -143,6 +153,63 @@ class HeldThread:
             self._signal = self._signal if number in {0, signal.SIGTRAP} else number
             registers = self._registers(machine)
         return ctypes.c_int64(registers[machine.result]).value
+
+    def watch_mappings(self, child: int, least_bytes: int, advise: Callable[[int, int], object]) -> None:
+        """Let the thread go on until `child` of this process has ended; tell of the first large mapping that it makes.
+
+        That is anonymous memory, and told before any of it is there: the thread is stopped, and is not to fill it at
+        once even if it asked for that.
+
+        Args:
+            child: a process that this one has forked, and does not wait for elsewhere.
+            least_bytes: what is large.
+            advise: called with address and size; may let this thread make a call.
+        """
+        _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD)
+        request, size = _SYSCALL, 0
+        _ptrace(request, self.tid)
+        while True:
+            pid, status = os.waitpid(-1, _WALL)
+            if pid == child:
+                return
+            if pid != self.tid or not os.WIFSTOPPED(status):
+                continue  # another thread, or this one, has ended
+            number = os.WSTOPSIG(status)
+            if number == _SYSCALL_STOP:
+                number = 0
+                operation, call, arguments = self._system_call()
+                if operation == _ENTRY:
+                    size = self._large_mapping(call, arguments, least_bytes)
+                elif operation == _EXIT and size and call < 1 << 63:  # else the error of mmap
+                    advise(call, size)
+                    request = _CONT
+            elif status >> 16 == _EVENT_STOP:
+                number = 0
+            _ptrace(request, self.tid, 0, number)
+
+    def _system_call(self) -> tuple[int, int, tuple[int, ...]]:
+        """Return entry or exit, the number or the result, and the arguments."""
+        data = ctypes.create_string_buffer(_SYSCALL_INFO.size)
+        _ptrace(_GET_SYSCALL_INFO, self.tid, len(data), ctypes.byref(data))
+        operation, _, _, _, value, *arguments = _SYSCALL_INFO.unpack(data.raw)
+        return operation, value, tuple(arguments)
+
+    def _large_mapping(self, call: int, arguments: tuple[int, ...], least_bytes: int) -> int:
+        """Return the size of the mapping that a call is about to make, 0 for any other call."""
+        machine = _machine()
+        _, size, _, flags, *_ = arguments
+        if call != machine.numbers["mmap"] or size < least_bytes or not flags & _MAP_ANONYMOUS:
+            return 0
+        if flags & _MAP_POPULATE:
+            registers = self._registers(machine)
+            registers[machine.arguments[3]] = flags & ~_MAP_POPULATE
+            self._set_registers(registers)
+        return size
+
+    def stop(self) -> None:
+        """Stop it again after `watch_mappings`, which leaves it running."""
+        _ptrace(_INTERRUPT, self.tid)
+        self._signal = self._wait()
 
     def _registers(self, machine: _Machine) -> "ctypes.Array[ctypes.c_uint64]":
         registers = (ctypes.c_uint64 * machine.registers)()

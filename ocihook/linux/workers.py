@@ -7,6 +7,7 @@ The caller must be single-threaded, as every process of ocihook that packs is.
 import contextlib
 import ctypes
 import fcntl
+import math
 import os
 import pickle
 import select
@@ -14,7 +15,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ocihook.errors import OcihookError
 
@@ -23,7 +24,6 @@ T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _PIPE_BUF = 4096  # writes up to this are atomic, so that all workers may share one pipe (pipe(7))
-_MEANWHILE_S = 0.005
 _MAX_TEXT = 800  # characters of an error that cannot be passed as it is; at 4 bytes each they fit
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 # Keep freed memory instead of handing it back and faulting it in again for the next chunk: a quarter more
@@ -98,13 +98,50 @@ def run_forked(worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: in
             os.waitpid(pid, 0)
 
 
-def call_each(
-    function: Callable[[A], T],
-    items: Sequence[A],
-    *,
-    timeout_s: float,
-    meanwhile: Callable[[], object] | None = None,
-) -> list[T | Exception]:
+class Call:
+    """A call in a process of its own."""
+
+    def __init__(self, pid: int, reader: int) -> None:
+        self.pid = pid
+        self._reader = reader
+
+    def outcome(self, deadline: float = math.inf) -> Any:  # noqa: ANN401 - what was called decides
+        """Return what came of it, an exception if it raised one; a TimeoutError if that is not there in time."""
+        data = _read_until(self._reader, deadline)
+        if data is None:
+            os.kill(self.pid, signal.SIGKILL)
+            return TimeoutError("there is no answer")
+        try:
+            return pickle.loads(data)  # noqa: S301 - our own fork wrote it
+        except (EOFError, pickle.UnpicklingError):
+            return WorkerDied("the process that made the call died")
+
+    def close(self) -> None:
+        """End the process if it has not ended."""
+        os.close(self._reader)
+        with contextlib.suppress(ChildProcessError):  # waited for elsewhere; its pid may be another's by now
+            if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+
+
+@contextlib.contextmanager
+def start_call(function: Callable[[A], object], item: A) -> Iterator[Call]:
+    """Make a call in a process of its own, which ends with the block at the latest."""
+    parent = os.getpid()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _call(function, item, writer, parent)
+    os.close(writer)
+    call = Call(pid, reader)
+    try:
+        yield call
+    finally:
+        call.close()
+
+
+def call_each(function: Callable[[A], T], items: Sequence[A], *, timeout_s: float) -> list[T | Exception]:
     """Call `function` with every item at once, each in a process of its own; return what came of each, in order.
 
     For calls that may not return, or must not be made in this process. What is not there in time is killed, and its
@@ -114,37 +151,11 @@ def call_each(
         function: to be called.
         items: one for each call.
         timeout_s: for all of them together.
-        meanwhile: called again and again while the first result is awaited.
     """
-    parent = os.getpid()
     deadline = time.monotonic() + timeout_s
-    children: list[tuple[int, int]] = []
-    outcomes: list[T | Exception] = []
-    try:
-        for item in items:
-            reader, writer = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                _call(function, item, writer, parent)
-            os.close(writer)
-            children.append((pid, reader))
-        for pid, reader in children:
-            data = _read_until(reader, deadline, meanwhile)
-            if data is None:
-                os.kill(pid, signal.SIGKILL)
-                outcomes.append(TimeoutError(f"no answer within {timeout_s:g} s"))
-                continue
-            try:
-                outcomes.append(pickle.loads(data))  # noqa: S301 - our own fork wrote it
-            except (EOFError, pickle.UnpicklingError):
-                outcomes.append(WorkerDied("the process that made the call died"))
-    finally:
-        for pid, reader in children:
-            os.close(reader)
-            if len(outcomes) < len(items):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return outcomes
+    with contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(start_call(function, item)) for item in items]
+        return [call.outcome(deadline) for call in calls]
 
 
 def _call(function: Callable[[A], T], item: A, writer: int, parent: int) -> None:
@@ -166,16 +177,12 @@ def _call(function: Callable[[A], T], item: A, writer: int, parent: int) -> None
         os._exit(0)
 
 
-def _read_until(fd: int, deadline: float, meanwhile: Callable[[], object] | None) -> bytes | None:
+def _read_until(fd: int, deadline: float) -> bytes | None:
     """Read to the end of a pipe; None if that does not come in time."""
     data = bytearray()
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while (left_s := deadline - time.monotonic()) > 0:
-        if not poll.poll(1000 * (min(left_s, _MEANWHILE_S) if meanwhile else left_s)):
-            if meanwhile:
-                meanwhile()
-            continue
+    while poll.poll(None if deadline == math.inf else max(0, (deadline - time.monotonic()) * 1000)):
         part = os.read(fd, 1 << 16)
         if not part:
             return bytes(data)

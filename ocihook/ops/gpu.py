@@ -21,7 +21,7 @@ from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError
 from ocihook.linux.memory import Span, anonymous_spans, subtract
 from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held, thread_ids
-from ocihook.linux.workers import call_each
+from ocihook.linux.workers import call_each, start_call
 
 CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
 COPY_TIMEOUT_S = 1800.0  # for what moves all memory of the GPUs, at 1 GiB/s and less
@@ -32,7 +32,7 @@ _LONGEST_LOCK_S = 5.0
 _MIN_REGION_BYTES = 1 << 20
 _MADV_HUGEPAGE = 14
 _POLL_S = 0.2
-_LOOK_AGAIN_S = 0.1
+_LARGE_BYTES = 32 << 20
 
 log = logging.getLogger(__name__)
 
@@ -140,41 +140,39 @@ def _checkpoint(driver: CudaDriver, process: Process) -> list[Span]:
     able = driver.restore_thread_id(process.pid)
     if able not in thread_ids(process.pid):  # it would be held with the others, and the call would not return
         raise TraceError(f"the driver's thread {able} is none of process {process.pid}'s")
-    with held(process.pid, without=able) as threads:
+    with held(process.pid, without=able):
         before = anonymous_spans(process.pid)
-        advised: list[Span] = []
-        next_look = 0.0
-
-        def new_spans() -> list[Span]:
-            spans = subtract(anonymous_spans(process.pid), before)
-            return [span for span in spans if span.size_bytes >= _MIN_REGION_BYTES]
-
-        def advise() -> None:
-            """Ask for huge pages as soon as there is a mapping, before the driver has touched much of it."""
-            nonlocal next_look
-            if not threads or time.monotonic() < next_look:
-                return
-            new = subtract(new_spans(), advised)
-            for span in new:
-                _advise(process.pid, threads[0], span, _MADV_HUGEPAGE)
-            advised.extend(new)
-            advised.sort()
-            if new:  # seldom from now on: a look takes the lock that the driver's page faults need
-                next_look = time.monotonic() + _LOOK_AGAIN_S
-
-        (outcome,) = call_each(
-            driver.checkpoint, [process.pid], timeout_s=COPY_TIMEOUT_S, meanwhile=advise if _wants_advice() else None
-        )
-        if isinstance(outcome, Exception):
-            raise outcome
-        return new_spans()
+        if _wants_advice():
+            _checkpoint_advised(driver, process, able)
+        else:
+            driver.checkpoint(process.pid)
+        spans = subtract(anonymous_spans(process.pid), before)
+        return [span for span in spans if span.size_bytes >= _MIN_REGION_BYTES]
 
 
-def _advise(pid: int, thread: HeldThread, span: Span, advice: int) -> None:
-    try:
-        thread.make_call("madvise", find_call_instruction(pid), span.start, span.size_bytes, advice)
-    except OSError as error:  # it is only slower then
-        log.warning("process %d: no huge pages: %s", pid, error)
+def _checkpoint_advised(driver: CudaDriver, process: Process, able: int) -> None:
+    """Checkpoint, and have the driver's mapping advised for huge pages before there is anything in it.
+
+    Advice that comes later is of no use: the driver has it filled as it makes it (measured on 580).
+    """
+    thread = HeldThread(able)
+    instruction = find_call_instruction(process.pid)
+
+    def advise(address: int, size_bytes: int) -> None:
+        try:
+            thread.make_call("madvise", instruction, address, size_bytes, _MADV_HUGEPAGE)
+        except OSError as error:  # it is only slower then
+            log.warning("process %d: no huge pages: %s", process.pid, error)
+
+    with start_call(driver.checkpoint, process.pid) as call:
+        try:
+            thread.watch_mappings(call.pid, _LARGE_BYTES, advise)
+        finally:
+            thread.stop()
+            thread.release()
+        outcome = call.outcome()
+    if isinstance(outcome, Exception):
+        raise outcome
 
 
 def _wants_advice() -> bool:
