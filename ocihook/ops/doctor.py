@@ -397,9 +397,9 @@ def _check_gpus() -> Iterator[Finding]:
     yield Finding("gpus", Status.OK, f"driver {version}: {names or 'none'}")
     if any(gpu.mig for gpu in gpus):
         yield Finding("mig", Status.WARN, "a GPU is partitioned", "containers on MIG instances cannot be checkpointed")
-    if _HUGE_PAGES.exists() and "[always]" not in _HUGE_PAGES.read_text():
-        detail = f"{_HUGE_PAGES} is not `always`; the driver's copy of GPU memory to the node's takes 40 % longer"
-        yield Finding("huge pages", Status.WARN, detail, f"echo always > {_HUGE_PAGES}, if nothing on the node objects")
+    if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
+        detail = f"{_HUGE_PAGES} is `never`; the driver's copy of GPU memory to the node's takes twice as long"
+        yield Finding("huge pages", Status.WARN, detail, f"echo madvise > {_HUGE_PAGES}")
 
 
 def _check_disk() -> Iterator[Finding]:
