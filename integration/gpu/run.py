@@ -37,7 +37,7 @@ SESSIONS = Path("/run/ocihook")
 COMMAND_TIMEOUT_S = 300
 NCCL = {
     "NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
-    "NCCL_IB_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "UV_USE_IO_URING": "0",
+    "NCCL_IB_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "USE_LIBUV": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }  # fmt: skip
 
@@ -66,6 +66,8 @@ def set_up() -> None:
     Path("/etc/criu").mkdir(exist_ok=True)
     installed = command(sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", cwd=PROJECT)
     assert installed.returncode == 0
+    with Path("/etc/criu/runc.conf").open("a") as file:
+        file.write("network-lock skip\n")  # connections are on loopback, both ends in the container
     Path("/etc/ocihook").mkdir(exist_ok=True)
     cores = os.cpu_count() or 1
     Path("/etc/ocihook/config.toml").write_text(f"[agent]\nmemory_bound_bytes = {(cores * 24 + 64) << 20}\n")
@@ -111,7 +113,7 @@ class Container:
         process["args"] = self._program
         kept = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
         process["env"] = [f"{key}={value}" for key, value in {**kept, **NCCL, "HOME": "/root",
-                          "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}.items()]  # fmt: skip
+                          "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONFAULTHANDLER": "1"}.items()]  # fmt: skip
         config["annotations"] = {f"ocihook.io/{key}": value for key, value in self._annotations.items()}
         config["mounts"] = [
             m for m in config["mounts"] if m["destination"] in ("/proc", "/dev", "/dev/pts", "/dev/shm")
@@ -165,17 +167,18 @@ class Container:
     def dump(self, image_dir: Path, *, leave_running: bool) -> float:
         options = ["--leave-running"] if leave_running else []
         began = time.time()
-        done = command("runc", "checkpoint", *options, "--image-path", image_dir, "--work-path", self.bundle, self.name,
-                       capture_output=True)  # fmt: skip
+        words = ["--tcp-established", "--image-path", str(image_dir), "--work-path", str(self.bundle), self.name]
+        done = command("runc", "checkpoint", *options, *words, capture_output=True)
         seconds = time.time() - began
         if done.returncode:
-            raise RuntimeError(f"{done.stderr[-600:]} {self.complaints('dump.log')}")
+            time.sleep(1)  # for what the program says of it
+            raise RuntimeError(f"{self.complaints('dump.log')}; the program: {self.output[-30:]}")
         return seconds
 
     def restore(self, image_dir: Path) -> float:
         began = time.time()
-        done = command("runc", "restore", "-d", "--image-path", image_dir, "--work-path", self.bundle, self.name,
-                       cwd=self.bundle, **self._stdio())  # fmt: skip
+        words = ["--tcp-established", "--image-path", str(image_dir), "--work-path", str(self.bundle), self.name]
+        done = command("runc", "restore", "-d", *words, cwd=self.bundle, **self._stdio())
         seconds = time.time() - began
         if done.returncode:
             raise RuntimeError(f"{self.output[-5:]} {self.complaints('restore.log')}")

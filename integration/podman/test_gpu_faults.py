@@ -76,12 +76,6 @@ def test_a_driver_that_refuses_costs_nothing(gpu_podman: Podman, line: str, mess
     wait_for("the other process to go on", lambda: len(locked_children(gpu_podman)) > before + 1)
 
 
-def test_nccl_with_transports_that_survive(gpu_podman: Podman) -> None:
-    wanted = ("P2P_DISABLE=1", "CUMEM_ENABLE=0", "CUMEM_HOST_ENABLE=0", "NVLS_ENABLE=0")
-    gpu_podman.start_cuda("c", 16, "nccl", options=[f"--env=NCCL_{variable}" for variable in wanted])
-    round_trip(gpu_podman)
-
-
 def test_the_preflight_can_be_overruled(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "nccl", gpu_preflight="warn")
     round_trip(gpu_podman)

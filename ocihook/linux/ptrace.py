@@ -167,7 +167,7 @@ class HeldThread:
         """
         _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD)
         request, size = _SYSCALL, 0
-        _ptrace(request, self.tid)
+        _ptrace(request, self.tid, 0, self._signal)
         while True:
             pid, status = os.waitpid(-1, _WALL)
             if pid == child:
