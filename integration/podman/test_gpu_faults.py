@@ -1,8 +1,11 @@
 """What goes wrong with GPUs: afterwards the job runs with its GPU state, or its checkpoint is complete and verifies."""
 
+import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, assert_packed
 from integration.podman.test_faults import damage, end_dying_agent, start_dying_agent
+from ocihook.linux.procfs import parent_pid
 
+DRIVER_CALL = Path(__file__).parents[1] / "gpu/driver_contract.py"
 NO_SECCOMP = ("--security-opt=seccomp=unconfined",)
 
 
@@ -281,6 +286,48 @@ def test_other_gpus(gpu_podman: Podman) -> None:
     gpu_podman.restore(archive)
     restore = last_session(gpu_podman.namespace, "post-resume")
     assert restore["facts"]["gpu_map"] == [[first, second], [second, first]]
+    gpu_podman.assert_goes_on("c", before)
+
+
+def test_what_somebody_else_has_checkpointed_is_left_to_them(gpu_podman: Podman, cuda_files: Path) -> None:
+    """As CRIU's CUDA plugin, or a controller: no process is handled twice, and a restore resumes whatever waits."""
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16)
+    pid = gpu_podman("inspect", "--format", "{{.State.Pid}}", "c").strip()
+
+    def call(verb: str) -> dict[str, Any]:
+        command = [sys.executable, str(DRIVER_CALL), "--call", verb, pid]
+        answer: dict[str, Any] = json.loads(gpu_podman.namespace.run(*command, LD_LIBRARY_PATH=str(cuda_files)))
+        return answer
+
+    assert [call(verb)["name"] for verb in ("lock", "checkpoint")] == ["CUDA_SUCCESS"] * 2
+    before = gpu_podman.count("c")
+    gpu_podman.checkpoint("c", archive, "--leave-running")
+    assert last_session(gpu_podman.namespace, "post-dump")["effects"] == []
+    assert call("state")["value"] == 2
+    assert gpu_podman.count("c") == before
+    gpu_podman.remove("c")
+    gpu_podman.restore(archive)
+    gpu_podman.assert_goes_on("c", before)
+
+
+def test_the_engine_and_its_runtime_are_killed(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "children=1")
+    before = gpu_podman.count("c")
+    fake_driver.script(gpu_podman.namespace, "checkpoint -1 1500")
+    dump = threading.Thread(
+        target=lambda: gpu_podman.checkpoint("c", gpu_podman.scratch / "c.tar", "--leave-running", check=False)
+    )
+    dump.start()
+    journals = gpu_podman.namespace.path("/run/ocihook/sessions")
+    wait_for("the dump to lock", lambda: any("gpu-checkpointed" in p.read_text() for p in journals.glob("*.json")))
+    criu = int(next(journals.glob("*.json")).name.split("-")[0])
+    runtime = parent_pid(criu)
+    for pid in (parent_pid(runtime), runtime, criu):
+        os.kill(pid, signal.SIGKILL)
+    dump.join()
+    fake_driver.script(gpu_podman.namespace)
+    assert sessions(gpu_podman.namespace)[-1]["effects"] == []
     gpu_podman.assert_goes_on("c", before)
 
 
