@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import IntegrityError, OcihookError
-from ocihook.linux.workers import WorkerDied, run_forked
+from ocihook.linux.workers import WorkerDied, call_each, run_forked, start_call
 
 Worker = Callable[[int, Iterator[int]], Iterator[object]]
 
@@ -170,3 +170,74 @@ for pid in run_forked(worker, tasks=2, workers=2):
     while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_calls_are_made_at_once_and_answered_in_order() -> None:
+    start = time.monotonic()
+
+    def square(number: int) -> int:
+        time.sleep(0.3)
+        return number * number
+
+    assert call_each(square, [3, 1, 2], timeout_s=10) == [9, 1, 4]
+    assert time.monotonic() - start < 0.8
+    assert no_children_left()
+
+
+def test_a_call_that_fails_does_not_disturb_the_others() -> None:
+    def call(number: int) -> int:
+        if number == 1:
+            raise IntegrityError("one", hint="two")
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    zero, one, two = call_each(call, [0, 1, 2], timeout_s=10)
+    assert zero == 0
+    assert isinstance(one, IntegrityError)
+    assert str(one) == "one. Two"
+    assert isinstance(two, WorkerDied)
+
+
+def test_a_call_that_does_not_return_is_killed() -> None:
+    start = time.monotonic()
+    quick, slow = call_each(time.sleep, [0, 60], timeout_s=0.5)
+    assert quick is None
+    assert isinstance(slow, TimeoutError)
+    assert time.monotonic() - start < 5
+    assert no_children_left()
+
+
+def test_a_large_result() -> None:
+    assert call_each(lambda size: b"x" * size, [5 << 20], timeout_s=10) == [b"x" * (5 << 20)]
+
+
+def test_a_call_that_somebody_else_waited_for_kills_nobody() -> None:
+    with start_call(lambda _: 7, None) as call:
+        os.waitpid(call.pid, 0)
+        assert call.outcome() == 7
+    assert no_children_left()
+
+
+def test_what_must_not_be_left_half_done_outlives_its_parent(tmp_path: Path) -> None:
+    """A call's process dies with its parent, but not inside `outliving_parent`."""
+    program = """
+import os, signal, sys, time
+from pathlib import Path
+from ocihook.linux.workers import outliving_parent, start_call
+def work(directory):
+    with outliving_parent():
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(0.2)
+        (directory / "done").touch()
+    (directory / "lived on").touch()
+with start_call(work, Path(sys.argv[1])):
+    time.sleep(60)
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=False, timeout=20)
+    deadline = time.monotonic() + 5
+    while not (tmp_path / "done").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    assert not (tmp_path / "lived on").exists()
