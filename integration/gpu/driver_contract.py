@@ -178,7 +178,12 @@ def main() -> None:
     if shutil.which(query[0]):
         gpu = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     cases = record()
-    facts = {"gpu": gpu, "kernel": platform.release(), "date": datetime.now(UTC).date().isoformat(), "cases": cases}
+    facts = {
+        "gpu": gpu,
+        "kernel": platform.release().split("-")[0],
+        "date": datetime.now(UTC).date().isoformat(),
+        "cases": cases,
+    }
     Path(sys.argv[1]).write_text(json.dumps(facts, indent=1) + "\n")
     for name, answers in cases.items():
         rows = answers if isinstance(answers, list) else [answers]

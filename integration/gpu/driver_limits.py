@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.driver_contract import call_apart, looks
+from ocihook.linux.memory import anonymous_spans, subtract
 
 MIB = 1 << 20
 NCCL_WITHOUT = {
@@ -229,31 +230,6 @@ def verbs(pids: list[int], *names: str) -> list[str]:
 ALL = ("state", "lock", "checkpoint", "state", "restore", "state", "unlock", "state")
 
 
-def anonymous(pid: int) -> list[tuple[int, int]]:
-    found = []
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        match = re.fullmatch(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *", line)
-        if match:
-            found.append((int(match[1], 16), int(match[2], 16)))
-    return found
-
-
-def subtract(after: list[tuple[int, int]], before: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of intervals that were not there before."""
-    rest = []
-    for start, end in after:
-        at = start
-        for b_start, b_end in sorted(before):
-            if b_end <= at or b_start >= end:
-                continue
-            if b_start > at:
-                rest.append((at, b_start))
-            at = max(at, b_end)
-        if at < end:
-            rest.append((at, end))
-    return rest
-
-
 def nvml() -> dict[str, Any]:
     """Return what NVML shows: devices, their use, the processes with their memory."""
     start = time.perf_counter()
@@ -302,9 +278,9 @@ def plain(name: str, **environment: str) -> Callable[[], dict[str, Any]]:
     def case() -> dict[str, Any]:
         with running("--program", name, **environment) as (process, _):
             found: dict[str, Any] = {"signs": signs(process.pid), "nvml": nvml()}
-            before = anonymous(process.pid)
+            before = anonymous_spans(process.pid)
             found["answers"] = verbs([process.pid], *ALL[:4])
-            found["new"] = [f"{end - start:#x}" for start, end in subtract(anonymous(process.pid), before)]
+            found["new"] = [f"{span.size_bytes:#x}" for span in subtract(anonymous_spans(process.pid), before)]
             found["devices when checkpointed"] = len(looks(process.pid)["devices"])
             found["nvml when checkpointed"] = nvml()
             found["answers"] += verbs([process.pid], *ALL[4:])
@@ -478,7 +454,7 @@ def main() -> None:
         print(json.dumps(CASES[sys.argv[2]]()))
     else:
         facts: dict[str, Any] = {
-            "kernel": platform.release(),
+            "kernel": platform.release().split("-")[0],
             "date": datetime.now(UTC).date().isoformat(),
             "cases": {},
         }

@@ -5,7 +5,6 @@ process that it is about stands still.
 """
 
 import logging
-import platform
 import random
 import signal
 import time
@@ -270,8 +269,3 @@ def _as_cuda_error(error: Exception, process: Process, verb: str) -> OcihookErro
         return error
     hint = "is the container frozen, or its process stopped by a debugger?" if isinstance(error, TimeoutError) else ""
     return CudaError(f"CUDA {verb} of process {process.pid}: {error}", hint=hint)
-
-
-def machine() -> str:
-    """Return the processor's kind as the preflight has it."""
-    return platform.machine()

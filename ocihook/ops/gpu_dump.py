@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from ocihook.ops.gpu import (
     find_gpu_processes,
     held_by,
     lock_all,
-    machine,
     read_node,
     resume_all,
     states,
@@ -63,7 +63,7 @@ def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: 
         in_packs = policy.mode == "inline" and policy.gpu_memory == "packs"
         situation = Situation(
             driver_version=version,
-            machine=machine(),
+            machine=platform.machine(),
             processes=signs,
             cuda_pids=frozenset(process.pid for process, state in known.items() if state),
             gpus=gpus,
