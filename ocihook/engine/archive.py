@@ -13,7 +13,8 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Self, cast
+from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
+from typing import IO, Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from ocihook.engine.identity import container_ref
 from ocihook.errors import ArchiveError
@@ -24,6 +25,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+_H = TypeVar("_H", bound=tarfile.TarInfo)
 COMPRESSIONS = ("none", "gzip", "zstd")
 IMAGE_DIRECTORY = "checkpoint/"
 _IMAGE_NAME = re.compile(r"checkpoint/([A-Za-z0-9_@][A-Za-z0-9_@.:-]{0,249})")
@@ -114,18 +116,31 @@ class _Header(tarfile.TarInfo):
     """A header that is refused if it is damaged. tarfile itself takes some damaged ones, and no more, for the end."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
         try:
-            header = super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as error:
-            if buf == bytes(tarfile.BLOCKSIZE):  # the end of the archive
-                raise
-            raise tarfile.ReadError("it has no end" if not buf else str(error)) from error
-        if not 0 <= header.size < _MAX_MEMBER_BYTES or (
-            header.type in _EXTENSIONS and header.size > _MAX_EXTENSION_BYTES
-        ):
-            raise tarfile.ReadError(f"a header claims {header.size} bytes")
-        return header
+            return super().fromtarfile(tarfile)
+        except EOFHeaderError:
+            raise
+        except EmptyHeaderError as error:
+            raise ReadError("it has no end") from error
+        except HeaderError as error:
+            raise ReadError(str(error)) from error
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        return _checked(super().frombuf(buf, encoding, errors))
+
+    @classmethod
+    def _frombuf(cls, *arguments: object, **options: object) -> Self:
+        """Be what Pythons of 2025 and later, and Debian's, read archives with in place of `frombuf`."""
+        header: Self = getattr(super(), "_frombuf")(*arguments, **options)  # noqa: B009 - not in all
+        return _checked(header)
+
+
+def _checked(header: _H) -> _H:
+    if not 0 <= header.size < _MAX_MEMBER_BYTES or (header.type in _EXTENSIONS and header.size > _MAX_EXTENSION_BYTES):
+        raise ReadError(f"a header claims {header.size} bytes")
+    return header
 
 
 def compression_of(path: Path) -> str:
