@@ -116,13 +116,15 @@ def wait_until_released(process: Process, timeout_s: float | None) -> None:
         FreezeError: if it does not in time.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    pause_s = POLL_S  # longer with time: a container that somebody has paused may stay so for days
     while not is_released(process):
         if deadline is not None and time.monotonic() >= deadline:
             raise FreezeError(
                 f"process {process.pid} is still stopped by its engine or tracer after {timeout_s:g} s",
                 hint="let the container run (for instance `podman unpause`), then `ocihook recover`",
             )
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.1, 0.1)
 
 
 def memory_headroom_bytes(pid: int) -> int | None:

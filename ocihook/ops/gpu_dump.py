@@ -107,7 +107,7 @@ def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: 
 def _preflight(situation: Situation, policy: Policy) -> None:
     reasons = refusals(situation)
     if reasons and policy.gpu_preflight == "refuse":
-        raise PreflightError("; ".join(reasons), hint="ocihook.io/gpu-preflight=warn takes the risk")
+        raise PreflightError("; ".join(reasons), hint="the annotation ocihook.io/gpu-preflight=warn takes the risk")
     for reason in reasons:
         log.warning("preflight: %s", reason)
 
