@@ -30,7 +30,7 @@ def choose_gpu_map(
             if pairs.get(uuid) not in by_uuid:
                 raise UnsupportedError(
                     f"the GPU map has {pairs.get(uuid, 'nothing')} for {uuid}, this node has {', '.join(by_uuid)}",
-                    hint="the annotation ocihook.io/gpu-map must name every GPU that the container had, and GPUs of this node",
+                    hint="the GPU map must name every GPU that the container had, and GPUs of this node",
                 )
         chosen = {uuid: pairs[uuid] for uuid in had}
     else:

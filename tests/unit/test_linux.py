@@ -31,6 +31,9 @@ def test_a_process_is_known_by_its_start_time(sleeper: subprocess.Popen[bytes]) 
     assert not Process(process.pid, process.start_ticks - 1).is_alive()
     assert Process(process.pid, process.start_ticks - 1).open() is None
     assert parent_pid(process.pid) == os.getpid()
+    deadline = time.monotonic() + 10
+    while not command_line(process.pid):  # exec is not through yet
+        assert time.monotonic() < deadline
     assert command_line(process.pid) == ["sleep", "60"]
     assert tracer_pid(process.pid) == 0
     pidfd = process.open()
