@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +17,7 @@ from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, assert_packed
 from integration.podman.test_faults import damage, end_dying_agent, start_dying_agent
-from ocihook.linux.procfs import parent_pid
+from ocihook.linux.procfs import descendants, parent_pid
 
 DRIVER_CALL = Path(__file__).parents[1] / "gpu/driver_contract.py"
 NO_SECCOMP = ("--security-opt=seccomp=unconfined",)
@@ -155,7 +154,7 @@ def test_criu_killed_in_the_middle(gpu_podman: Podman, verb: str, *, leave_runni
     journals = gpu_podman.namespace.path("/run/ocihook/sessions")
     wait_for("the dump to lock", lambda: any("gpu-checkpointed" in p.read_text() for p in journals.glob("*.json")))
     pid = int(next(journals.glob("*.json")).name.split("-")[0])
-    gpu_podman.namespace.run("kill", "-KILL", str(pid))
+    os.kill(pid, signal.SIGKILL)
     dump.join()
     fake_driver.script(gpu_podman.namespace)
     assert sessions(gpu_podman.namespace)[-1]["effects"] == []
@@ -171,7 +170,9 @@ def test_a_process_that_dies_meanwhile(gpu_podman: Podman) -> None:
     dump.start()
     journals = gpu_podman.namespace.path("/run/ocihook/sessions")
     wait_for("the dump to lock", lambda: any("gpu-checkpointed" in p.read_text() for p in journals.glob("*.json")))
-    subprocess.run(["pkill", "-KILL", "-f", "^/cuda_workload 16 child=1$"], check=True, timeout=10)
+    init = int(gpu_podman("inspect", "--format", "{{.State.Pid}}", "c"))
+    (child,) = descendants(init)[1:]
+    os.kill(child, signal.SIGKILL)
     dump.join()
     assert sessions(gpu_podman.namespace)[-1]["effects"] == []
     gpu_podman.assert_goes_on("c", before)
