@@ -213,19 +213,24 @@ def _resume(effect: Mapping[str, Any], journal: Journal, alive: Mapping[str, Pro
     driver = CudaDriver()
     if effect["moved"]:
         with journal.phase("gpu give back") as phase:
-            try:
-                phase["bytes"] = gpu_memory.write_back(
-                    journal.pins, alive, workers=int(journal.facts.get("workers", 1))
-                )
-            except OSError as error:
-                if all(process.is_alive() for process in alive.values()):
-                    raise OcihookError(f"GPU memory cannot be given back: {error}") from error
-                log.warning("a process ended meanwhile: %s", error)
+            phase["bytes"] = _give_back(journal, alive)
     left = [process for process in alive.values() if process.is_alive()]
     with journal.phase("gpu resume"):
         if CudaState.CHECKPOINTED in states(driver, left).values():
             wait_for_room(effect["need"])
         resume_all(driver, left)
+
+
+def _give_back(journal: Journal, alive: Mapping[str, Process]) -> int:
+    """Write all moved memory back; if a process ends meanwhile, all that of the others again."""
+    while True:
+        try:
+            return gpu_memory.write_back(journal.pins, alive, workers=int(journal.facts.get("workers", 1)))
+        except OSError as error:
+            left = {name: process for name, process in alive.items() if process.is_alive()}
+            if len(left) == len(alive):
+                raise OcihookError(f"GPU memory cannot be given back: {error}") from error
+            alive = left
 
 
 def _available_ram_bytes() -> int:
