@@ -1,5 +1,6 @@
 """Hook and agent as real processes, in a mount namespace of their own, with a stand-in for CRIU."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -80,13 +81,22 @@ class Node:
         wait_for("the agent", self.run_dir("agent.sock").exists)
         return agent
 
+    def kill(self, agent: subprocess.Popen[bytes]) -> None:
+        """Kill an agent and wait until its sessions are gone, too: they share its lock, and still put things back."""
+        agent.kill()
+        agent.wait(30)
+        with self.run_dir("agent.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path)
-    yield made
-    wait_for("the agent to leave", lambda: not made.run_dir("agent.sock").exists())
-    made.namespace.close()
+    try:
+        yield made
+        wait_for("the agent to leave", lambda: not made.run_dir("agent.sock").exists())
+    finally:
+        made.namespace.close()
 
 
 def test_a_dump_and_a_restore_without_any_agent_running(node: Node) -> None:
@@ -276,11 +286,11 @@ def test_sigterm_lets_a_session_finish(node: Node) -> None:
 
 
 def test_a_restarted_agent_takes_over_a_session(node: Node) -> None:
-    node.agent()
+    agent = node.agent()
     log = node.scratch / "criu.log"
     node.namespace.spawn(*node.criu_command("checkpoint", ["pre-dump", "wait"]), log=log)
     wait_for("the dump to begin", lambda: "waiting" in log.read_text())
-    os.kill(int(node.run_dir("agent.lock").read_text()), signal.SIGKILL)
+    node.kill(agent)
     (session,) = node.run_dir("sessions").glob("*.json")
     assert "running" in node.namespace.run(sys.executable, "-m", "ocihook", "recover")
     node.run_dir("agent.sock").unlink()
@@ -292,12 +302,12 @@ def test_a_restarted_agent_takes_over_a_session(node: Node) -> None:
 def test_recover_without_an_agent_undoes_a_restore(node: Node) -> None:
     node.criu("checkpoint", "pre-dump", "post-dump")
     wait_for("the agent to leave", lambda: not node.run_dir("agent.sock").exists())
-    node.agent()
+    agent = node.agent()
     log = node.scratch / "criu.log"
     node.namespace.spawn(*node.criu_command("restore", ["pre-restore", "wait"]), log=log)
     wait_for("the restore to begin", lambda: "waiting" in log.read_text())
     (session,) = node.run_dir("sessions").glob("*.json")
-    os.kill(int(node.run_dir("agent.lock").read_text()), signal.SIGKILL)
+    node.kill(agent)
     os.kill(json.loads(session.read_text())["criu"][0], signal.SIGKILL)
     wait_for("CRIU to be gone", lambda: "undone" in node.namespace.run(sys.executable, "-m", "ocihook", "recover"))
     assert not list(node.images.glob("pages-*"))
