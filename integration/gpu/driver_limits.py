@@ -23,7 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.driver_contract import call_apart, looks
+from ocihook.cuda.driver import CudaDriver
 from ocihook.linux.memory import anonymous_spans, subtract
+from ocihook.linux.procfs import Process
+from ocihook.linux.ptrace import HeldThread, thread_ids
+from ocihook.ops.gpu import checkpoint_all, lock_all
 
 MIB = 1 << 20
 NCCL_WITHOUT = {
@@ -419,6 +423,56 @@ def nccl(name: str) -> Callable[[], dict[str, Any]]:
     return case
 
 
+def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
+    """Checkpoint two ranks over sockets and leave them so for a while, as a dump does.
+
+    Their own threads run meanwhile (`free`), or are held by a tracer (`held`); or all is as ocihook does it (`ours`).
+    """
+
+    def case() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            with ThreadPoolExecutor(2) as pool:
+                entered = [
+                    pool.submit(stack.enter_context, running("--rank", str(number), "2", **NCCL_WITHOUT["sockets"]))
+                    for number in (0, 1)
+                ]
+                ranks = [future.result(60)[0] for future in entered]
+            processes = [process for rank in ranks if (process := Process.find(rank.pid))]
+            pids = [process.pid for process in processes]
+            driver = CudaDriver()
+            lock_all(driver, processes, 30)
+            held = []
+            if way == "ours":
+                found["spans"] = [
+                    sum(span.size_bytes for span in spans) for _, spans in checkpoint_all(driver, processes)
+                ]
+            else:
+                if way == "held":
+                    for pid in pids:
+                        able = driver.restore_thread_id(pid)
+                        held += [HeldThread(tid) for tid in thread_ids(pid) if tid != able]
+                found["answers"] = verbs(pids, "checkpoint")
+            found["alive"] = []
+            for _ in range(10):
+                found["alive"].append([rank.poll() for rank in ranks])
+                time.sleep(0.5)
+            found["answers"] = [*found.get("answers", []), *verbs(pids, "state", "restore", "state", "unlock", "state")]
+            for thread in held:
+                thread.release()
+            found["goes on"] = [goes_on(rank) for rank in ranks]
+            found["kernel log"] = kernel_log()
+            return found
+
+    return case
+
+
+def kernel_log() -> list[str]:
+    """Return what the kernel says of processes that died."""
+    done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=20, check=False)
+    return [line for line in done.stdout.splitlines() if re.search(r"segfault|traps:|killed process|Xid", line)][-10:]
+
+
 def nvml_only() -> dict[str, Any]:
     with running("--program", "nvml") as (process, _):
         return {"signs": signs(process.pid), "answers": verbs([process.pid], "state", "lock")}
@@ -440,6 +494,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "held threads": held_threads,
     "gpu map": gpu_map,
     **{f"nccl {name}": nccl(name) for name in NCCL_WITHOUT},
+    **{f"nccl sockets at rest, {way}": nccl_at_rest(way) for way in ("free", "held", "ours")},
 }
 
 
@@ -467,6 +522,7 @@ def main() -> None:
                     [sys.executable, __file__, "--case", name],
                     capture_output=True, text=True, timeout=80, check=False,
                 )  # fmt: skip
+                sys.stderr.write(done.stderr[-3000:])
                 facts["cases"][name] = json.loads(done.stdout) if done.returncode == 0 else done.stderr[-1500:]
             except subprocess.TimeoutExpired as error:
                 facts["cases"][name] = f"no end within {error.timeout} s"

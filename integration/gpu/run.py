@@ -328,6 +328,7 @@ def main() -> None:
             log = SESSIONS / "agent.log"
             with contextlib.suppress(OSError):
                 print("\n".join(log.read_text().splitlines()[-15:]), flush=True)
+            print("\n".join(command("dmesg", capture_output=True).stdout.splitlines()[-8:]), flush=True)
         rows.append(row)
         (results / "checkpoint-restore.json").write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(0 if all(row["verified"] for row in rows) else 1)
