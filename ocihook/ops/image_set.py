@@ -193,7 +193,9 @@ def rehydrate_image_set(
 ) -> list[str]:
     """Verify a packed image set and write its page images into it; return their names ([]: not packed).
 
-    If this fails, no page image is left. The arguments are those of `verify_image_set`.
+    Of regions, which go elsewhere, only the packs' tables are verified here: they may be all the memory of a node's
+    GPUs, and whoever writes them into a process verifies them on the way. If this fails, no page image is left. The
+    arguments are those of `verify_image_set`.
 
     Raises:
         IntegrityError: naming what is missing or damaged.

@@ -303,7 +303,7 @@ class Packs:
     def rehydrate(self, directory: Path, *, workers: int, progress: Progress = no_progress) -> None:
         """Write the images into `directory` anew, checking every checksum on the way. Zero pages stay holes.
 
-        Regions are verified, too.
+        Regions are left alone: `write_regions` checks them, and reads them once.
 
         Raises:
             IntegrityError: naming the first damaged chunk.
@@ -320,7 +320,7 @@ class Packs:
                 os.ftruncate(fd, image.size_bytes)
             finally:
                 os.close(fd)
-        self._run(self._tasks, targets, workers, progress)
+        self._run([task for task in self._tasks if task.image in targets], targets, workers, progress)
 
     def write_regions(
         self, memory: Mapping[Region, Callable[[], Pages]], *, workers: int, progress: Progress = no_progress

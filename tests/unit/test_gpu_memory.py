@@ -178,19 +178,33 @@ def test_an_image_set_with_moved_memory(image_set: tuple[Path, MovedRegions], *,
     assert verify_image_set(directory, workers=2) == manifest
 
 
-def test_every_flipped_bit_of_moved_memory_is_found(image_set: tuple[Path, MovedRegions]) -> None:
+@pytest.mark.parametrize("way", ["verify", "write back"])
+def test_every_flipped_bit_of_moved_memory_is_found(
+    image_set: tuple[Path, MovedRegions], program: Program, way: str
+) -> None:
     directory, regions = image_set
     packed(directory, regions, with_images=True)
-    pack = directory / regions.packs[0].name
-    good = pack.read_bytes()
-    for position in range(0, len(good), len(good) // 40):
-        pack.write_bytes(good[:position] + bytes([good[position] ^ 16]) + good[position + 1 :])
-        with pytest.raises(IntegrityError):
+
+    def read_all() -> None:
+        if way == "verify":
+            verify_image_set(directory, workers=1)
+        else:
+            write_back(directory, {"7": program.process}, workers=1)
+
+    read_all()
+    for pack in (directory / info.name for info in regions.packs):
+        good = pack.read_bytes()
+        for position in range(0, len(good), len(good) // 20):
+            pack.write_bytes(good[:position] + bytes([good[position] ^ 16]) + good[position + 1 :])
+            with pytest.raises(IntegrityError):
+                read_all()
+        pack.unlink()
+        with pytest.raises(IntegrityError, match="cannot be opened"):
+            read_all()
+        with pytest.raises(IntegrityError, match="cannot be opened"):
             rehydrate_image_set(directory, workers=1)
-        assert not (directory / "pages-1.img").exists()
-    pack.unlink()
-    with pytest.raises(IntegrityError, match="cannot be opened"):
-        verify_image_set(directory, workers=1)
+        pack.write_bytes(good)
+    read_all()
 
 
 def test_moved_memory_without_a_manifest_is_no_checkpoint(image_set: tuple[Path, MovedRegions]) -> None:
