@@ -1,21 +1,21 @@
 """The manifest: the commit record of a packed image set. A manifest that exists is complete.
 
-One line `ocihook-manifest <version> <XXH3-128 of all that follows>`, then JSON (README.md has the keys).
+A frame (frame.py) of JSON (README.md has the keys).
 """
 
 import json
 import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_128
 
 from ocihook.errors import IntegrityError, StoreError
-from ocihook.linux.files import open_regular, replace_file
+from ocihook.linux.files import replace_file
 from ocihook.model import ContainerRef
+from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
 from ocihook.store.pack import PAGE_BYTES, PackInfo
 
 MANIFEST_NAME = "ocihook.manifest"
@@ -28,7 +28,6 @@ _MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes sev
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 _PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
-_FIRST_LINE = re.compile(rb"ocihook-manifest ([0-9]{1,9}) ([0-9a-f]{32})\n")
 
 
 class Segment(NamedTuple):
@@ -136,7 +135,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         },
         indent=1,
     ).encode()
-    return b"ocihook-manifest %d %s\n" % (version, xxh3_128_hexdigest(body).encode()) + body
+    return encode_frame("manifest", version, body)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -145,20 +144,9 @@ def decode_manifest(data: bytes) -> Manifest:
     Raises:
         IntegrityError: if it is damaged, malformed, or of a version that this program does not know.
     """
-    first = _FIRST_LINE.match(data)
-    if not first:
-        raise IntegrityError("the manifest does not begin as one")
-    version = int(first[1])
-    if version not in VERSIONS:
-        raise IntegrityError(
-            f"the manifest is of version {version}, this ocihook knows versions up to {VERSIONS[-1]}",
-            hint="restore with the ocihook version that wrote it, or a later one",
-        )
-    body = data[first.end() :]
-    if xxh3_128_hexdigest(body).encode() != first[2]:
-        raise IntegrityError("the manifest is damaged: its checksum does not match")
+    version, body = decode_frame("manifest", VERSIONS, data)
     try:
-        return _from_json(json.loads(body.decode(), parse_constant=_refuse_constant), version)
+        return _from_json(load_json(body), version)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise IntegrityError(f"the manifest is malformed: {error!r}") from error
 
@@ -166,18 +154,18 @@ def decode_manifest(data: bytes) -> Manifest:
 def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything that JSON can say
     images = tuple(
         PackedImage(
-            _name(i["name"], _PAGES_NAME),
-            _number(i["size_bytes"]),
-            tuple(Segment(_name(p, PACK_NAME), _number(f), _number(c)) for p, f, c in i["segments"]),
+            as_name(i["name"], _PAGES_NAME),
+            as_number(i["size_bytes"]),
+            tuple(Segment(as_name(p, PACK_NAME), as_number(f), as_number(c)) for p, f, c in i["segments"]),
         )
         for i in value["packed_images"]
     )
     regions = tuple(
         Region(
-            _name(r["process"], _PROCESS),
+            as_name(r["process"], _PROCESS),
             _page_number(r["start"]),
             _page_number(r["size_bytes"]),
-            tuple(Segment(_name(p, PACK_NAME), _number(f), _number(c)) for p, f, c in r["segments"]),
+            tuple(Segment(as_name(p, PACK_NAME), as_number(f), as_number(c)) for p, f, c in r["segments"]),
         )
         for r in (value["regions"] if version > 1 else ())
     )
@@ -187,16 +175,18 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
     json.dumps(gpu).encode()
     others = tuple(
         OtherImage(
-            _name(i["name"], _OTHER_NAME), _number(i["size_bytes"]), _name(i["digest"], re.compile(r"[0-9a-f]{32}"))
+            as_name(i["name"], _OTHER_NAME),
+            as_number(i["size_bytes"]),
+            as_name(i["digest"], re.compile(r"[0-9a-f]{32}")),
         )
         for i in value["other_images"]
     )
     packs = tuple(
         PackInfo(
-            _name(p["name"], PACK_NAME),
-            _number(p["size_bytes"]),
-            _number(p["chunks"]),
-            int(_name(p["table_checksum"], re.compile(r"[0-9a-f]{16}")), 16),
+            as_name(p["name"], PACK_NAME),
+            as_number(p["size_bytes"]),
+            as_number(p["chunks"]),
+            int(as_name(p["table_checksum"], re.compile(r"[0-9a-f]{16}")), 16),
         )
         for p in value["packs"]
     )
@@ -208,10 +198,10 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
         raise ValueError("host is not an object")
     container = ContainerRef.from_json(value["container"])
     for text in (*host, *host.values(), *container.to_json().values()):
-        _text(text)
+        as_text(text)
     return Manifest(
-        created=_text(value["created"]),
-        writer=_text(value["writer"]),
+        created=as_text(value["created"]),
+        writer=as_text(value["writer"]),
         container=container,
         host=host,
         packed_images=images,
@@ -222,34 +212,11 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
     )
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{reprlib.repr(value)} is not a string")
-    value.encode()  # half a surrogate pair, which JSON can say, could never be printed
-    return value
-
-
-def _name(value: object, pattern: re.Pattern[str]) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{reprlib.repr(value)} is not a valid name here")
-    return value
-
-
-def _number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
-        raise ValueError(f"{reprlib.repr(value)} is not a valid number here")
-    return value
-
-
 def _page_number(value: object) -> int:
-    number = _number(value)
+    number = as_number(value)
     if number % PAGE_BYTES:
         raise ValueError(f"{number} is not a multiple of a page")
     return number
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
 
 
 def digest_file(path: Path) -> str:
@@ -280,14 +247,5 @@ def read_manifest(directory: Path) -> Manifest | None:
     Raises:
         IntegrityError: if there is one that cannot be used.
     """
-    try:
-        fd = open_regular(directory / MANIFEST_NAME)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise IntegrityError(f"the manifest cannot be opened: {error.strerror}") from error
-    with open(fd, "rb") as file:
-        data = file.read(_MAX_MANIFEST_BYTES + 1)
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise IntegrityError(f"the manifest is larger than {_MAX_MANIFEST_BYTES} bytes")
-    return decode_manifest(data)
+    data = read_record(directory / MANIFEST_NAME, _MAX_MANIFEST_BYTES, "manifest")
+    return None if data is None else decode_manifest(data)

@@ -137,6 +137,26 @@ class PackFile:
             raise IntegrityError(f"pack {self.path.name} cannot be opened: {error.strerror}") from error
 
 
+def read_info(path: Path) -> PackInfo:
+    """Return what a pack's own trailer says of it, for one that no manifest describes.
+
+    Raises:
+        IntegrityError: if it is missing, or has no trailer.
+    """
+    fd = PackFile(path).open()
+    try:
+        size = os.fstat(fd).st_size
+        trailer = os.pread(fd, _TRAILER.size, max(0, size - _TRAILER.size))
+    finally:
+        os.close(fd)
+    if len(trailer) != _TRAILER.size:
+        raise IntegrityError(f"pack {path.name} is too small")
+    magic, _, checksum, chunks, _ = _TRAILER.unpack(trailer)
+    if magic != _TAIL_MAGIC:
+        raise IntegrityError(f"pack {path.name} is incomplete")
+    return PackInfo(path.name, size, chunks, checksum)
+
+
 class PackReader:
     """A pack whose header, table and trailer have been checked against what the manifest says of it."""
 

@@ -353,7 +353,7 @@ class Packs:
                     _unpack_segment(reader, task.segment, buffer, None)
                 else:
                     with contextlib.closing(target[0]()) as pages:
-                        _unpack_segment(reader, task.segment, buffer, _PageWriter(pages, target[1] + task.start))
+                        _unpack_segment(reader, task.segment, buffer, PageWriter(pages, target[1] + task.start))
                 yield number
 
         for number in run_forked(worker, tasks=len(tasks), workers=workers):
@@ -370,7 +370,7 @@ class Packs:
                     for done in range(0, chunk.pages, CHUNK_PAGES):
                         yield _ZERO_CHUNK[: (chunk.pages - done) * PAGE_BYTES]
                     continue
-                content = _decode(reader, chunk, reader.read(chunk))
+                content = decode_chunk(reader, chunk, reader.read(chunk))
                 window = bytearray(chunk.pages * PAGE_BYTES)
                 taken = 0
                 for start, end in _byte_runs(chunk.present):
@@ -384,7 +384,12 @@ class Packs:
             reader.close()
 
 
-def _decode(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> bytes | memoryview:
+def decode_chunk(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> bytes | memoryview:
+    """Return the content of a chunk's present pages from its verified stored bytes.
+
+    Raises:
+        IntegrityError: if they do not decode to that.
+    """
     if chunk.kind == RAW:
         return stored
     size = chunk.present.bit_count() * PAGE_BYTES
@@ -397,7 +402,7 @@ def _decode(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> byt
     return content
 
 
-class _PageWriter:
+class PageWriter:
     """Gathers pages and writes them in few large calls; zero chunks become holes."""
 
     def __init__(self, pages: Pages, position: int) -> None:
@@ -411,7 +416,12 @@ class _PageWriter:
         self.flush()
         self._position += pages * PAGE_BYTES
 
-    def put(self, chunk: Chunk, content: bytes | memoryview) -> None:
+    def put(self, content: bytes | memoryview) -> None:
+        """Add whole pages. The buffer must stay unchanged until the next `flush`."""
+        self._pending.append(content)
+        self._added(len(content))
+
+    def put_chunk(self, chunk: Chunk, content: bytes | memoryview) -> None:
         """Add a chunk that has content. The buffer must stay unchanged until the next `flush`."""
         size = chunk.pages * PAGE_BYTES
         if chunk.present == (1 << chunk.pages) - 1:
@@ -426,6 +436,9 @@ class _PageWriter:
                 at = end
             if at < size:
                 self._pending.append(_ZERO_CHUNK[: size - at])
+        self._added(size)
+
+    def _added(self, size: int) -> None:
         self._pending_bytes += size
         # Bytes, since a chunk may decode to many times its stored size; pieces, since the kernel takes IOV_MAX.
         if self._pending_bytes >= BATCH_BYTES or len(self._pending) > _GATHER_MAX:
@@ -443,7 +456,7 @@ class _PageWriter:
                 raise OSError(errno.EIO, "Memory ended early")
 
 
-def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, writer: _PageWriter | None) -> None:
+def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, writer: PageWriter | None) -> None:
     """Verify one segment and, given a writer, write its pages."""
     with memoryview(buffer) as view:
         for batch in _batches(reader.chunks(segment.first_chunk, segment.chunks), len(buffer)):
@@ -460,7 +473,7 @@ def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, wri
                 if chunk.kind == ZERO:
                     writer.skip(chunk.pages)
                 else:
-                    writer.put(chunk, _decode(reader, chunk, stored))
+                    writer.put_chunk(chunk, decode_chunk(reader, chunk, stored))
             if writer is not None:
                 writer.flush()
 

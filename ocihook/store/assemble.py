@@ -1,0 +1,84 @@
+"""Writes the pages of a stored checkpoint to where they are wanted, in parallel, each chunk verified as it is read."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.linux.workers import run_forked
+from ocihook.store.extents import ZERO, Extents, Layout
+from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.packing import BATCH_BYTES, Pages, PageWriter, Progress, no_progress
+from ocihook.store.places import StoredPack, StoredPacks, pack_number
+
+_RANGE_PAGES = 4096  # what a worker takes at a time
+
+
+class Target(NamedTuple):
+    """Where an image goes to: a new file, or memory that reads as zeros."""
+
+    open: Callable[[], Pages]
+    start: int  # offset of its first page
+
+
+def assemble(
+    layout: Layout,
+    packs_dir: Path,
+    targets: Mapping[str, Target],
+    *,
+    workers: int,
+    progress: Progress = no_progress,
+) -> None:
+    """Write images to their targets; zero pages are left alone.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+        OSError: from the targets.
+    """
+    ranges = [
+        (name, first, min(_RANGE_PAGES, layout.images[name].pages - first))
+        for name in targets
+        for first in range(0, layout.images[name].pages, _RANGE_PAGES)
+    ]
+
+    pack_numbers = [pack_number(info.name) for info in layout.packs]
+
+    def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
+        with contextlib.closing(StoredPacks(packs_dir, layout.packs)) as packs:
+            for task in task_numbers:
+                name, first, pages = ranges[task]
+                with contextlib.closing(targets[name].open()) as target:
+                    writer = PageWriter(target, targets[name].start + first * PAGE_BYTES)
+                    for number, at, count in layout.images[name].cut(first, pages):
+                        if number == ZERO:
+                            writer.skip(count)
+                        else:
+                            for content in _contents(packs.get(pack_numbers[number]), at, count):
+                                writer.put(content)
+                    writer.flush()
+                yield task
+
+    for task in run_forked(worker, tasks=len(ranges), workers=workers):
+        progress(ranges[task][2] * PAGE_BYTES)
+
+
+def read_image(extents: Extents, layout: Layout, packs_dir: Path) -> Iterator[bytes | memoryview]:
+    """Yield the content of an image in pieces of whole pages, a batch at most.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+    """
+    with contextlib.closing(StoredPacks(packs_dir, layout.packs)) as packs:
+        for number, first, pages in extents:
+            if number == ZERO:
+                for done in range(0, pages * PAGE_BYTES, BATCH_BYTES):
+                    yield bytes(min(BATCH_BYTES, pages * PAGE_BYTES - done))
+            else:
+                yield from _contents(packs.get(pack_number(layout.packs[number].name)), first, pages)
+
+
+def _contents(pack: StoredPack, first: int, pages: int) -> Iterator[memoryview]:
+    while pages:
+        content, taken = pack.read(first, pages)
+        yield content
+        first, pages = first + taken, pages - taken

@@ -1,0 +1,505 @@
+"""One domain of a store: checkpoints that share their pages, their chain, and the order in which all is written.
+
+Packs first, then the index, then a checkpoint's page ids and layout, then its manifest, which is the commit: what no
+manifest leads to is rubbish, and the next prune removes it. Whoever adds or reads holds the lock shared, whoever
+removes holds it alone; so nobody finds a page in a pack that is being removed. Crash table: README.md.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from ocihook.errors import IntegrityError, OcihookError, StoreError
+from ocihook.linux.files import replace_file, sync_directory
+from ocihook.store.assemble import read_image
+from ocihook.store.deduplicate import ID_BYTES, Before
+from ocihook.store.extents import ZERO, Layout, decode_layout, encode_layout
+from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.index import KEY_BYTES, Index
+from ocihook.store.pack import PAGE_BYTES, PackInfo
+from ocihook.store.packing import Progress, no_progress
+from ocihook.store.places import StoredPack, pack_number, read_keys, remove_pack, write_keys
+from ocihook.store.stored import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest, encode_stored
+
+LOCK_TIMEOUT_S = 3600.0
+_POLL_S = 0.1
+_MAX_RECORD_BYTES = 64 << 20
+_MAX_LAYOUT_BYTES = 4 << 30
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # of a Kubernetes namespace: RFC 1123 label
+
+
+class Entry(NamedTuple):
+    """A link of the chain: a checkpoint that is there, or was and has been removed by a prune."""
+
+    link: Link
+    sequence: int
+    previous: Link | None
+
+
+class Usage(NamedTuple):
+    """What a domain takes."""
+
+    checkpoints: int
+    raw_bytes: int
+    stored_bytes: int
+    index_bytes: int
+    rubbish_bytes: int
+
+
+class Domain:
+    """A directory with packs, index and checkpoints."""
+
+    def __init__(self, directory: Path, name: str, seed: int) -> None:
+        self.directory, self.name, self.seed = directory, name, seed
+        self.packs_dir = directory / "packs"
+        self.checkpoints_dir = directory / "checkpoints"
+        self.pending_dir = directory / "pending"
+        self.index_path = directory / "index.mdb"
+
+    @classmethod
+    def open(cls, root: Path, name: str, *, create: bool = False) -> "Domain":
+        """Open a domain of the store in `root`.
+
+        Raises:
+            StoreError: if there is none, or it cannot be made.
+            IntegrityError: if its record is damaged.
+        """
+        if not _NAME.fullmatch(name):
+            raise StoreError(f"{name!r} is no name for a domain", hint="use a Kubernetes namespace's name")
+        directory = root / "domains" / name
+        record = directory / "domain"
+        if create and not record.exists():
+            for part in ("packs", "checkpoints", "pending"):
+                (directory / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+            body = json.dumps({"name": name, "seed": f"{secrets.randbits(64):016x}"}).encode()
+            replace_file(record, encode_frame("domain", 1, body), mode=0o600)
+            sync_directory(directory.parent)
+        data = read_record(record, _MAX_RECORD_BYTES, "domain")
+        if data is None:
+            raise StoreError(f"{root} has no domain {name!r}")
+        _, body = decode_frame("domain", (1,), data)
+        try:
+            value = load_json(body)
+            domain = cls(directory, as_text(value["name"]), int(value["seed"], 16))
+        except (ValueError, TypeError, KeyError) as error:
+            raise IntegrityError(f"the domain's record is malformed: {error!r}") from error
+        if create and not domain.index_path.exists():
+            Index(domain.index_path, writable=True).close()
+        return domain
+
+    # --- locks
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold off whoever removes."""
+        with self._locked("lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
+            yield
+
+    @contextlib.contextmanager
+    def alone(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+        """Hold off everybody.
+
+        Raises:
+            StoreError: if checkpoints are still being written or read after so long.
+        """
+        with self._locked("lock", fcntl.LOCK_EX, timeout_s):
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self, name: str, how: int, timeout_s: float) -> Iterator[None]:
+        fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, how | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise StoreError(f"domain {self.name} is in use by another process") from None
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(fd)
+
+    # --- reading
+
+    def checkpoint_ids(self) -> list[str]:
+        """Return the ids of all complete checkpoints."""
+        names = (path.name.removesuffix(".manifest") for path in self.checkpoints_dir.glob("*.manifest"))
+        return sorted(name for name in names if CHECKPOINT_ID.fullmatch(name))
+
+    def read(self, checkpoint_id: str) -> StoredManifest:
+        """Return a checkpoint's manifest.
+
+        Raises:
+            StoreError: if there is no such checkpoint.
+            IntegrityError: if it is damaged.
+        """
+        return decode_stored(self._manifest_bytes(checkpoint_id))
+
+    def _manifest_bytes(self, checkpoint_id: str) -> bytes:
+        path = self.checkpoints_dir / f"{checkpoint_id}.manifest"
+        data = read_record(path, _MAX_RECORD_BYTES, f"manifest of {checkpoint_id}")
+        if data is None:
+            raise StoreError(f"there is no checkpoint {checkpoint_id} in domain {self.name}")
+        return data
+
+    def checkpoints(self) -> list[StoredManifest]:
+        """Return all complete checkpoints, the oldest first.
+
+        Raises:
+            IntegrityError: if one is damaged.
+        """
+        return sorted(map(self.read, self.checkpoint_ids()), key=lambda manifest: manifest.sequence)
+
+    def layout(self, manifest: StoredManifest) -> Layout:
+        """Return where a checkpoint's pages are.
+
+        Raises:
+            IntegrityError: if that is missing or damaged.
+        """
+        data = read_record(self._layout_path(manifest.id), _MAX_LAYOUT_BYTES, f"layout of {manifest.id}")
+        if data is None:
+            raise IntegrityError(f"the layout of checkpoint {manifest.id} is missing")
+        return decode_layout(data, [(image.name, image.size_bytes // PAGE_BYTES) for image in manifest.images])
+
+    def before(self, manifest: StoredManifest) -> dict[str, Before]:
+        """Return a checkpoint's images, to be compared with a later one's; none if its page ids are gone."""
+        path = self._ids_path(manifest.id)
+        size = sum(image.size_bytes // PAGE_BYTES for image in manifest.images) * ID_BYTES
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return {}
+        try:
+            if size == 0 or os.fstat(fd).st_size != size:
+                return {}
+            ids = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        if _digest_of_file(path) != manifest.page_ids_digest:
+            raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
+        layout = self.layout(manifest)
+        packs = [pack_number(info.name) for info in layout.packs]
+        images, first = {}, 0
+        for name, extents in layout.images.items():
+            images[name] = Before(ids, first, extents, packs)
+            first += extents.pages
+        return images
+
+    def _layout_path(self, checkpoint_id: str) -> Path:
+        return self.checkpoints_dir / f"{checkpoint_id}.layout"
+
+    def _ids_path(self, checkpoint_id: str) -> Path:
+        return self.checkpoints_dir / f"{checkpoint_id}.ids"
+
+    # --- adding
+
+    def commit(self, manifest: StoredManifest, layout: Layout, new_packs: Sequence[PackInfo], ids: Path) -> None:
+        """Make a checkpoint part of the domain; call it with the lock shared.
+
+        Args:
+            manifest: `sequence` and `previous` are set here.
+            layout: of its images.
+            new_packs: what was written for it, on stable storage.
+            ids: file with its page ids in the pending directory; moved away.
+
+        Raises:
+            OSError: from the file system, a full one included.
+            StoreError: if the index cannot be written.
+        """
+        sync_directory(self.packs_dir)
+        with contextlib.closing(Index(self.index_path, writable=True)) as index:
+            for info in new_packs:
+                index.add(pack_number(info.name), read_keys(self.packs_dir / info.name))
+        fd = os.open(ids, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        ids.replace(self._ids_path(manifest.id))
+        replace_file(self._layout_path(manifest.id), encode_layout(layout), mode=0o600)
+        with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+            head = self._head()
+            linked = dataclasses.replace(
+                manifest, sequence=head.sequence + 1 if head else 0, previous=head.link if head else None
+            )
+            data = encode_stored(linked)
+            replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
+            self._write_head(Entry(Link(manifest.id, digest(data)), linked.sequence, linked.previous))
+
+    # --- the chain
+
+    def _head(self) -> Entry | None:
+        """Return the newest link: the one recorded, or one that was committed and not recorded any more."""
+        newest = _decode_entry(read_record(self.directory / "head", _MAX_RECORD_BYTES, "head"), "head")
+        for entry in self._entries().values():
+            if newest is None or entry.sequence > newest.sequence:
+                newest = entry
+        return newest
+
+    def _write_head(self, entry: Entry) -> None:
+        replace_file(self.directory / "head", _encode_entry(entry, "head"), mode=0o600)
+
+    def _entries(self) -> dict[str, Entry]:
+        """Return the chain's links by id: of checkpoints that are there, and of those that a prune has removed."""
+        entries = {}
+        for path in sorted(self.checkpoints_dir.glob("*.removed")):
+            entry = _decode_entry(read_record(path, _MAX_RECORD_BYTES, path.name), "removed")
+            if entry is not None:
+                entries[entry.link.id] = entry
+        for checkpoint_id in self.checkpoint_ids():
+            data = self._manifest_bytes(checkpoint_id)
+            manifest = decode_stored(data)
+            entries[checkpoint_id] = Entry(Link(checkpoint_id, digest(data)), manifest.sequence, manifest.previous)
+        return entries
+
+    def check_chain(self) -> list[str]:
+        """Return what is wrong with the chain, a sentence each: checkpoints that were removed or exchanged."""
+        wrong = []
+        entries = self._entries()
+        there_are = set(self.checkpoint_ids())
+        head = _decode_entry(read_record(self.directory / "head", _MAX_RECORD_BYTES, "head"), "head")
+        named = [(entry.previous, f"checkpoint {entry.link.id}") for entry in entries.values() if entry.previous]
+        if head is not None:
+            named.append((head.link, "the domain's head"))
+        for link, by in named:
+            there = entries.get(link.id)
+            if there is None:
+                # A prune drops the records of what it removed, but for the newest before what is left.
+                if not any(e.previous == link and e.link.id not in there_are for e in entries.values()):
+                    wrong.append(f"checkpoint {link.id}, which {by} names, was removed, but not by a prune")
+            elif there.link != link:
+                wrong.append(f"checkpoint {link.id} was exchanged: {by} names another manifest")
+        return wrong
+
+    # --- checking
+
+    def verify(self, *, read_data: bool, progress: Progress = no_progress) -> list[str]:
+        """Return what is wrong, a sentence each; with `read_data` every byte is read. Call it with the lock shared."""
+        wrong: list[str] = []
+        manifests = []
+        for checkpoint_id in self.checkpoint_ids():
+            with _collecting(wrong):
+                manifests.append(self.read(checkpoint_id))
+        with _collecting(wrong):
+            wrong += self.check_chain()
+        pages: dict[str, int] = {}
+        for manifest in manifests:
+            with _collecting(wrong):
+                layout = self.layout(manifest)
+                self._verify_layout(manifest, layout, pages, read_data=read_data)
+                if read_data:
+                    self._verify_content(manifest, layout, progress)
+        for name in sorted(pages):
+            with _collecting(wrong):
+                read_keys(self.packs_dir / name)
+        return wrong
+
+    def _verify_layout(
+        self, manifest: StoredManifest, layout: Layout, pages: dict[str, int], *, read_data: bool
+    ) -> None:
+        for info in layout.packs:
+            if info.name not in pages:
+                with contextlib.closing(StoredPack(self.packs_dir / info.name, info)) as pack:
+                    if read_data:
+                        pack.verify()
+                    pages[info.name] = pack.pages
+        for name, extents in layout.images.items():
+            for number, first, count in extents:
+                if number != ZERO and first + count > pages[layout.packs[number].name]:
+                    raise IntegrityError(f"checkpoint {manifest.id}: {name} lies outside of its packs")
+        path = self._ids_path(manifest.id)
+        if path.exists() and _digest_of_file(path) != manifest.page_ids_digest:
+            raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
+
+    def _verify_content(self, manifest: StoredManifest, layout: Layout, progress: Progress) -> None:
+        found = hashlib.blake2b(digest_size=32)
+        for extents in layout.images.values():
+            for content in read_image(extents, layout, self.packs_dir):
+                for at in range(0, len(content), PAGE_BYTES):
+                    found.update(xxh3_128_digest(content[at : at + PAGE_BYTES], seed=self.seed))
+                progress(len(content))
+        if found.hexdigest() != manifest.page_ids_digest:
+            raise IntegrityError(f"checkpoint {manifest.id} does not hold the pages that were checkpointed")
+
+    # --- removing
+
+    def remove(self, checkpoint_ids: Sequence[str]) -> None:
+        """Remove checkpoints, leaving a record of each for the chain; call it with the lock alone.
+
+        Raises:
+            StoreError: if there is no such checkpoint.
+        """
+        entries = self._entries()
+        for checkpoint_id in checkpoint_ids:
+            entry = entries.get(checkpoint_id)
+            if entry is None:
+                raise StoreError(f"there is no checkpoint {checkpoint_id} in domain {self.name}")
+            record = self.checkpoints_dir / f"{checkpoint_id}.removed"
+            replace_file(record, _encode_entry(entry, "removed"), mode=0o600)
+            (self.checkpoints_dir / f"{checkpoint_id}.manifest").unlink(missing_ok=True)
+            sync_directory(self.checkpoints_dir)
+
+    def rubbish(self) -> tuple[list[Path], list[Path]]:
+        """Return packs, and other files, that no complete checkpoint needs. Right with the lock alone.
+
+        Raises:
+            IntegrityError: if a checkpoint is damaged: what it needs is not known then.
+        """
+        manifests = self.checkpoints()
+        needed = {info.name for manifest in manifests for info in self.layout(manifest).packs}
+        packs = [path for path in self.packs_dir.glob("*.pack") if path.name not in needed]
+        keys = [path for path in self.packs_dir.glob("*.keys*") if not path.with_suffix(".pack").exists()]
+        ids = {manifest.id for manifest in manifests}
+        newest = {lineage(manifest): manifest.id for manifest in manifests}.values()
+        oldest = min((manifest.sequence for manifest in manifests), default=1 << 60)
+        others = keys + list(self.checkpoints_dir.glob("*.partial"))
+        for path in self.checkpoints_dir.iterdir():
+            checkpoint_id, _, kind = path.name.partition(".")
+            if (kind == "layout" and checkpoint_id not in ids) or (kind == "ids" and checkpoint_id not in newest):
+                others.append(path)
+            elif kind == "removed":
+                entry = _decode_entry(read_record(path, _MAX_RECORD_BYTES, path.name), "removed")
+                if checkpoint_id in ids or (entry is not None and entry.sequence < oldest - 1 and manifests):
+                    others.append(path)
+        return packs, others
+
+    def remove_rubbish(self) -> int:
+        """Remove what no complete checkpoint needs; return the bytes. Call it with the lock alone.
+
+        Raises:
+            IntegrityError: if a checkpoint is damaged; nothing is removed then.
+        """
+        packs, others = self.rubbish()
+        size = sum(path.stat().st_size for path in [*packs, *others])
+        with contextlib.closing(Index(self.index_path, writable=True)) as index:
+            for path in packs:
+                with contextlib.suppress(IntegrityError, ValueError):  # was never completed, so it is not in there
+                    index.remove(pack_number(path.name), read_keys(path))
+                remove_pack(path)
+        for path in others:
+            path.unlink(missing_ok=True)
+        return size
+
+    def repair(self) -> list[str]:
+        """Make the index and missing keys anew from the packs; return what was done. Call it with the lock alone.
+
+        Raises:
+            IntegrityError: if a checkpoint is damaged.
+        """
+        done = []
+        needed = {info.name: info for manifest in self.checkpoints() for info in self.layout(manifest).packs}
+        for name, info in sorted(needed.items()):
+            try:
+                read_keys(self.packs_dir / name)
+            except IntegrityError:
+                with contextlib.closing(StoredPack(self.packs_dir / name, info)) as pack:
+                    write_keys(self.packs_dir / name, _keys_of(pack, self.seed))
+                done.append(f"made the keys of {name} anew")
+        for path in self.directory.glob("index.mdb*"):
+            path.unlink()
+        with contextlib.closing(Index(self.index_path, writable=True)) as index:
+            for name in sorted(needed):
+                index.add(pack_number(name), read_keys(self.packs_dir / name))
+            done.append(f"made the index anew: {len(index)} pages of {len(needed)} packs")
+        head = self._head()
+        if head is not None:
+            self._write_head(head)
+        return done
+
+    def usage(self) -> Usage:
+        """Return what the domain takes.
+
+        Raises:
+            IntegrityError: if a checkpoint is damaged.
+        """
+        manifests = self.checkpoints()
+        packs, others = self.rubbish()
+        files = [path for part in (self.packs_dir, self.checkpoints_dir) for path in part.iterdir()]
+        return Usage(
+            len(manifests),
+            sum(manifest.raw_bytes for manifest in manifests),
+            sum(path.stat().st_size for path in files),
+            self.index_path.stat().st_blocks * 512,
+            sum(path.stat().st_size for path in [*packs, *others]),
+        )
+
+
+def lineage(manifest: StoredManifest) -> str:
+    """Return what checkpoints of the same container have in common, also when its pod was made anew."""
+    container = manifest.container
+    return f"{container.pod_namespace}/{container.pod_name}/{container.name}" if container.pod_name else container.id
+
+
+def domain_names(root: Path) -> list[str]:
+    """Return the names of a store's domains."""
+    found = (root / "domains").glob("*/domain") if root.exists() else iter(())
+    return sorted(path.parent.name for path in found)
+
+
+def new_checkpoint_id() -> str:
+    """Return an id that no other checkpoint has."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
+
+
+def _digest_of_file(path: Path) -> str:
+    found = hashlib.blake2b(digest_size=32)
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(1 << 20):
+            found.update(data)
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def _collecting(wrong: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OcihookError, OSError) as error:
+        wrong.append(str(error))
+
+
+def _keys_of(pack: StoredPack, seed: int) -> bytes:
+    keys = bytearray()
+    done = 0
+    while done < pack.pages:
+        content, taken = pack.read(done, pack.pages)
+        for at in range(0, len(content), PAGE_BYTES):
+            keys += xxh3_128_digest(content[at : at + PAGE_BYTES], seed=seed)[:KEY_BYTES]
+        done += taken
+    return bytes(keys)
+
+
+def _encode_entry(entry: Entry, kind: str) -> bytes:
+    body = {"link": list(entry.link), "sequence": entry.sequence, "previous": entry.previous and list(entry.previous)}
+    return encode_frame(kind, 1, json.dumps(body).encode())
+
+
+def _decode_entry(data: bytes | None, kind: str) -> Entry | None:
+    if data is None:
+        return None
+    _, body = decode_frame(kind, (1,), data)
+    try:
+        value = load_json(body)
+        previous = value["previous"]
+        return Entry(_link(value["link"]), as_number(value["sequence"]), _link(previous) if previous else None)
+    except (ValueError, TypeError, KeyError) as error:
+        raise IntegrityError(f"the {kind} is malformed: {error!r}") from error
+
+
+def _link(value: Sequence[object]) -> Link:
+    checkpoint_id, found = value
+    return Link(as_name(checkpoint_id, CHECKPOINT_ID), as_name(found, re.compile(r"[0-9a-f]{64}")))

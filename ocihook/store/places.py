@@ -1,0 +1,133 @@
+"""The packs of a domain, opened as they are needed, and read by page."""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+
+from ocihook.errors import IntegrityError
+from ocihook.linux.files import replace_file
+from ocihook.store.frame import decode_frame, encode_frame, read_record
+from ocihook.store.index import KEY_BYTES
+from ocihook.store.pack import PAGE_BYTES, ZERO, PackFile, PackInfo, PackReader, read_info
+from ocihook.store.packing import decode_chunk
+
+_OPEN_PACKS = 64
+_MAX_KEYS_BYTES = 64 << 20
+
+
+def pack_name(number: int) -> str:
+    """Return the file name of a pack."""
+    return f"{number:016x}.pack"
+
+
+def pack_number(name: str) -> int:
+    """Return the number of a pack by its file's name."""
+    return int(name.partition(".")[0], 16)
+
+
+class StoredPack:
+    """A pack with random access to its pages. Keeps the chunk that it read last."""
+
+    def __init__(self, path: Path, info: PackInfo | None = None) -> None:
+        """Open it; without `info`, as it says of itself what it is.
+
+        Raises:
+            IntegrityError: if it is missing, damaged, or not what `info` says.
+        """
+        self._reader = PackReader(PackFile(path), info or read_info(path))
+        self._starts = array("I")  # and not the chunks themselves: there are thousands of packs
+        self.pages = 0
+        for chunk in self._reader.chunks(0, self._reader.info.chunks):
+            if chunk.kind == ZERO or chunk.present != (1 << chunk.pages) - 1:
+                raise IntegrityError(f"pack {path.name} has a chunk of zero pages, which a store never writes")
+            self._starts.append(self.pages)
+            self.pages += chunk.pages
+        self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+
+    def read(self, first: int, pages: int) -> tuple[memoryview, int]:
+        """Return content from page `first` on: at least one page, at most `pages`, and how many it is.
+
+        Raises:
+            IntegrityError: if there is no such page, or it is damaged.
+        """
+        if not 0 <= first < self.pages:
+            raise IntegrityError(f"pack {self._reader.info.name} has no page {first}")
+        number = bisect_right(self._starts, first) - 1
+        if self._last[0] != number:
+            (chunk,) = self._reader.chunks(number, 1)
+            self._last = number, memoryview(decode_chunk(self._reader, chunk, self._reader.read(chunk)))
+        skipped = first - self._starts[number]
+        content = self._last[1][skipped * PAGE_BYTES : (skipped + pages) * PAGE_BYTES]
+        return content, len(content) // PAGE_BYTES
+
+    def verify(self) -> None:
+        """Read everything and check every checksum.
+
+        Raises:
+            IntegrityError: naming the first damaged chunk.
+        """
+        for chunk in self._reader.chunks(0, self._reader.info.chunks):
+            decode_chunk(self._reader, chunk, self._reader.read(chunk))
+
+    def close(self) -> None:
+        """Close it."""
+        self._reader.close()
+
+
+class StoredPacks:
+    """The packs in a directory; the last ones used stay open."""
+
+    def __init__(self, directory: Path, infos: Iterable[PackInfo] = ()) -> None:
+        """Take the directory, and what is known of some of them."""
+        self._directory = directory
+        self._infos = {pack_number(info.name): info for info in infos}
+        self._open: dict[int, StoredPack] = {}
+
+    def get(self, number: int) -> StoredPack:
+        """Return a pack.
+
+        Raises:
+            IntegrityError: if it is missing or damaged.
+        """
+        pack = self._open.pop(number, None)
+        if pack is None:
+            pack = StoredPack(self._directory / pack_name(number), self._infos.get(number))
+            if len(self._open) >= _OPEN_PACKS:
+                self._open.pop(next(iter(self._open))).close()
+        self._open[number] = pack  # the last one is the newest used
+        return pack
+
+    def close(self) -> None:
+        """Close all."""
+        for pack in self._open.values():
+            pack.close()
+        self._open.clear()
+
+
+def write_keys(pack: Path, keys: bytes) -> None:
+    """Put the keys of a pack's pages, in their order, beside it: the index can be made from them."""
+    replace_file(_keys_path(pack), encode_frame("keys", 1, keys), mode=0o600)
+
+
+def read_keys(pack: Path) -> list[bytes]:
+    """Return the keys of a pack's pages.
+
+    Raises:
+        IntegrityError: if they are missing or damaged.
+    """
+    data = read_record(_keys_path(pack), _MAX_KEYS_BYTES, f"keys of {pack.name}")
+    if data is None:
+        raise IntegrityError(f"the keys of {pack.name} are missing", hint="`ocihook store repair` makes them anew")
+    _, keys = decode_frame("keys", (1,), data)
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def remove_pack(pack: Path) -> None:
+    """Remove a pack and its keys, the pack first: keys without a pack are nothing."""
+    pack.unlink(missing_ok=True)
+    _keys_path(pack).unlink(missing_ok=True)
+
+
+def _keys_path(pack: Path) -> Path:
+    return pack.with_suffix(".keys")

@@ -1,0 +1,276 @@
+"""A domain of the store: what is taken comes back, nothing is stored twice, and what is damaged is seen."""
+
+import os
+import random
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ocihook.errors import IntegrityError, StoreError
+from ocihook.model import ContainerRef
+from ocihook.store.assemble import Target, assemble, read_image
+from ocihook.store.deduplicate import Before, deduplicate
+from ocihook.store.domain import Domain, domain_names, new_checkpoint_id
+from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.packing import ImageFile, Source
+from ocihook.store.stored import StoredImage, StoredManifest
+from tests.fakes.images import mixed_pages
+
+CONTAINER = ContainerRef(id="c1", name="trainer", pod_name="pod", pod_namespace="team")
+
+
+@pytest.fixture
+def domain(tmp_path: Path) -> Domain:
+    return Domain.open(tmp_path / "store", "team", create=True)
+
+
+def take(
+    domain: Domain,
+    images: Mapping[str, bytes],
+    *,
+    container: ContainerRef = CONTAINER,
+    before: StoredManifest | None = None,
+    workers: int = 1,
+) -> StoredManifest:
+    """Store images as a checkpoint."""
+    scratch = domain.pending_dir / new_checkpoint_id()
+    scratch.mkdir()
+    sources = {}
+    for name, content in images.items():
+        (scratch / name).write_bytes(content)
+        sources[name] = Source(partial(ImageFile, scratch / name), 0, len(content))
+    known: Mapping[str, Before] = domain.before(before) if before else {}
+    ids_fd = os.open(scratch / "ids", os.O_RDWR | os.O_CREAT)
+    try:
+        taken = deduplicate(
+            sources,
+            packs_dir=domain.packs_dir,
+            index_path=domain.index_path,
+            seed=domain.seed,
+            ids_fd=ids_fd,
+            before=known,
+            workers=workers,
+        )
+    finally:
+        os.close(ids_fd)
+    manifest = StoredManifest(
+        id=scratch.name,
+        sequence=0,
+        previous=None,
+        created="",
+        writer="",
+        domain=domain.name,
+        container=container,
+        host={},
+        images=tuple(StoredImage(name, len(content)) for name, content in images.items()),
+        other_images=(),
+        page_ids_digest=digest_file(scratch / "ids"),
+        added_bytes=sum(info.size_bytes for info in taken.new_packs),
+    )
+    with domain.shared():
+        domain.commit(manifest, taken.layout, taken.new_packs, scratch / "ids")
+    for path in scratch.iterdir():
+        path.unlink()
+    scratch.rmdir()
+    return domain.read(manifest.id)
+
+
+def digest_file(path: Path) -> str:
+    from ocihook.store.stored import digest
+
+    return digest(path.read_bytes())
+
+
+def content_of(domain: Domain, manifest: StoredManifest) -> dict[str, bytes]:
+    layout = domain.layout(manifest)
+    return {
+        name: b"".join(bytes(piece) for piece in read_image(extents, layout, domain.packs_dir))
+        for name, extents in layout.images.items()
+    }
+
+
+def pack_bytes(domain: Domain) -> int:
+    return sum(path.stat().st_size for path in domain.packs_dir.glob("*.pack"))
+
+
+def random_pages(pages: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(pages * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_is_taken_comes_back(domain: Domain, tmp_path: Path, workers: int) -> None:
+    images = {"pages-1.img": mixed_pages(40_000, seed=1), "pages-2.img": mixed_pages(7, seed=2), "pages-3.img": b""}
+    manifest = take(domain, images, workers=workers)
+    assert content_of(domain, manifest) == images
+    targets = {}
+    for name, content in images.items():
+        (tmp_path / name).write_bytes(bytes(len(content)))
+        targets[name] = Target(partial(ImageFile, tmp_path / name, writable=True), 0)
+    assemble(domain.layout(manifest), domain.packs_dir, targets, workers=workers)
+    assert {name: (tmp_path / name).read_bytes() for name in images} == images
+    assert domain.verify(read_data=True) == []
+    assert domain_names(tmp_path / "store") == ["team"]
+
+
+def test_the_same_again_takes_nothing(domain: Domain) -> None:
+    images = {"pages-1.img": mixed_pages(3000, seed=1)}
+    first = take(domain, images)
+    assert first.added_bytes > 0
+    assert take(domain, images, before=first).added_bytes == 0
+    assert take(domain, images).added_bytes == 0, "by the index, with every page compared"
+    assert domain.verify(read_data=True) == []
+
+
+def shifted(pages: bytes) -> bytes:
+    """Return what a heap that has grown and moved looks like: parts inserted, removed, exchanged, changed."""
+    cut = [pages[at : at + 500 * PAGE_BYTES] for at in range(0, len(pages), 500 * PAGE_BYTES)]
+    cut[2], cut[4] = cut[4], cut[2]
+    changed = bytearray(b"".join([*cut[:1], random_pages(7, 99), *cut[1:3], cut[3][: -3 * PAGE_BYTES], *cut[4:]]))
+    changed[1000 * PAGE_BYTES + 5] ^= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("with_before", [True, False])
+def test_only_what_changed_is_added(domain: Domain, *, with_before: bool) -> None:
+    old = random_pages(3000, 1)
+    first = take(domain, {"pages-1.img": old})
+    new = shifted(old)
+    second = take(domain, {"pages-1.img": new}, before=first if with_before else None)
+    assert 8 * PAGE_BYTES <= second.added_bytes < 9 * PAGE_BYTES
+    assert content_of(domain, second)["pages-1.img"] == new
+    assert content_of(domain, first)["pages-1.img"] == old
+
+
+def test_a_page_that_only_looks_the_same_is_stored(domain: Domain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No id is trusted with another container's memory: here all pages have the same one."""
+    from ocihook.store import deduplicate as module
+
+    monkeypatch.setattr(module, "xxh3_128_digest", lambda data, **_: bytes(16) if not any(data[:64]) else b"\1" * 16)
+    one, other = random_pages(1, 1), random_pages(1, 2)
+    take(domain, {"pages-1.img": one})
+    second = take(domain, {"pages-1.img": other}, container=ContainerRef(id="other"))
+    assert content_of(domain, second)["pages-1.img"] == other
+
+
+def test_pages_twice_in_one_checkpoint(domain: Domain) -> None:
+    page = random_pages(1, 1)
+    assert take(domain, {"pages-1.img": page * 600 + bytes(PAGE_BYTES) + page}).added_bytes < 2 * PAGE_BYTES
+
+
+def test_a_source_that_ends_early(domain: Domain, tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(bytes(PAGE_BYTES))
+    source = Source(partial(ImageFile, tmp_path / "short"), 0, 2 * PAGE_BYTES)
+    fd = os.open(tmp_path / "ids", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(StoreError, match="ended before page 2"):
+        deduplicate(
+            {"pages-1.img": source},
+            packs_dir=domain.packs_dir,
+            index_path=domain.index_path,
+            seed=domain.seed,
+            ids_fd=fd,
+            before={},
+            workers=1,
+        )
+    os.close(fd)
+
+
+def test_every_flipped_bit_is_found(domain: Domain) -> None:
+    first = take(domain, {"pages-1.img": mixed_pages(300, seed=1)})
+    second = take(domain, {"pages-1.img": mixed_pages(300, seed=2)}, before=first)
+    assert domain.verify(read_data=True) == []
+    files = [path for part in (domain.packs_dir, domain.checkpoints_dir) for path in part.iterdir()]
+    assert len(files) == 2 * 5
+    for path in [*files, domain.directory / "head"]:
+        good = path.read_bytes()
+        for position in {*range(0, len(good), max(1, len(good) // 25)), len(good) - 1}:
+            path.write_bytes(good[:position] + bytes([good[position] ^ 4]) + good[position + 1 :])
+            assert domain.verify(read_data=True), f"{path.name} at {position}"
+        path.unlink()
+        if path.suffix != ".ids" and path.name != "head":  # these are made again, and tell of nothing else
+            assert domain.verify(read_data=True), f"without {path.name}"
+        path.write_bytes(good)
+    assert domain.verify(read_data=True) == []
+    assert content_of(domain, second)
+
+
+def test_prune_removes_what_nothing_needs(domain: Domain) -> None:
+    old = random_pages(2000, 1)
+    first = take(domain, {"pages-1.img": old})
+    other = take(domain, {"pages-1.img": random_pages(500, 7)}, container=ContainerRef(id="other"))
+    new = old[: 1000 * PAGE_BYTES] + random_pages(1000, 3)
+    second = take(domain, {"pages-1.img": new}, before=first)
+    (domain.packs_dir / "00000000000000aa.pack").write_bytes(b"of a dump that was killed")
+    with domain.alone():
+        domain.remove([other.id])
+        assert domain.remove_rubbish() > 500 * PAGE_BYTES
+    assert domain.verify(read_data=True) == []
+    assert content_of(domain, second)["pages-1.img"] == new
+    with domain.alone():
+        domain.remove([first.id])
+        domain.remove_rubbish()
+    assert domain.verify(read_data=True) == []
+    assert content_of(domain, second)["pages-1.img"] == new
+    with domain.alone():
+        domain.remove([second.id])
+        domain.remove_rubbish()
+    assert pack_bytes(domain) == 0
+    assert domain.verify(read_data=True) == []
+    third = take(domain, {"pages-1.img": old})
+    assert third.sequence == 3
+    assert domain.verify(read_data=True) == []
+
+
+def test_a_checkpoint_removed_by_hand_shows(domain: Domain) -> None:
+    made = [take(domain, {"pages-1.img": random_pages(3, n)}) for n in range(3)]
+    for number, manifest in enumerate(made):
+        path = domain.checkpoints_dir / f"{manifest.id}.manifest"
+        data = path.read_bytes()
+        path.unlink()
+        assert any("was removed" in line for line in domain.verify(read_data=False)), number
+        path.write_bytes(data)
+    assert domain.verify(read_data=False) == []
+
+
+def test_repair_makes_the_index_anew(domain: Domain) -> None:
+    images = {"pages-1.img": random_pages(500, 1)}
+    take(domain, images)
+    domain.index_path.write_bytes(b"garbage")
+    with pytest.raises(StoreError, match="repair"):
+        take(domain, images)
+    for path in domain.packs_dir.glob("*.keys"):
+        path.unlink()
+    with domain.alone():
+        assert len(domain.repair()) == 2
+    assert take(domain, images).added_bytes == 0
+    with domain.alone():
+        domain.remove_rubbish()
+    assert domain.verify(read_data=True) == []
+
+
+def test_a_prune_waits_for_others(domain: Domain) -> None:
+    with domain.shared(), domain.shared(), pytest.raises(StoreError, match="in use"), domain.alone(0.2):
+        pass
+    with domain.alone():
+        pass
+
+
+def test_a_damaged_checkpoint_stops_a_prune(domain: Domain) -> None:
+    manifest = take(domain, {"pages-1.img": random_pages(3, 1)})
+    path = domain.checkpoints_dir / f"{manifest.id}.layout"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(IntegrityError), domain.alone():
+        domain.remove_rubbish()
+    assert pack_bytes(domain)
+
+
+@pytest.mark.parametrize("name", ["", "../x", "A", "a" * 64, "-a"])
+def test_names_that_are_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StoreError, match="no name"):
+        Domain.open(tmp_path, name, create=True)
+
+
+def test_a_domain_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="has no domain"):
+        Domain.open(tmp_path, "team")
