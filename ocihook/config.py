@@ -26,7 +26,7 @@ _SIGNALS = ("", "HUP", "USR1", "USR2")
 class Policy:
     """What to do with a container. Every key is also an annotation: `quiesce_signal` as ocihook.io/quiesce-signal."""
 
-    mode: str = "inline"  # inline: pack into the engine's archive; off: leave CRIU's images alone
+    mode: str = "inline"  # inline: pack into the engine's archive; store: into this node's store; off: leave all alone
     on_pack_error: str = "keep"  # keep: the checkpoint succeeds unpacked, with a warning; fail: the dump fails
     quiesce_signal: str = ""  # sent to the container's init before the dump, while it runs; "" for none
     quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init then creates or touches
@@ -47,10 +47,11 @@ class Settings:
     idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
     memory_bound_bytes: int = 256 << 20  # of the agent with all its workers, whatever a checkpoint's size
     workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
+    store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "mode": ("inline", "off"),
+    "mode": ("inline", "store", "off"),
     "on_pack_error": ("keep", "fail"),
     "quiesce_signal": _SIGNALS,
     "resume_signal": _SIGNALS,
@@ -147,6 +148,8 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
+    if key == "store_dir" and not (isinstance(value, str) and value.startswith("/")):
+        raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
     if key == "gpu_map" and not _GPU_MAP.fullmatch(str(value)):
         raise ConfigError(f"{where}: {key} must be OLD=NEW,... of GPU UUIDs, not {value!r}")
     return value

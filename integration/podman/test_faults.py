@@ -111,7 +111,7 @@ def test_wrong_annotation_refuses_the_dump(podman: Podman) -> None:
     podman.checkpoint("c", podman.scratch / "c.tar", check=False)
     podman.assert_counts("c")
     message = last_session(podman.namespace, "pre-dump")["stages"]["pre-dump"]["message"]
-    assert "annotation ocihook.io/mode: mode must be one of 'inline', 'off', not 'inlien'" in message
+    assert "annotation ocihook.io/mode: mode must be one of 'inline', 'store', 'off', not 'inlien'" in message
 
 
 def test_silent_application_refuses_the_dump(podman: Podman) -> None:

@@ -23,8 +23,10 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent
 from ocihook.log import set_up_logging
+from ocihook.ops.dump import pack_workers
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.lock import lock_agent
+from ocihook.ops.store import complete_in_background, has_pending
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
@@ -43,6 +45,8 @@ class Agent:
         self._load = load
         self._controls: dict[str, socket.socket] = {}  # by session id
         self._children: dict[int, tuple[str, int]] = {}  # pidfd -> session id, pid
+        self._background: tuple[int, int] | None = None  # pidfd, pid of what completes checkpoints
+        self._has_more = False  # there may be checkpoints that it has not seen
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._is_stopping = False
@@ -53,14 +57,23 @@ class Agent:
             signal.signal(number, lambda *_: self._stop())
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
+        self._complete_pending()
         idle_since = time.monotonic()
-        while self._children or (not self._is_stopping and time.monotonic() - idle_since < idle_timeout_s):
+        while self._is_needed(time.monotonic() - idle_since < idle_timeout_s):
             for key, _ in self._selector.select(timeout=1.0):
                 if key.fileobj is self._listener:
                     self._accept()
+                elif self._background and key.fd == self._background[0]:
+                    self._reap_background()
                 else:
                     self._reap(key.fd)
+                    self._complete_pending()
                 idle_since = time.monotonic()
+
+    def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
+        if self._is_stopping:
+            return bool(self._children)  # what is pending stays so, for the next agent
+        return bool(self._children or self._background) or is_recent
 
     def _stop(self) -> None:
         log.info("stopping; %d sessions will end first", len(self._children))
@@ -80,6 +93,58 @@ class Agent:
             # A session that has just died takes nothing: the hook then finds its connection closed and asks again.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(control, [request.encode()], [connection.fileno()])
+
+    def _complete_pending(self) -> None:
+        """Have pending checkpoints completed, by one process at a time."""
+        self._has_more = self._background is not None
+        if self._background or self._is_stopping:
+            return
+        try:
+            settings = self._load()
+            if not has_pending(Path(settings.store_dir)):
+                return
+        except (OcihookError, OSError) as error:
+            log.error("pending checkpoints: %s", error)
+            return
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_background(settings, parent)
+        self._background = os.pidfd_open(pid), pid
+        self._selector.register(self._background[0], selectors.EVENT_READ)
+
+    def _be_background(self, settings: Settings, parent: int) -> None:
+        """Body of the process that completes checkpoints; never returns."""
+        try:
+            die_with_parent(parent)
+            for number in _STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)  # it can be interrupted at any point
+            self._let_go()
+            complete_in_background(Path(settings.store_dir), pack_workers(settings))
+        except Exception:
+            log.exception("pending checkpoints")
+        finally:
+            logging.shutdown()
+            os._exit(0)
+
+    def _reap_background(self) -> None:
+        assert self._background is not None
+        pidfd, pid = self._background
+        self._background = None
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+        if self._has_more:
+            self._complete_pending()
+
+    def _let_go(self) -> None:
+        """Close in a child what is the agent's."""
+        self._selector.close()
+        self._listener.close()
+        for control in self._controls.values():
+            control.close()
+        for pidfd in [*self._children, *(self._background or ())[:1]]:
+            os.close(pidfd)
 
     def _read_request(self, connection: socket.socket) -> wire.Request:
         _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -130,12 +195,8 @@ class Agent:
             die_with_parent(parent)
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # a checkpoint that runs is finished
-            self._selector.close()
-            self._listener.close()
-            for inherited in (ours, *self._controls.values()):
-                inherited.close()
-            for pidfd in self._children:
-                os.close(pidfd)
+            ours.close()
+            self._let_go()
             Session(journal, self._load).serve(control)
             status = 0
         except Exception:

@@ -10,6 +10,7 @@ import fcntl
 import math
 import os
 import pickle
+import platform
 import select
 import signal
 import struct
@@ -29,6 +30,9 @@ _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 # Keep freed memory instead of handing it back and faulting it in again for the next chunk: a quarter more
 # throughput with LZ4's buffers (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
 _MALLOPT = ((-1, 64 << 20), (-3, 32 << 20))
+# linux/ioprio.h; the number of ioprio_set(2)
+_IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_IDLE = 1, 3
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,6 +46,14 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as `parent`, which forked it, is gone."""
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0 or os.getppid() != parent:
         os._exit(1)
+
+
+def run_at_low_priority() -> None:
+    """Let this process, and what it forks, have processors and disks only when nobody else wants them."""
+    os.nice(19)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << 13)
 
 
 @contextlib.contextmanager

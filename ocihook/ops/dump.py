@@ -23,9 +23,11 @@ from ocihook.ops.gpu_dump import checkpoint_gpus, moved_regions
 from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions, finish_packing, pack_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import ask_to_quiesce
+from ocihook.ops.staging import EFFECT, finish_staging, stage
 from ocihook.ops.undo import FREEZE_TIMEOUT_S
 from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import Progress, workers_within
+from ocihook.store.thin import read_thin
 from ocihook.wire import Request
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,9 @@ def pre_dump(journal: Journal, request: Request, directory: Path, load_settings:
         return ""
     settings = load_settings()
     policy = identify(journal, request, call, settings.policy)
-    journal.note(workers=pack_workers(settings), criu_version=criu_version(request.criu_pid))
+    journal.note(
+        workers=pack_workers(settings), criu_version=criu_version(request.criu_pid), store_dir=settings.store_dir
+    )
     has_gpu = bool(find_gpu_processes(request.init_pid))
     if not policy.quiesce_signal and not has_gpu:
         return ""
@@ -95,15 +99,62 @@ def _running_tasks(journal: Journal, init_pid: int) -> Iterator[None]:
 
 
 def post_dump(journal: Journal, request: Request, directory: Path, _load_settings: Callable[[], Settings]) -> str:
-    """Pack the page images where they are; the engine's archive then carries the packs.
+    """Pack the page images where they are, so that the engine's archive carries the packs; or take them to the store.
 
     Raises:
         OcihookError: to fail the dump, if the policy wants that when packing fails; the images are as CRIU wrote them.
     """
     container = journal.container
-    policy: dict[str, Any] = journal.facts.get("policy", {})
-    if container is None or policy.get("mode") != "inline":
+    mode = journal.facts.get("policy", {}).get("mode")
+    if container is None:
         return ""
+    if mode == "off":
+        discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
+        return ""
+    if mode == "store":
+        return _stage(journal, container, request, directory)
+    return _pack_inline(journal, container, request, directory)
+
+
+def _stage(journal: Journal, container: ContainerRef, request: Request, directory: Path) -> str:
+    thin = read_thin(directory) if journal.facts.get("staging_began") else None
+    if thin is not None:  # the agent was killed after that
+        return f"container {container}: its memory is on its way into the store, as checkpoint {thin.checkpoint_id}"
+    journal.note(staging_began=True)
+    try:
+        with journal.phase("stage") as phase:
+            job = stage(
+                journal,
+                container,
+                os.readlink(request.image_dir),
+                directory,
+                store_dir=Path(journal.facts["store_dir"]),
+                host=host_facts(str(journal.facts.get("criu_version", ""))),
+                durable=not journal.facts.get("leave_running"),
+            )
+            phase["bytes"] = job.raw_bytes if job else 0
+    except (OcihookError, OSError) as error:
+        return _not_staged(journal, container, error)
+    if job is None:
+        return ""
+    journal.note(raw_bytes=job.raw_bytes, checkpoint=job.id)
+    return f"container {container}: {job.raw_bytes} bytes of memory are on their way into the store as {job.id}"
+
+
+def _not_staged(journal: Journal, container: ContainerRef, error: OcihookError | OSError) -> str:
+    """Leave the images as CRIU wrote them, or fail the dump, as the policy wants it."""
+    effect = journal.effect(EFFECT)
+    if effect is not None:
+        finish_staging(effect)
+        journal.pop(EFFECT)
+    if journal.facts["policy"].get("on_pack_error") == "fail":
+        raise error
+    log.warning("container %s: not stored: %s", container, error)
+    return f"warning: container {container}: {str(error).rstrip('.')}. The checkpoint is in the engine's archive alone"
+
+
+def _pack_inline(journal: Journal, container: ContainerRef, request: Request, directory: Path) -> str:
+    policy: dict[str, Any] = journal.facts["policy"]
     if journal.facts.get("packing_began"):  # and was interrupted; whether it came to its commit, the manifest tells
         manifest = read_manifest(directory)
         if manifest is not None:

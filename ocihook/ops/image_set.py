@@ -32,6 +32,7 @@ from ocihook.store.manifest import (
 )
 from ocihook.store.pack import PackFile, PackInfo
 from ocihook.store.packing import Packs, Progress, no_progress, pack_images
+from ocihook.store.thin import THIN_NAME
 
 _SPACE_MARGIN_BYTES = 16 << 20
 _NOWHERE_ELSE: Mapping[str, PackFile] = MappingProxyType({})
@@ -94,7 +95,7 @@ def pack_image_set(
             container=container,
             host=host,
             packed_images=tuple(packed),
-            other_images=tuple(_other_images(directory, packed_names=set(names))),
+            other_images=tuple(list_other_images(directory, packed_names=set(names))),
             packs=tuple(packs) + (moved.packs if moved else ()),
             regions=moved.regions if moved else (),
             gpu=moved.gpu if moved else {},
@@ -115,8 +116,11 @@ def pack_image_set(
 
 
 def discard_packs(directory: Path) -> None:
-    """Remove manifest and packs of page images, the manifest first: without it the packs mean nothing."""
-    for name in (MANIFEST_NAME, f"{MANIFEST_NAME}.partial", *_image_packs(directory)):
+    """Remove manifest and packs of page images, the manifest first: without it the packs mean nothing.
+
+    So goes the record of a thin checkpoint.
+    """
+    for name in (THIN_NAME, MANIFEST_NAME, f"{MANIFEST_NAME}.partial", *_image_packs(directory)):
         (directory / name).unlink(missing_ok=True)
 
 
@@ -144,7 +148,8 @@ def _image_packs(directory: Path) -> list[str]:
     return [name for name in _pack_names(directory) if not name.startswith(REGION_PACK_PREFIX)]
 
 
-def _other_images(directory: Path, packed_names: set[str]) -> Iterable[OtherImage]:
+def list_other_images(directory: Path, packed_names: set[str]) -> Iterable[OtherImage]:
+    """Yield what CRIU wrote beside its page images, with its digests."""
     for path in sorted(directory.glob("*.img")):
         if path.name not in packed_names and path.is_file() and not path.is_symlink():
             yield OtherImage(path.name, _size(path), digest_file(path))
@@ -253,7 +258,17 @@ def read_packed(directory: Path, *, elsewhere: Mapping[str, PackFile] = _NOWHERE
                 hint="the checkpoint is incomplete; use another copy of it",
             )
         return None
-    for image in manifest.other_images:
+    check_other_images(directory, manifest.other_images)
+    return manifest
+
+
+def check_other_images(directory: Path, images: Iterable[OtherImage]) -> None:
+    """Check that images which were not packed are what they were.
+
+    Raises:
+        IntegrityError: naming the first that is missing or another one.
+    """
+    for image in images:
         path = directory / image.name
         try:
             is_same = not path.is_symlink() and _size(path) == image.size_bytes and digest_file(path) == image.digest
@@ -261,7 +276,6 @@ def read_packed(directory: Path, *, elsewhere: Mapping[str, PackFile] = _NOWHERE
             raise IntegrityError(f"image {image.name} is missing") from error
         if not is_same:
             raise IntegrityError(f"image {image.name} is not what was checkpointed")
-    return manifest
 
 
 def _check_space(directory: Path, manifest: Manifest) -> None:

@@ -3,21 +3,25 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ocihook.config import Settings
+from ocihook.criu.images import check_page_images
 from ocihook.errors import ConfigError, IdentificationError, UnsupportedError
 from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
 from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
 from ocihook.ops.gpu_restore import check_node, fill_memory, resume_gpus
-from ocihook.ops.image_set import rehydrate_image_set
+from ocihook.ops.image_set import check_other_images, dehydrate, rehydrate_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
-from ocihook.store.manifest import Manifest, read_manifest
+from ocihook.ops.store import rehydrate_stored, wait_complete
+from ocihook.store.domain import Domain
+from ocihook.store.manifest import read_manifest
+from ocihook.store.thin import Thin, read_thin
 from ocihook.wire import Request
 
 log = logging.getLogger(__name__)
@@ -40,9 +44,12 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
         call = find_runtime_call(request.criu_pid)
         if call is not None:
             identify(journal, request, call, settings.policy)
+    thin = read_thin(directory)
+    if thin is not None:
+        return _from_store(journal, request, directory, thin, settings)
     manifest = read_manifest(directory)
     if manifest is not None:
-        _check_criu(manifest, criu_version(request.criu_pid))
+        _check_criu(manifest.host, criu_version(request.criu_pid))
         check_node(journal, manifest, request.criu_pid)
         journal.push(
             "rehydrated",
@@ -59,9 +66,29 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
     return f"container {manifest.container}: verified and unpacked {manifest.raw_bytes} bytes of memory"
 
 
-def _check_criu(manifest: Manifest, here: str) -> None:
+def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin, settings: Settings) -> str:
+    """Write the page images of a checkpoint that is in the store, once it is complete."""
+    alive = while_criu_lives(journal)
+    workers = pack_workers(settings)
+    domain = Domain.open(Path(settings.store_dir), thin.domain)
+    with journal.phase("wait for the store"):
+        manifest = wait_complete(domain, thin.checkpoint_id, workers=workers, check=lambda: alive(0))
+    _check_criu(manifest.host, criu_version(request.criu_pid))
+    check_other_images(directory, manifest.other_images)
+    names = [image.name for image in manifest.images]
+    journal.push("rehydrated", directory=os.readlink(request.image_dir), identity=identity(directory), names=names)
+    dehydrate(directory, names)  # of an earlier attempt
+    with journal.phase("assemble") as phase:
+        phase["bytes"] = manifest.raw_bytes
+        rehydrate_stored(domain, manifest, directory, workers=workers, progress=alive)
+    check_page_images(directory)
+    journal.note(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id, workers=workers)
+    return f"container {manifest.container}: {manifest.raw_bytes} bytes of memory from checkpoint {manifest.id}"
+
+
+def _check_criu(host: Mapping[str, str], here: str) -> None:
     """Refuse what CRIU would fail on halfway: pagemaps of 4.2 and later are not read by older ones."""
-    there = manifest.host.get("criu", "")
+    there = host.get("criu", "")
     if _major_minor(there) >= (4, 2) and (0, 0) < _major_minor(here) < (4, 2):
         raise UnsupportedError(
             f"the checkpoint was made by CRIU {there}, this node's CRIU {here} cannot read it",

@@ -9,7 +9,7 @@ from ocihook.errors import OcihookError
 from ocihook.linux.cgroup import Freezer, wait_until_released
 from ocihook.linux.files import same_directory
 from ocihook.linux.procfs import Process
-from ocihook.ops import gpu_dump, gpu_restore, image_set
+from ocihook.ops import gpu_dump, gpu_restore, image_set, staging
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
 
@@ -82,6 +82,10 @@ def _finish_packing(effect: Mapping[str, Any], _journal: Journal, _timeout_s: fl
         image_set.finish_packing(directory)
 
 
+def _finish_staging(effect: Mapping[str, Any], _journal: Journal, _timeout_s: float | None) -> None:
+    staging.finish_staging(effect)
+
+
 def _dehydrate(effect: Mapping[str, Any], _journal: Journal, _timeout_s: float | None) -> None:
     directory = same_directory(Path(effect["directory"]), effect["identity"])
     if directory:
@@ -92,6 +96,7 @@ _INVERSES: Mapping[str, Callable[[Mapping[str, Any], Journal, float | None], Non
     "thawed": _refreeze,
     "quiesced": _resume_application,
     "packing": _finish_packing,
+    "staging": _finish_staging,
     "rehydrated": _dehydrate,
     "gpu-checkpointed": gpu_dump.resume,
     "gpu-restored": gpu_restore.resume,

@@ -23,6 +23,7 @@ from xxhash import xxh3_128_digest
 
 from ocihook.errors import IntegrityError, OcihookError, StoreError
 from ocihook.linux.files import replace_file, sync_directory
+from ocihook.model import ContainerRef
 from ocihook.store.assemble import read_image
 from ocihook.store.deduplicate import ID_BYTES, Before
 from ocihook.store.extents import ZERO, Layout, decode_layout, encode_layout
@@ -37,7 +38,7 @@ LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 _MAX_RECORD_BYTES = 64 << 20
 _MAX_LAYOUT_BYTES = 4 << 30
-_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # of a Kubernetes namespace: RFC 1123 label
+_NAME = re.compile(r"_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # what is in no pod; or a namespace: RFC 1123 label
 
 
 class Entry(NamedTuple):
@@ -190,7 +191,7 @@ class Domain:
             ids = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        if _digest_of_file(path) != manifest.page_ids_digest:
+        if digest_of_file(path) != manifest.page_ids_digest:
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
         layout = self.layout(manifest)
         packs = [pack_number(info.name) for info in layout.packs]
@@ -323,7 +324,7 @@ class Domain:
                 if number != ZERO and first + count > pages[layout.packs[number].name]:
                     raise IntegrityError(f"checkpoint {manifest.id}: {name} lies outside of its packs")
         path = self._ids_path(manifest.id)
-        if path.exists() and _digest_of_file(path) != manifest.page_ids_digest:
+        if path.exists() and digest_of_file(path) != manifest.page_ids_digest:
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
 
     def _verify_content(self, manifest: StoredManifest, layout: Layout, progress: Progress) -> None:
@@ -365,7 +366,7 @@ class Domain:
         packs = [path for path in self.packs_dir.glob("*.pack") if path.name not in needed]
         keys = [path for path in self.packs_dir.glob("*.keys*") if not path.with_suffix(".pack").exists()]
         ids = {manifest.id for manifest in manifests}
-        newest = {lineage(manifest): manifest.id for manifest in manifests}.values()
+        newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
         oldest = min((manifest.sequence for manifest in manifests), default=1 << 60)
         others = keys + list(self.checkpoints_dir.glob("*.partial"))
         for path in self.checkpoints_dir.iterdir():
@@ -439,9 +440,8 @@ class Domain:
         )
 
 
-def lineage(manifest: StoredManifest) -> str:
+def lineage(container: ContainerRef) -> str:
     """Return what checkpoints of the same container have in common, also when its pod was made anew."""
-    container = manifest.container
     return f"{container.pod_namespace}/{container.pod_name}/{container.name}" if container.pod_name else container.id
 
 
@@ -456,7 +456,8 @@ def new_checkpoint_id() -> str:
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
 
 
-def _digest_of_file(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
+    """Return the BLAKE2b-256 of a file of page ids, as a manifest has it."""
     found = hashlib.blake2b(digest_size=32)
     with path.open("rb", buffering=0) as file:
         while data := file.read(1 << 20):

@@ -111,8 +111,8 @@ def test_errors_say_what_and_who_and_what_now(node: Node, monkeypatch: pytest.Mo
     status, message = node.stage("pre-dump")
     assert status == 1
     assert message == (
-        "pre-dump of container efefefefefef: annotation ocihook.io/mode: mode must be one of 'inline', 'off', not "
-        "'fast'. The dump is refused, the container runs on"
+        "pre-dump of container efefefefefef: annotation ocihook.io/mode: mode must be one of 'inline', 'store', 'off', "
+        "not 'fast'. The dump is refused, the container runs on"
     )
     monkeypatch.setattr(restore, "rehydrate_image_set", fail_with(OSError(5, "Input/output error", "pages-1.img")))
     status, message = node.stage("pre-restore")

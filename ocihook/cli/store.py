@@ -1,0 +1,159 @@
+"""`ocihook store` and `ocihook wait`: the checkpoints of this node's store, and what they take."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import click
+
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table, progress_bar
+from ocihook.config import load_settings
+from ocihook.errors import IntegrityError, StoreError
+from ocihook.ops import store as ops
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNITS_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _directory() -> Path:
+    return Path(load_settings().store_dir)
+
+
+@click.group()
+def store() -> None:
+    """Work with the checkpoints of this node's content store (mode `store`)."""
+
+
+@store.command()
+@json_option
+def status(*, as_json: bool) -> None:
+    """Show what the store takes, by domain."""
+    found = ops.usage(_directory())
+    if as_json:
+        print_json({"domains": {name: usage._asdict() for name, usage in found.items()}})
+        return
+    rows = [
+        [name, u.checkpoints, *map(format_bytes, (u.raw_bytes, u.stored_bytes, u.index_bytes, u.rubbish_bytes))]
+        for name, u in found.items()
+    ]
+    print_table(["DOMAIN", "CHECKPOINTS", "RAW", "STORED", "INDEX", "RUBBISH"], rows)
+
+
+@store.command("list")
+@json_option
+def list_command(*, as_json: bool) -> None:
+    """List checkpoints: complete ones, and those that are still being stored."""
+    rows = ops.list_checkpoints(_directory())
+    if as_json:
+        print_json({"checkpoints": [row._asdict() for row in rows]})
+        return
+    cells = [
+        [row.domain, row.id, row.container, row.created, _state(row), format_bytes(row.raw_bytes), _added(row)]
+        for row in rows
+    ]
+    print_table(["DOMAIN", "CHECKPOINT", "CONTAINER", "CREATED", "STATE", "RAW", "ADDED"], cells)
+
+
+def _state(row: ops.Listed) -> str:
+    if row.state != "pending" or not row.raw_bytes:
+        return row.state
+    return f"pending, {100 * row.done_bytes // row.raw_bytes} %"
+
+
+def _added(row: ops.Listed) -> str:
+    return format_bytes(row.added_bytes) if row.state == "complete" else ""
+
+
+@store.command()
+@click.option("--read-data", is_flag=True, help="Read every byte, not only what leads to it.")
+@json_option
+def verify(*, read_data: bool, as_json: bool) -> None:
+    """Check every checkpoint. Exit status 4: something is damaged; it is said what."""
+    root = _directory()
+
+    def total() -> int:
+        return sum(row.raw_bytes for row in ops.list_checkpoints(root) if row.state == "complete")
+
+    with progress_bar("verifying", total) as progress:
+        wrong = ops.verify(root, read_data=read_data, progress=progress)
+    if as_json:
+        print_json({"ok": not wrong, "wrong": wrong})
+    else:
+        for sentence in wrong:
+            click.echo(sentence)
+    if wrong:
+        raise IntegrityError(f"the store in {root} is damaged, see above")
+    if not as_json:
+        click.echo(f"{root}: {'every byte' if read_data else 'all records'} right")
+
+
+@store.command()
+@click.option("--keep-last", metavar="N", default=0, help="Keep the newest N checkpoints of each container.")
+@click.option("--keep-within", metavar="TIME", default="0s", help="Keep what is younger, as in 36h or 14d.")
+@click.option("--max-size", metavar="SIZE", default="0", help="Then remove the oldest until packs take no more: 500G.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed.")
+@json_option
+def prune(*, keep_last: int, keep_within: str, max_size: str, dry_run: bool, as_json: bool) -> None:
+    """Remove old checkpoints, and whatever no checkpoint needs.
+
+    Without options only the latter. The newest checkpoint of a container always stays.
+    """
+    keep = ops.Keep(keep_last, _number(keep_within, _UNITS_S), int(_number(max_size, _UNITS_BYTES)))
+    done = ops.prune(_directory(), keep, dry_run=dry_run)
+    if as_json:
+        print_json({"dry_run": dry_run, "domains": [pruned._asdict() for pruned in done]})
+        return
+    for pruned in done:
+        for checkpoint_id in pruned.removed:
+            click.echo(f"{pruned.domain}: {'would remove' if dry_run else 'removed'} {checkpoint_id}")
+        if not dry_run:
+            click.echo(f"{pruned.domain}: freed {format_bytes(pruned.freed_bytes)}")
+
+
+def _number(text: str, units: dict[str, int]) -> float:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]?)", text)
+    if not match or match[2] not in units:
+        raise click.BadParameter(f"{text!r} is not a number with one of the units {', '.join(filter(None, units))}")
+    return float(match[1]) * units[match[2]]
+
+
+@store.command()
+@json_option
+def repair(*, as_json: bool) -> None:
+    """Make the index anew from the packs. Needed after a message that says so; no checkpoint is changed."""
+    done = ops.repair(_directory())
+    if as_json:
+        print_json({"done": done})
+    for sentence in () if as_json else done:
+        click.echo(sentence)
+
+
+@click.command()
+@click.argument("checkpoint", required=False)
+@click.option("--timeout", "timeout_s", type=float, help="Seconds to wait for each; default: as long as it takes.")
+@json_option
+def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> None:
+    """Wait until CHECKPOINT, or every one that is pending, is complete in the store.
+
+    What nobody else is at is completed here.
+    """
+    root = _directory()
+    workers = len(os.sched_getaffinity(0))
+    began = time.monotonic()
+    ids = [checkpoint] if checkpoint else [row.id for row in ops.list_checkpoints(root) if row.state == "pending"]
+    complete = []
+    for checkpoint_id in ids:
+        try:
+            domain = ops.find(root, checkpoint_id)
+        except StoreError:
+            if checkpoint:
+                raise
+            continue  # pruned meanwhile
+        complete.append(ops.wait_complete(domain, checkpoint_id, workers=workers, timeout_s=timeout_s))
+    if as_json:
+        rows = [{"id": m.id, "domain": m.domain, "added_bytes": m.added_bytes} for m in complete]
+        print_json({"complete": rows, "seconds": time.monotonic() - began})
+        return
+    for manifest in complete:
+        click.echo(f"{manifest.id}: complete, {format_bytes(manifest.added_bytes)} added for {manifest.container}")

@@ -1,0 +1,410 @@
+"""The content store's use cases: complete what was taken, restore from it, tell of it, check it, prune it."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook import __version__
+from ocihook.errors import IntegrityError, OcihookError, StoreError
+from ocihook.linux.workers import run_at_low_priority
+from ocihook.ops.staging import discard_staged, pins_of
+from ocihook.store.assemble import Target, assemble
+from ocihook.store.deduplicate import Before, deduplicate
+from ocihook.store.domain import Domain, Usage, digest_of_file, domain_names, lineage
+from ocihook.store.packing import ImageFile, Progress, Source, no_progress
+from ocihook.store.pending import (
+    Job,
+    check_taken,
+    directory_of,
+    pending_ids,
+    read_job,
+    read_progress,
+    write_progress,
+)
+from ocihook.store.stored import StoredImage, StoredManifest
+
+_PROGRESS_S = 1.0
+_POLL_S = 0.2
+_TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
+
+log = logging.getLogger(__name__)
+
+
+class Listed(NamedTuple):
+    """A checkpoint as it is shown."""
+
+    domain: str
+    id: str
+    state: str  # complete, pending, lost
+    container: str
+    created: str
+    raw_bytes: int
+    added_bytes: int
+    done_bytes: int
+
+
+def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Progress = no_progress) -> bool:
+    """Store what was taken for a checkpoint; False if another process is at it. May run again after any interruption.
+
+    Raises:
+        IntegrityError: if what was taken is not there any more.
+        OcihookError: if the store cannot be used.
+        OSError: from the file system, a full one included; what was taken stays, for another attempt.
+    """
+    pending = directory_of(domain, checkpoint_id)
+    with _claimed(pending) as is_ours:
+        if not is_ours:
+            return False
+        job = read_job(domain, checkpoint_id)
+        if job is not None and checkpoint_id not in domain.checkpoint_ids():
+            check_taken(job)
+            with domain.shared():
+                _store(domain, job, pending / "ids", workers=workers, progress=progress)
+        discard_staged(pending, pins_of(checkpoint_id))
+    return True
+
+
+@contextlib.contextmanager
+def _claimed(pending: Path) -> Iterator[bool]:
+    """Be the only one at a pending checkpoint. True also if it is gone: whoever had it has completed it."""
+    try:
+        fd = os.open(pending, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def _store(domain: Domain, job: Job, ids: Path, *, workers: int, progress: Progress) -> None:
+    reported = time.monotonic()
+    done = 0
+
+    def report(size: int) -> None:
+        nonlocal reported, done
+        done += size
+        progress(size)
+        if time.monotonic() - reported >= _PROGRESS_S:
+            reported = time.monotonic()
+            write_progress(domain, job.id, done)
+
+    ids_fd = os.open(ids, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        taken = deduplicate(
+            {name: Source(partial(ImageFile, path), 0, job.sizes[name]) for name, path in job.images.items()},
+            packs_dir=domain.packs_dir,
+            index_path=domain.index_path,
+            seed=domain.seed,
+            ids_fd=ids_fd,
+            before=_before(domain, job),
+            workers=workers,
+            progress=report,
+        )
+    finally:
+        os.close(ids_fd)
+    manifest = StoredManifest(
+        id=job.id,
+        sequence=0,
+        previous=None,
+        created=job.created,
+        writer=f"ocihook {__version__}",
+        domain=domain.name,
+        container=job.container,
+        host=job.host,
+        images=tuple(StoredImage(name, size) for name, size in job.sizes.items()),
+        other_images=job.other_images,
+        page_ids_digest=digest_of_file(ids),
+        added_bytes=sum(info.size_bytes for info in taken.new_packs),
+    )
+    domain.commit(manifest, taken.layout, taken.new_packs, ids)
+    log.info(
+        "container %s: checkpoint %s is complete: %d bytes of memory, %d added to domain %s",
+        job.container,
+        job.id,
+        manifest.raw_bytes,
+        manifest.added_bytes,
+        domain.name,
+    )
+
+
+def _before(domain: Domain, job: Job) -> dict[str, Before]:
+    """Return the images of the same container's newest checkpoint. Without them it only takes longer."""
+    try:
+        same = [m for m in domain.checkpoints() if lineage(m.container) == lineage(job.container)]
+        return domain.before(same[-1]) if same else {}
+    except IntegrityError as error:
+        log.warning("domain %s: %s", domain.name, error)
+        return {}
+
+
+def has_pending(root: Path) -> bool:
+    """Tell whether a checkpoint is waiting to be completed."""
+    return any(pending_ids(Domain.open(root, name)) for name in domain_names(root))
+
+
+def complete_in_background(root: Path, workers: int) -> None:
+    """Complete every pending checkpoint without getting in anybody's way. In a process of its own."""
+    run_at_low_priority()
+    tried: set[str] = set()
+    while waiting := [
+        (domain, checkpoint_id)
+        for domain in (Domain.open(root, name) for name in domain_names(root))
+        for checkpoint_id in pending_ids(domain)
+        if checkpoint_id not in tried
+    ]:
+        domain, checkpoint_id = waiting[0]
+        tried.add(checkpoint_id)
+        try:
+            complete(domain, checkpoint_id, workers=workers)
+        except (OcihookError, OSError) as error:
+            log.error("checkpoint %s in domain %s is not complete: %s", checkpoint_id, domain.name, error)
+
+
+def wait_complete(
+    domain: Domain,
+    checkpoint_id: str,
+    *,
+    workers: int,
+    timeout_s: float | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> StoredManifest:
+    """Wait until a checkpoint is complete, and complete it if nobody else is at it.
+
+    Args:
+        domain: where it is.
+        checkpoint_id: which.
+        workers: processes to use.
+        timeout_s: how long to wait for another process; None: as long as it takes.
+        check: called meanwhile; may raise.
+
+    Raises:
+        StoreError: if there is no such checkpoint, or it takes too long.
+        OcihookError: if it cannot be completed.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while checkpoint_id not in domain.checkpoint_ids():
+        check()
+        if checkpoint_id not in pending_ids(domain):
+            break  # complete by now, or never was there: read() tells
+        if not complete(domain, checkpoint_id, workers=workers, progress=lambda _size: check()):
+            if deadline is not None and time.monotonic() >= deadline:
+                done = read_progress(domain, checkpoint_id)
+                raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
+            time.sleep(_POLL_S)
+    return domain.read(checkpoint_id)
+
+
+def rehydrate_stored(
+    domain: Domain, manifest: StoredManifest, directory: Path, *, workers: int, progress: Progress = no_progress
+) -> None:
+    """Write a stored checkpoint's page images into `directory`, every page verified on the way.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+        OSError: from the file system, a full one included.
+    """
+    with domain.shared():
+        layout = domain.layout(manifest)
+        targets = {}
+        for image in manifest.images:
+            path = directory / image.name
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, image.size_bytes)
+            finally:
+                os.close(fd)
+            targets[image.name] = Target(partial(ImageFile, path, writable=True), 0)
+        assemble(layout, domain.packs_dir, targets, workers=workers, progress=progress)
+
+
+# --- what people ask
+
+
+def find(root: Path, checkpoint_id: str) -> Domain:
+    """Return the domain of a checkpoint.
+
+    Raises:
+        StoreError: if there is no such checkpoint.
+    """
+    for name in domain_names(root):
+        domain = Domain.open(root, name)
+        if checkpoint_id in domain.checkpoint_ids() or checkpoint_id in pending_ids(domain):
+            return domain
+    raise StoreError(f"the store in {root} has no checkpoint {checkpoint_id}")
+
+
+def list_checkpoints(root: Path) -> list[Listed]:
+    """Return all checkpoints of all domains, the oldest of each first; then what is pending.
+
+    Raises:
+        IntegrityError: if one is damaged.
+    """
+    rows = []
+    for name in domain_names(root):
+        domain = Domain.open(root, name)
+        complete_ids = set(domain.checkpoint_ids())
+        rows += [
+            Listed(name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
+            for m in domain.checkpoints()
+        ]
+        for checkpoint_id in pending_ids(domain):
+            job = read_job(domain, checkpoint_id)
+            if job is None or checkpoint_id in complete_ids:
+                continue
+            try:
+                check_taken(job)
+                state = "pending"
+            except IntegrityError:
+                state = "lost"
+            done = read_progress(domain, checkpoint_id)
+            rows.append(Listed(name, checkpoint_id, state, str(job.container), job.created, job.raw_bytes, 0, done))
+    return rows
+
+
+def usage(root: Path) -> dict[str, Usage]:
+    """Return what each domain takes.
+
+    Raises:
+        IntegrityError: if a checkpoint is damaged.
+    """
+    return {name: Domain.open(root, name).usage() for name in domain_names(root)}
+
+
+def verify(root: Path, *, read_data: bool, progress: Progress = no_progress) -> list[str]:
+    """Return what is wrong with a store, a sentence each."""
+    wrong = []
+    for name in domain_names(root):
+        domain = Domain.open(root, name)
+        with domain.shared():
+            wrong += [f"domain {name}: {line}" for line in domain.verify(read_data=read_data, progress=progress)]
+    return wrong
+
+
+class Keep(NamedTuple):
+    """What a prune leaves: of each container what any of the first two keeps, and no more than the third allows."""
+
+    last: int = 0  # checkpoints
+    within_s: float = 0.0  # since they were made
+    max_bytes: int = 0  # of the domain's packs; 0: any number
+
+
+class Pruned(NamedTuple):
+    """What a prune did in a domain."""
+
+    domain: str
+    removed: tuple[str, ...]
+    freed_bytes: int
+
+
+def prune(root: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> list[Pruned]:
+    """Remove checkpoints that nothing keeps, and what no checkpoint needs.
+
+    Raises:
+        StoreError: if checkpoints are being written or read for too long.
+        IntegrityError: if a checkpoint is damaged; nothing of its domain is removed then.
+    """
+    result = []
+    for name in domain_names(root):
+        domain = Domain.open(root, name)
+        with domain.alone():
+            removed = choose(domain.checkpoints(), keep, time.time() if now_s is None else now_s)
+            freed = 0
+            if not dry_run:
+                domain.remove(removed)
+                freed = domain.remove_rubbish() + _discard_lost(domain)
+                if keep.max_bytes:
+                    more = _shrink(domain, keep.max_bytes)
+                    removed, freed = [*removed, *more[0]], freed + more[1]
+            result.append(Pruned(name, tuple(removed), freed))
+    return result
+
+
+def choose(manifests: Sequence[StoredManifest], keep: Keep, now_s: float) -> list[str]:
+    """Return which checkpoints go. Of each container the newest always stays."""
+    rows: dict[str, list[StoredManifest]] = {}
+    for manifest in manifests:
+        rows.setdefault(lineage(manifest.container), []).append(manifest)
+    gone = []
+    for row in rows.values():
+        newest_first = sorted(row, key=lambda manifest: -manifest.sequence)
+        if not keep.last and not keep.within_s:
+            continue
+        for number, manifest in enumerate(newest_first):
+            is_young = now_s - _made_s(manifest) <= keep.within_s
+            if number >= max(1, keep.last) and not is_young:
+                gone.append(manifest.id)
+    return gone
+
+
+def _made_s(manifest: StoredManifest) -> float:
+    try:
+        return float(time.mktime(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ")) - time.timezone)
+    except ValueError:
+        return 0.0
+
+
+def _shrink(domain: Domain, max_bytes: int) -> tuple[list[str], int]:
+    """Remove the oldest checkpoints until the packs are within a bound; of each container the newest stays."""
+    removed: list[str] = []
+    freed = 0
+    while sum(path.stat().st_size for path in domain.packs_dir.glob("*.pack")) > max_bytes:
+        manifests = domain.checkpoints()
+        newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
+        oldest = next((manifest.id for manifest in manifests if manifest.id not in newest), None)
+        if oldest is None:
+            break
+        domain.remove([oldest])
+        freed += domain.remove_rubbish()
+        removed.append(oldest)
+    return removed, freed
+
+
+def _discard_lost(domain: Domain) -> int:
+    """Remove what was taken for checkpoints that cannot be completed any more, or was never taken whole."""
+    freed = 0
+    for pending in list(domain.pending_dir.iterdir()):
+        with _claimed(pending) as is_ours:
+            if is_ours and _is_lost(domain, pending):
+                freed += sum(path.stat().st_size for path in pending.iterdir())
+                discard_staged(pending, pins_of(pending.name))
+    return freed
+
+
+def _is_lost(domain: Domain, pending: Path) -> bool:
+    try:
+        job = read_job(domain, pending.name)
+        if job is None:  # being taken, or the dump was interrupted long ago
+            return time.time() - pending.stat().st_mtime > _TAKEN_WITHIN_S
+        check_taken(job)
+    except IntegrityError as error:
+        log.warning("%s", error)
+        return True
+    return False
+
+
+def repair(root: Path) -> list[str]:
+    """Make the index of every domain anew; return what was done.
+
+    Raises:
+        IntegrityError: if a checkpoint is damaged.
+    """
+    done = []
+    for name in domain_names(root):
+        domain = Domain.open(root, name)
+        with domain.alone():
+            done += [f"domain {name}: {line}" for line in domain.repair()]
+    return done

@@ -1,0 +1,140 @@
+"""A checkpoint that is on its way into a domain: its page images are taken, and nothing has been stored yet.
+
+Its directory has hard links to the page images, or, where another file system has them, they are pinned below /run;
+so they outlive the engine's directory and any process. `job`, written last, says that all are there.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ocihook.errors import IntegrityError
+from ocihook.linux.files import replace_file
+from ocihook.model import ContainerRef
+from ocihook.store.domain import Domain
+from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.manifest import OtherImage
+from ocihook.store.stored import CHECKPOINT_ID
+
+_MAX_BYTES = 64 << 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to become a checkpoint."""
+
+    id: str
+    created: str
+    container: ContainerRef
+    host: Mapping[str, str]
+    images: Mapping[str, Path]  # where each page image is
+    sizes: Mapping[str, int]
+    other_images: tuple[OtherImage, ...]
+    boot_id: str  # of the boot on which images that were not synced are whole; "": they were
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all page images."""
+        return sum(self.sizes.values())
+
+
+def directory_of(domain: Domain, checkpoint_id: str) -> Path:
+    """Return the directory of a pending checkpoint."""
+    return domain.pending_dir / checkpoint_id
+
+
+def pending_ids(domain: Domain) -> list[str]:
+    """Return the checkpoints that have been taken and are not complete, the oldest first."""
+    if not domain.pending_dir.exists():
+        return []
+    return sorted(
+        p.name for p in domain.pending_dir.iterdir() if CHECKPOINT_ID.fullmatch(p.name) and (p / "job").exists()
+    )
+
+
+def write_job(domain: Domain, job: Job) -> None:
+    """Say that all page images have been taken."""
+    body = {
+        "id": job.id,
+        "created": job.created,
+        "container": job.container.to_json(),
+        "host": dict(job.host),
+        "images": [[name, str(path), job.sizes[name]] for name, path in job.images.items()],
+        "other_images": [list(image) for image in job.other_images],
+        "boot_id": job.boot_id,
+    }
+    replace_file(directory_of(domain, job.id) / "job", encode_frame("job", 1, json.dumps(body).encode()), mode=0o600)
+
+
+def read_job(domain: Domain, checkpoint_id: str) -> Job | None:
+    """Return what is to become a checkpoint; None if there is no such thing.
+
+    Raises:
+        IntegrityError: if the record is damaged.
+    """
+    data = read_record(directory_of(domain, checkpoint_id) / "job", _MAX_BYTES, f"job of {checkpoint_id}")
+    if data is None:
+        return None
+    _, body = decode_frame("job", (1,), data)
+    try:
+        return _from_json(load_json(body))
+    except (ValueError, TypeError, KeyError) as error:
+        raise IntegrityError(f"the job of {checkpoint_id} is malformed: {error!r}") from error
+
+
+def _from_json(value: Any) -> Job:  # noqa: ANN401 - anything that JSON can say
+    return Job(
+        id=as_name(value["id"], CHECKPOINT_ID),
+        created=as_text(value["created"]),
+        container=ContainerRef.from_json(value["container"]),
+        host=dict(value["host"]),
+        images={as_text(name): Path(as_text(path)) for name, path, _ in value["images"]},
+        sizes={as_text(name): as_number(size) for name, _, size in value["images"]},
+        other_images=tuple(OtherImage(*image) for image in value["other_images"]),
+        boot_id=as_text(value["boot_id"]),
+    )
+
+
+def this_boot() -> str:
+    """Return what tells this boot from others."""
+    return _BOOT_ID.read_text().strip()
+
+
+def check_taken(job: Job) -> None:
+    """Check that what was taken is still there, and whole.
+
+    Raises:
+        IntegrityError: if not: a node that lost power has lost what was not on its disk.
+    """
+    if job.boot_id and job.boot_id != this_boot():
+        raise IntegrityError(
+            f"checkpoint {job.id} of container {job.container} was lost: the node went down before it was stored",
+            hint="`ocihook store prune` removes what is left of it",
+        )
+    for name, path in job.images.items():
+        try:
+            size = os.stat(path, follow_symlinks=False).st_size
+        except OSError as error:
+            raise IntegrityError(f"checkpoint {job.id} of container {job.container} was lost: {error}") from error
+        if size != job.sizes[name]:
+            raise IntegrityError(
+                f"checkpoint {job.id} of container {job.container} was lost: {name} has {size} bytes of "
+                f"{job.sizes[name]}"
+            )
+
+
+def write_progress(domain: Domain, checkpoint_id: str, done_bytes: int) -> None:
+    """Let others see how far it is."""
+    replace_file(directory_of(domain, checkpoint_id) / "progress", str(done_bytes).encode(), mode=0o600, durable=False)
+
+
+def read_progress(domain: Domain, checkpoint_id: str) -> int:
+    """Return how many bytes have been stored."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((directory_of(domain, checkpoint_id) / "progress").read_text())
+    return 0

@@ -1,0 +1,43 @@
+"""What stands in an image directory in place of page images that went into a store: which checkpoint they are of."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.errors import IntegrityError
+from ocihook.linux.files import replace_file
+from ocihook.store.frame import as_name, as_text, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.stored import CHECKPOINT_ID
+
+THIN_NAME = "ocihook.thin"
+_MAX_BYTES = 1 << 20
+
+
+class Thin(NamedTuple):
+    """A checkpoint in a store."""
+
+    domain: str
+    checkpoint_id: str
+
+
+def write_thin(directory: Path, thin: Thin) -> None:
+    """Commit: afterwards the page images of `directory` are in the store, or on their way into it."""
+    body = json.dumps({"domain": thin.domain, "checkpoint": thin.checkpoint_id}).encode()
+    replace_file(directory / THIN_NAME, encode_frame("thin", 1, body), mode=0o600)
+
+
+def read_thin(directory: Path) -> Thin | None:
+    """Return where the page images of an image set are; None if they are not in a store.
+
+    Raises:
+        IntegrityError: if the record is damaged.
+    """
+    data = read_record(directory / THIN_NAME, _MAX_BYTES, "record of a thin checkpoint")
+    if data is None:
+        return None
+    _, body = decode_frame("thin", (1,), data)
+    try:
+        value = load_json(body)
+        return Thin(as_text(value["domain"]), as_name(value["checkpoint"], CHECKPOINT_ID))
+    except (ValueError, TypeError, KeyError) as error:
+        raise IntegrityError(f"the record of a thin checkpoint is malformed: {error!r}") from error

@@ -1,0 +1,258 @@
+"""A process that dies at any single write of a dump into a store or of a prune: nothing complete is lost."""
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.ops import store as ops
+from ocihook.ops.journal import Journal
+from ocihook.ops.staging import stage
+from ocihook.ops.undo import undo_all
+from ocihook.store.domain import Domain
+from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.pending import pending_ids
+from ocihook.store.thin import read_thin
+from tests.fakes.images import make_image_set
+
+CONTAINER = ContainerRef(id="c1", name="trainer", pod_name="pod", pod_namespace="team")
+WRITES = ("fsync", "ftruncate", "link", "mkdir", "pwrite", "replace", "rmdir", "unlink", "write", "writev")
+DIED = 9
+
+
+def die_at(number: int, *, torn: bool) -> None:
+    """Have this process end at its n-th write; a torn one is half done then, any other not at all."""
+    count = 0
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                if torn and name in {"write", "pwrite"}:
+                    function(arguments[0], arguments[1][: len(arguments[1]) // 2], *arguments[2:])
+                elif torn and name == "writev":
+                    whole = b"".join(arguments[1])
+                    os.write(arguments[0], whole[: len(whole) // 2])
+                elif torn:
+                    with contextlib.suppress(OSError):
+                        function(*arguments, **options)  # done, and nobody told
+                os._exit(DIED)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in WRITES:
+        setattr(os, name, counted(name, getattr(os, name)))
+
+
+def in_child(act: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def pages(count: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(count * PAGE_BYTES)
+
+
+class Node:
+    """A store with one checkpoint, and a dump that is to become the second."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.store_dir = root, root / "store"
+        root.mkdir()
+        self.old = pages(60, 1)
+        self.new = self.old[: 40 * PAGE_BYTES] + pages(30, 2)
+        self.dump(self.old)
+        self.complete()
+
+    def copy(self, to: Path) -> "Node":
+        shutil.copytree(self.root, to)
+        node = object.__new__(Node)
+        node.root, node.store_dir, node.old, node.new = to, to / "store", self.old, self.new
+        return node
+
+    @property
+    def domain(self) -> Domain:
+        return Domain.open(self.store_dir, "team")
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
+
+    def dump(self, content: bytes) -> None:
+        shutil.rmtree(self.images, ignore_errors=True)
+        make_image_set(self.images, {1: content})
+        criu = Process.find(os.getpid())
+        assert criu is not None
+        self.take(Journal.create(self.root / "run", criu))
+
+    def take(self, journal: Journal) -> None:
+        stage(journal, CONTAINER, str(self.images), self.images, store_dir=self.store_dir, host={}, durable=True)
+        journal.finish()
+
+    def complete(self) -> None:
+        for checkpoint_id in pending_ids(self.domain):
+            assert ops.complete(self.domain, checkpoint_id, workers=1)
+
+    def contents(self) -> list[bytes]:
+        domain = self.domain
+        return [b"".join(_read(domain, manifest)) for manifest in domain.checkpoints()]
+
+    def assert_clean(self) -> None:
+        domain = self.domain
+        assert domain.verify(read_data=True) == []
+        ops.prune(self.store_dir, ops.Keep())
+        assert domain.verify(read_data=True) == []
+        assert domain.rubbish() == ([], [])
+
+
+def _read(domain: Domain, manifest: Any) -> Iterator[bytes]:
+    from ocihook.store.assemble import read_image
+
+    layout = domain.layout(manifest)
+    for extents in layout.images.values():
+        yield from map(bytes, read_image(extents, layout, domain.packs_dir))
+
+
+def recover(node: Node) -> None:
+    """Do what the next agent does."""
+    for path in (node.root / "run" / "sessions").glob("*.json"):
+        journal = Journal.load(path)
+        undo_all(journal)
+        journal.finish()
+    node.complete()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path / "first")
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_dump_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: bool) -> None:
+    taken = kept = number = 0
+    while True:
+        number += 1
+        copy = node.copy(tmp_path / str(number))
+        shutil.rmtree(copy.images)
+        make_image_set(copy.images, {1: node.new})
+        image = copy.images / "pages-1.img"
+        criu = Process.find(os.getpid())
+        assert criu is not None
+        journal = Journal.create(copy.root / "run", criu)
+
+        def act(copy: Node = copy, journal: Journal = journal, number: int = number) -> None:
+            die_at(number, torn=torn)
+            copy.take(journal)
+            copy.complete()
+
+        status = in_child(act)
+        assert status in {0, DIED}
+        recover(copy)
+        if read_thin(copy.images):
+            assert copy.contents() == [node.old, node.new]
+            assert not image.exists()
+            taken += 1
+        else:
+            assert copy.contents() == [node.old]
+            assert image.read_bytes() == node.new
+            kept += 1
+        assert pending_ids(copy.domain) == []
+        copy.assert_clean()
+        shutil.rmtree(copy.root)
+        if status == 0:
+            break
+    assert number > 40
+    assert taken > 20
+    assert kept > 3
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_prune_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: bool) -> None:
+    third = pages(50, 3)
+    for content in (node.new, third):
+        node.dump(content)
+        node.complete()
+    number = 0
+    while True:
+        number += 1
+        copy = node.copy(tmp_path / str(number))
+
+        def act(copy: Node = copy, number: int = number) -> None:
+            die_at(number, torn=torn)
+            ops.prune(copy.store_dir, ops.Keep(last=1))
+
+        status = in_child(act)
+        assert status in {0, DIED}
+        assert copy.domain.verify(read_data=True) == []
+        assert copy.contents()[-1] == third
+        ops.prune(copy.store_dir, ops.Keep(last=1))
+        assert copy.contents() == [third]
+        copy.assert_clean()
+        copy.dump(node.old)
+        copy.complete()
+        assert copy.contents() == [third, node.old]
+        copy.assert_clean()
+        shutil.rmtree(copy.root)
+        if status == 0:
+            break
+    assert number > 10
+
+
+def test_a_full_disk_leaves_what_was_taken(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ocihook.store import pack
+
+    node.dump(node.new)
+    (checkpoint_id,) = pending_ids(node.domain)
+
+    def full(*_: object) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack.os, "writev", full)  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="No space"):
+            ops.complete(node.domain, checkpoint_id, workers=1)
+    assert pending_ids(node.domain) == [checkpoint_id]
+    assert node.contents() == [node.old]
+    node.complete()
+    assert node.contents() == [node.old, node.new]
+    node.assert_clean()
+
+
+def test_a_node_that_went_down_says_what_is_lost(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.dump(node.new)
+    (checkpoint_id,) = pending_ids(node.domain)
+    (node.domain.pending_dir / checkpoint_id / "pages-1.img").write_bytes(node.new[:-PAGE_BYTES])
+    assert [row.state for row in ops.list_checkpoints(node.store_dir)] == ["complete", "lost"]
+    with pytest.raises(Exception, match=r"was lost: pages-1.img has .* bytes of"):
+        ops.complete(node.domain, checkpoint_id, workers=1)
+    assert node.contents() == [node.old]
+    ops.prune(node.store_dir, ops.Keep())
+    assert pending_ids(node.domain) == []
+    with pytest.raises(Exception, match=f"no checkpoint {checkpoint_id}"):
+        ops.wait_complete(node.domain, checkpoint_id, workers=1)
+
+
+def test_two_that_complete_at_once(node: Node) -> None:
+    node.dump(node.new)
+    (checkpoint_id,) = pending_ids(node.domain)
+    with ops._claimed(node.domain.pending_dir / checkpoint_id) as is_ours:
+        assert is_ours
+        assert in_child(lambda: os._exit(int(ops.complete(node.domain, checkpoint_id, workers=1)))) == 0
+    node.complete()
+    assert node.contents() == [node.old, node.new]
