@@ -101,13 +101,14 @@ def _has_left(agent: int) -> bool:
 
 def _without_agent(stage: str, image_dir: str, error: Exception) -> tuple[int, str]:
     """Decide alone. Nothing may be half done: a dump without us is complete, a packed checkpoint is not restorable."""
-    if stage == "pre-restore" and os.path.lexists(f"{image_dir}/ocihook.manifest"):
+    names = os.listdir(image_dir) if stage in ("pre-restore", "post-dump") else []
+    if stage == "pre-restore" and ("ocihook.manifest" in names or "ocihook.thin" in names):
         return 1, f"this checkpoint is packed and cannot be unpacked here ({error}); nothing was started"
     if stage == "pre-dump" and os.geteuid() == 0:
         return 1, f"no agent ({error}); the dump is refused, the container runs on; see `ocihook doctor`"
     if stage == "post-restore":
         return 1, f"GPU memory cannot be written ({error}); the restore fails"
-    if stage == "post-dump" and any(name.startswith("ocihook-region-") for name in os.listdir(image_dir)):
+    if stage == "post-dump" and any(name.startswith(("ocihook-region-", "ocihook.staged")) for name in names):
         return 1, f"the checkpoint is incomplete ({error}); the dump fails, the container runs on"
     if stage == "post-dump":
         return 0, f"the checkpoint is complete but not packed: {error}"

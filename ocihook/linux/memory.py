@@ -134,7 +134,20 @@ class ProcessMemory:
         return result
 
 
+class _Buffer(ctypes.Structure):
+    """Py_buffer, of the stable ABI since Python 3.11; the names of its fields are of no use here."""
+
+    _fields_ = [("buf", ctypes.c_void_p), ("rest", ctypes.c_void_p * 11)]  # type: ignore[mutable-override]
+
+
 def _address(buffer: bytes | memoryview) -> int:
     if isinstance(buffer, bytes):
         return ctypes.cast(ctypes.c_char_p(buffer), ctypes.c_void_p).value or 0
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    if not buffer.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    found = _Buffer()  # ctypes itself gives addresses of writable memory only
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(buffer), ctypes.byref(found), 0)
+    try:
+        return int(found.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))

@@ -20,10 +20,10 @@ from ocihook.model import ContainerRef
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.ops.gpu import find_gpu_processes
 from ocihook.ops.gpu_dump import checkpoint_gpus, moved_regions
-from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions, finish_packing, pack_image_set
+from ocihook.ops.image_set import MovedRegions, discard_all, finish_packing, pack_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import ask_to_quiesce
-from ocihook.ops.staging import EFFECT, finish_staging, stage
+from ocihook.ops.staging import EFFECT, STAGED_NAME, begin, finish_staging, stage
 from ocihook.ops.undo import FREEZE_TIMEOUT_S
 from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import Progress, workers_within
@@ -54,9 +54,19 @@ def pre_dump(journal: Journal, request: Request, directory: Path, load_settings:
         if policy.quiesce_signal:
             _quiesce(journal, request.init_pid, policy)
         if has_gpu:
-            image_dir = os.readlink(request.image_dir)
-            checkpoint_gpus(journal, request.init_pid, image_dir, directory, while_criu_lives(journal))
+            _checkpoint_gpus(journal, request, directory, policy)
     return ""
+
+
+def _checkpoint_gpus(journal: Journal, request: Request, directory: Path, policy: Policy) -> None:
+    image_dir = os.readlink(request.image_dir)
+    progress = while_criu_lives(journal)
+    if policy.mode != "store" or policy.gpu_memory != "packs" or journal.container is None:
+        checkpoint_gpus(journal, request.init_pid, image_dir, directory, progress)
+        return
+    place = begin(journal, journal.container, image_dir, directory, store_dir=Path(journal.facts["store_dir"]))
+    (directory / STAGED_NAME).touch(mode=0o600)
+    checkpoint_gpus(journal, request.init_pid, str(place), place, progress)
 
 
 def identify(journal: Journal, request: Request, call: RuntimeCall, node_policy: Policy) -> Policy:
@@ -109,7 +119,7 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
     if container is None:
         return ""
     if mode == "off":
-        discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
+        discard_all(directory)
         return ""
     if mode == "store":
         return _stage(journal, container, request, directory)
@@ -117,28 +127,39 @@ def post_dump(journal: Journal, request: Request, directory: Path, _load_setting
 
 
 def _stage(journal: Journal, container: ContainerRef, request: Request, directory: Path) -> str:
-    thin = read_thin(directory) if journal.facts.get("staging_began") else None
-    if thin is not None:  # the agent was killed after that
-        return f"container {container}: its memory is on its way into the store, as checkpoint {thin.checkpoint_id}"
-    journal.note(staging_began=True)
+    thin = read_thin(directory)
+    if thin is not None and thin.checkpoint_id == journal.facts.get("staged_as"):  # the agent was killed after that
+        effect = journal.effect(EFFECT)
+        if effect is not None:
+            finish_staging(effect)
+            journal.pop(EFFECT)
+        return f"container {container}: its memory is on its way into the store as {thin.checkpoint_id}"
+    moved = moved_regions(journal)
+    store_dir = Path(journal.facts["store_dir"])
     try:
         with journal.phase("stage") as phase:
+            if journal.effect(EFFECT) is None:
+                begin(journal, container, os.readlink(request.image_dir), directory, store_dir=store_dir)
             job = stage(
                 journal,
                 container,
-                os.readlink(request.image_dir),
                 directory,
-                store_dir=Path(journal.facts["store_dir"]),
+                store_dir=store_dir,
                 host=host_facts(str(journal.facts.get("criu_version", ""))),
                 durable=not journal.facts.get("leave_running"),
+                moved=moved,
             )
-            phase["bytes"] = job.raw_bytes if job else 0
+            raw_bytes = sum(job.sizes.values()) if job else 0
+            raw_bytes += sum(region.size_bytes for region in moved.regions) if moved else 0
+            phase["bytes"] = raw_bytes
     except (OcihookError, OSError) as error:
+        if moved is not None and moved.regions:  # the archive would have only half of the memory
+            raise
         return _not_staged(journal, container, error)
     if job is None:
         return ""
-    journal.note(raw_bytes=job.raw_bytes, checkpoint=job.id)
-    return f"container {container}: {job.raw_bytes} bytes of memory are on their way into the store as {job.id}"
+    journal.note(raw_bytes=raw_bytes, checkpoint=job.id)
+    return f"container {container}: {raw_bytes} bytes of memory are on their way into the store as {job.id}"
 
 
 def _not_staged(journal: Journal, container: ContainerRef, error: OcihookError | OSError) -> str:
@@ -161,8 +182,7 @@ def _pack_inline(journal: Journal, container: ContainerRef, request: Request, di
             return _packed(journal, manifest)
     moved = moved_regions(journal)
     if not journal.facts.get("packing_began") and not (moved and moved.regions):
-        discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
-        discard_regions(directory)
+        discard_all(directory)
     journal.note(packing_began=True)
     journal.push("packing", directory=os.readlink(request.image_dir), identity=identity(directory))
     try:

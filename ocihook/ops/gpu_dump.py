@@ -60,7 +60,7 @@ def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: 
     with journal.phase("gpu preflight"):
         known = states(driver, processes)
         version, gpus = read_node()
-        in_packs = policy.mode == "inline" and policy.gpu_memory == "packs"
+        in_packs = policy.mode != "off" and policy.gpu_memory == "packs"
         situation = Situation(
             driver_version=version,
             machine=platform.machine(),
@@ -69,7 +69,7 @@ def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: 
             gpus=gpus,
             available_ram_bytes=_available_ram_bytes(),
             cgroup_room_bytes=memory_headroom_bytes(init_pid),
-            free_disk_bytes=_free_bytes(directory) if policy.mode == "inline" else None,
+            free_disk_bytes=_free_bytes(directory) if policy.mode != "off" else None,
         )
         _preflight(situation, policy)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.

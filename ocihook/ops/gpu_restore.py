@@ -4,8 +4,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ocihook.cuda.driver import CudaDriver, CudaState
@@ -16,10 +15,7 @@ from ocihook.linux.procfs import Process, descendants, pid_below
 from ocihook.oci.runtime import DeviceNode, find_runtime_call, read_nvidia_devices
 from ocihook.ops.gpu import end, find_gpu_processes, read_node, resume_all, states, wait_for_room
 from ocihook.ops.gpu_map import check_gpus, choose_gpu_map
-from ocihook.ops.gpu_memory import write_back
 from ocihook.ops.journal import Journal
-from ocihook.store.manifest import Manifest, read_manifest
-from ocihook.store.packing import Progress
 
 EFFECT = "gpu-restored"
 _GPU = re.compile(r"nvidia[0-9]+")
@@ -27,13 +23,18 @@ _GPU = re.compile(r"nvidia[0-9]+")
 log = logging.getLogger(__name__)
 
 
-def check_node(journal: Journal, manifest: Manifest, criu_pid: int) -> None:
+def check_node(journal: Journal, gpu: Mapping[str, Any], criu_pid: int) -> None:
     """Check that this node has what the container's GPU part needs, and record which GPUs it gets.
+
+    Args:
+        journal: gets the map and what each GPU must have free.
+        gpu: what a manifest says of the GPUs; nothing to do if that is nothing.
+        criu_pid: names the runtime, and so the devices that the new container is given.
 
     Raises:
         OcihookError: to refuse the restore; nothing was started.
     """
-    if not manifest.gpu:
+    if not gpu:
         return
     CudaDriver()
     version, gpus = read_node()
@@ -44,31 +45,34 @@ def check_node(journal: Journal, manifest: Manifest, criu_pid: int) -> None:
             devices = read_nvidia_devices(criu_pid, call.bundle)
     minors = {device.minor for device in devices if _GPU.fullmatch(device.name)}
     policy: Mapping[str, Any] = journal.facts.get("policy", {})
-    gpu_map = choose_gpu_map(manifest.gpu, gpus, given_minors=minors, wanted=str(policy.get("gpu_map", "")))
-    need = check_gpus(manifest.gpu, gpus, version, gpu_map)
+    gpu_map = choose_gpu_map(gpu, gpus, given_minors=minors, wanted=str(policy.get("gpu_map", "")))
+    need = check_gpus(gpu, gpus, version, gpu_map)
     journal.note(gpu_map=[list(pair) for pair in gpu_map], need=need, devices=[list(device) for device in devices])
 
 
-def fill_memory(journal: Journal, init_pid: int, directory: Path, progress: Progress) -> int:
-    """Write the regions of a manifest into the new processes, which wait in CRIU's restorer; return the bytes.
+def fill_memory(
+    journal: Journal, init_pid: int, names: Iterable[str], write: Callable[[Mapping[str, Process]], int]
+) -> int:
+    """Write regions into the new processes, which wait in CRIU's restorer; return the bytes.
+
+    Args:
+        journal: gets the phase.
+        init_pid: of the container.
+        names: of the processes that regions belong to, as their manifest has them.
+        write: writes all regions into processes, by these names.
 
     Raises:
         OcihookError: to let the restore fail; CRIU then kills them.
     """
-    manifest = read_manifest(directory)
-    if manifest is None or not manifest.regions:
-        return 0
     processes = {pid_below(init_pid, pid): p for pid in descendants(init_pid) if (p := Process.find(pid))}
-    missing = {region.process for region in manifest.regions} - set(processes)
+    missing = set(names) - set(processes)
     if missing:
         raise OcihookError(
-            f"CRIU has restored no process {', '.join(sorted(missing))}, whose GPU memory is in the packs"
+            f"CRIU has restored no process {', '.join(sorted(missing))}, whose GPU memory is in the checkpoint"
         )
     with journal.phase("gpu write back") as phase:
         try:
-            phase["bytes"] = write_back(
-                directory, processes, workers=int(journal.facts.get("workers", 1)), progress=progress
-            )
+            phase["bytes"] = write(processes)
         except OSError as error:
             raise OcihookError(f"GPU memory cannot be written into the restored processes: {error}") from error
     return int(phase["bytes"])

@@ -131,6 +131,12 @@ def discard_regions(directory: Path) -> None:
             (directory / name).unlink(missing_ok=True)
 
 
+def discard_all(directory: Path) -> None:
+    """Remove whatever an earlier dump into the same directory has left of ours."""
+    discard_packs(directory)
+    discard_regions(directory)
+
+
 def finish_packing(directory: Path) -> None:
     """Bring an image set into order whose packing was interrupted: complete it, or take it back. May run any time."""
     (directory / f"{MANIFEST_NAME}.partial").unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
 from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
+from ocihook.ops.gpu_memory import write_back
 from ocihook.ops.gpu_restore import check_node, fill_memory, resume_gpus
 from ocihook.ops.image_set import check_other_images, dehydrate, rehydrate_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
-from ocihook.ops.store import rehydrate_stored, wait_complete
+from ocihook.ops.store import rehydrate_stored, wait_complete, write_stored_regions
 from ocihook.store.domain import Domain
 from ocihook.store.manifest import read_manifest
 from ocihook.store.thin import Thin, read_thin
@@ -50,7 +52,7 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
     manifest = read_manifest(directory)
     if manifest is not None:
         _check_criu(manifest.host, criu_version(request.criu_pid))
-        check_node(journal, manifest, request.criu_pid)
+        check_node(journal, manifest.gpu, request.criu_pid)
         journal.push(
             "rehydrated",
             directory=os.readlink(request.image_dir),
@@ -74,15 +76,16 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     with journal.phase("wait for the store"):
         manifest = wait_complete(domain, thin.checkpoint_id, workers=workers, check=lambda: alive(0))
     _check_criu(manifest.host, criu_version(request.criu_pid))
+    check_node(journal, manifest.gpu, request.criu_pid)
     check_other_images(directory, manifest.other_images)
     names = [image.name for image in manifest.images]
     journal.push("rehydrated", directory=os.readlink(request.image_dir), identity=identity(directory), names=names)
     dehydrate(directory, names)  # of an earlier attempt
     with journal.phase("assemble") as phase:
-        phase["bytes"] = manifest.raw_bytes
+        phase["bytes"] = manifest.image_bytes
         rehydrate_stored(domain, manifest, directory, workers=workers, progress=alive)
     check_page_images(directory)
-    journal.note(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id, workers=workers)
+    journal.note(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id, workers=workers, store_dir=settings.store_dir)
     return f"container {manifest.container}: {manifest.raw_bytes} bytes of memory from checkpoint {manifest.id}"
 
 
@@ -112,7 +115,20 @@ def post_restore(journal: Journal, request: Request, directory: Path, _load_sett
     Raises:
         OcihookError: to let the restore fail; CRIU kills the processes.
     """
-    size = fill_memory(journal, request.init_pid, directory, while_criu_lives(journal))
+    progress = while_criu_lives(journal)
+    workers = int(journal.facts.get("workers", 1))
+    thin = read_thin(directory)
+    names: set[str] = set()
+    if thin is not None:
+        domain = Domain.open(Path(journal.facts["store_dir"]), thin.domain)
+        stored = domain.read(thin.checkpoint_id)
+        names = {region.process for region in stored.regions}
+        write = partial(write_stored_regions, domain, stored, workers=workers, progress=progress)
+    else:
+        manifest = read_manifest(directory)
+        names = {region.process for region in manifest.regions} if manifest else set()
+        write = partial(write_back, directory, workers=workers, progress=progress)
+    size = fill_memory(journal, request.init_pid, names, write) if names else 0
     return f"container {journal.container}: {size} bytes of GPU memory written" if size else ""
 
 

@@ -8,18 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ocihook import wire
+from ocihook import __version__, wire
 from ocihook.criu.images import check_page_images, page_images, read_pagemaps
 from ocihook.linux.files import identity, same_directory, sync_directory
 from ocihook.linux.mounts import pin_file, unpin_directory
 from ocihook.model import ContainerRef
-from ocihook.ops.image_set import discard_packs, list_other_images
+from ocihook.ops.image_set import MovedRegions, discard_packs, list_other_images
 from ocihook.ops.journal import Journal
 from ocihook.store.domain import Domain, new_checkpoint_id
+from ocihook.store.manifest import Manifest, write_manifest
 from ocihook.store.pending import Job, directory_of, this_boot, write_job
 from ocihook.store.thin import Thin, read_thin, write_thin
 
 EFFECT = "staging"
+STAGED_NAME = "ocihook.staged"  # in an image directory: memory was moved that the directory does not have; for the hook
 NODE_DOMAIN = "_node"  # of containers that are in no pod; no namespace can have this name
 
 log = logging.getLogger(__name__)
@@ -35,58 +37,77 @@ def pins_of(checkpoint_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> P
     return runtime_dir / "staged" / checkpoint_id
 
 
+def begin(journal: Journal, container: ContainerRef, image_dir: str, directory: Path, *, store_dir: Path) -> Path:
+    """Make a place in the store for what a dump will bring; return it. The journal has an effect that removes it.
+
+    Args:
+        journal: gets the effect.
+        container: whose dump it is.
+        image_dir: the image directory as the journal is to name it.
+        directory: the same.
+        store_dir: the store.
+
+    Raises:
+        OcihookError: if the store cannot be used.
+        OSError: from the file system.
+    """
+    domain = Domain.open(store_dir, domain_name(container), create=True)
+    checkpoint_id = new_checkpoint_id()
+    pending = directory_of(domain, checkpoint_id)
+    facts = {"pending": str(pending), "pins": str(pins_of(checkpoint_id)), "domain": domain.name}
+    journal.push(EFFECT, directory=image_dir, identity=identity(directory), names=[], **facts)
+    journal.note(staged_as=checkpoint_id)
+    pending.mkdir(mode=0o700)
+    return pending
+
+
 def stage(
     journal: Journal,
     container: ContainerRef,
-    image_dir: str,
     directory: Path,
     *,
     store_dir: Path,
     host: Mapping[str, str],
     durable: bool,
+    moved: MovedRegions | None = None,
 ) -> Job | None:
     """Take the page images out of `directory`, leaving a record of where they went; None if there are none.
 
     Args:
-        journal: gets an effect while this is half done.
+        journal: of the dump that has begun; its effect is ended.
         container: whose they are.
-        image_dir: the directory as the journal is to name it.
         directory: an image set that CRIU has finished.
         store_dir: the store.
         host: recorded.
         durable: return only when the page images are on stable storage: of a container that is about to be killed.
+        moved: memory that went into packs at the place made by `begin`; the checkpoint is complete only with it.
 
     Raises:
         ImageError: if CRIU's images are incomplete.
-        OcihookError: if the store cannot be used.
         OSError: from the file system, a full one included.
     """
+    effect = journal.effect(EFFECT)
+    assert effect is not None
     check_page_images(directory)
     discard_packs(directory)
     opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
     names = [name for name in page_images(directory) if name not in opaque]
-    if not names:
+    pending = Path(effect["pending"])
+    if not names and moved is None:
+        finish_staging(effect)
+        journal.pop(EFFECT)
         return None
-    domain = Domain.open(store_dir, domain_name(container), create=True)
-    checkpoint_id = new_checkpoint_id()
-    thin = Thin(domain.name, checkpoint_id)
-    journal.push(
-        EFFECT,
-        directory=image_dir,
-        identity=identity(directory),
-        names=names,
-        pending=str(directory_of(domain, checkpoint_id)),
-        pins=str(pins_of(checkpoint_id)),
-    )
-    directory_of(domain, checkpoint_id).mkdir(mode=0o700)
-    taken = {name: _take(directory / name, directory_of(domain, checkpoint_id), checkpoint_id) for name in names}
+    journal.amend(EFFECT, names=names)
+    taken = {name: _take(directory / name, pending) for name in names}
+    if moved is not None:
+        write_manifest(pending, _only_regions(moved, container), durable=durable)
     if durable:
         for path in taken.values():
             _sync(path)
-        sync_directory(directory_of(domain, checkpoint_id))
-    is_linked = all(path.parent == directory_of(domain, checkpoint_id) for path in taken.values())
+        sync_directory(pending)
+    is_linked = all(path.parent == pending for path in taken.values())
     job = Job(
-        id=checkpoint_id,
+        id=pending.name,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         container=container,
         host=host,
@@ -95,19 +116,34 @@ def stage(
         other_images=tuple(list_other_images(directory, packed_names=set(names))),
         boot_id="" if durable and is_linked else this_boot(),
     )
-    write_job(domain, job)
-    write_thin(directory, thin)
-    for name in names:
-        (directory / name).unlink()
+    write_job(Domain.open(store_dir, effect["domain"]), job)
+    write_thin(directory, Thin(effect["domain"], job.id))
+    for name in (*names, STAGED_NAME):
+        (directory / name).unlink(missing_ok=True)
     journal.pop(EFFECT)
     return job
 
 
-def _take(source: Path, pending: Path, checkpoint_id: str) -> Path:
+def _only_regions(moved: MovedRegions, container: ContainerRef) -> Manifest:
+    return Manifest(
+        created="",
+        writer=f"ocihook {__version__}",
+        container=container,
+        host={},
+        packed_images=(),
+        other_images=(),
+        packs=moved.packs,
+        regions=moved.regions,
+        gpu=moved.gpu,
+    )
+
+
+def _take(source: Path, pending: Path) -> Path:
+    (pending / source.name).unlink(missing_ok=True)  # of an attempt that was interrupted
     with contextlib.suppress(OSError):  # another file system, or one without hard links
         os.link(source, pending / source.name, follow_symlinks=False)
         return pending / source.name
-    pins = pins_of(checkpoint_id)
+    pins = pins_of(pending.name)
     pins.mkdir(mode=0o700, parents=True, exist_ok=True)
     pin_file(source, pins / source.name)
     return pins / source.name
@@ -123,12 +159,15 @@ def _sync(path: Path) -> None:
 
 def finish_staging(effect: Mapping[str, Any]) -> None:
     """Bring into order what was interrupted: complete it, or take it back. May run any time."""
+    pending = Path(effect["pending"])
     directory = same_directory(Path(effect["directory"]), effect["identity"])
-    if directory and read_thin(directory) is not None:
-        for name in effect["names"]:
+    thin = read_thin(directory) if directory else None
+    is_committed = thin is not None and thin.checkpoint_id == pending.name
+    for name in (*effect["names"], STAGED_NAME) if is_committed else (STAGED_NAME,):
+        if directory:
             (directory / name).unlink(missing_ok=True)
-        return
-    discard_staged(Path(effect["pending"]), Path(effect["pins"]))
+    if not is_committed:
+        discard_staged(pending, Path(effect["pins"]))
 
 
 def discard_staged(pending: Path, pins: Path) -> None:

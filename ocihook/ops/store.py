@@ -5,19 +5,24 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ocihook import __version__
 from ocihook.errors import IntegrityError, OcihookError, StoreError
+from ocihook.linux.memory import ProcessMemory
+from ocihook.linux.procfs import Process
 from ocihook.linux.workers import run_at_low_priority
+from ocihook.ops.image_set import open_packs
 from ocihook.ops.staging import discard_staged, pins_of
 from ocihook.store.assemble import Target, assemble
 from ocihook.store.deduplicate import Before, deduplicate
 from ocihook.store.domain import Domain, Usage, digest_of_file, domain_names, lineage
-from ocihook.store.packing import ImageFile, Progress, Source, no_progress
+from ocihook.store.manifest import Manifest, read_manifest
+from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress
 from ocihook.store.pending import (
     Job,
     check_taken,
@@ -27,7 +32,7 @@ from ocihook.store.pending import (
     read_progress,
     write_progress,
 )
-from ocihook.store.stored import StoredImage, StoredManifest
+from ocihook.store.stored import StoredImage, StoredManifest, StoredRegion
 
 _PROGRESS_S = 1.0
 _POLL_S = 0.2
@@ -65,7 +70,7 @@ def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Prog
         if job is not None and checkpoint_id not in domain.checkpoint_ids():
             check_taken(job)
             with domain.shared():
-                _store(domain, job, pending / "ids", workers=workers, progress=progress)
+                _store(domain, job, pending, workers=workers, progress=progress)
         discard_staged(pending, pins_of(checkpoint_id))
     return True
 
@@ -90,7 +95,7 @@ def _claimed(pending: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _store(domain: Domain, job: Job, ids: Path, *, workers: int, progress: Progress) -> None:
+def _store(domain: Domain, job: Job, pending: Path, *, workers: int, progress: Progress) -> None:
     reported = time.monotonic()
     done = 0
 
@@ -102,10 +107,19 @@ def _store(domain: Domain, job: Job, ids: Path, *, workers: int, progress: Progr
             reported = time.monotonic()
             write_progress(domain, job.id, done)
 
+    moved = read_manifest(pending)
+    regions = _regions(moved)
+    sources = {name: Source(partial(ImageFile, path), 0, job.sizes[name]) for name, path in job.images.items()}
+    packs = None
+    if moved is not None:
+        packs = open_packs(pending, moved)  # shared with the workers, who read it at their own places
+        for region, packed in zip(regions, moved.regions, strict=True):
+            sources[region.name] = Source(partial(PackedPages, packs, packed), 0, region.size_bytes)
+    ids = pending / "ids"
     ids_fd = os.open(ids, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         taken = deduplicate(
-            {name: Source(partial(ImageFile, path), 0, job.sizes[name]) for name, path in job.images.items()},
+            sources,
             packs_dir=domain.packs_dir,
             index_path=domain.index_path,
             seed=domain.seed,
@@ -116,6 +130,8 @@ def _store(domain: Domain, job: Job, ids: Path, *, workers: int, progress: Progr
         )
     finally:
         os.close(ids_fd)
+        if packs is not None:
+            packs.close()
     manifest = StoredManifest(
         id=job.id,
         sequence=0,
@@ -126,6 +142,8 @@ def _store(domain: Domain, job: Job, ids: Path, *, workers: int, progress: Progr
         container=job.container,
         host=job.host,
         images=tuple(StoredImage(name, size) for name, size in job.sizes.items()),
+        regions=regions,
+        gpu=moved.gpu if moved else {},
         other_images=job.other_images,
         page_ids_digest=digest_of_file(ids),
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
@@ -139,6 +157,15 @@ def _store(domain: Domain, job: Job, ids: Path, *, workers: int, progress: Progr
         manifest.added_bytes,
         domain.name,
     )
+
+
+def _regions(moved: Manifest | None) -> tuple[StoredRegion, ...]:
+    counts: Counter[str] = Counter()
+    regions = []
+    for region in moved.regions if moved else ():
+        regions.append(StoredRegion(region.process, region.start, region.size_bytes, counts[region.process]))
+        counts[region.process] += 1
+    return tuple(regions)
 
 
 def _before(domain: Domain, job: Job) -> dict[str, Before]:
@@ -229,6 +256,29 @@ def rehydrate_stored(
                 os.close(fd)
             targets[image.name] = Target(partial(ImageFile, path, writable=True), 0)
         assemble(layout, domain.packs_dir, targets, workers=workers, progress=progress)
+
+
+def write_stored_regions(
+    domain: Domain,
+    manifest: StoredManifest,
+    processes: Mapping[str, Process],
+    *,
+    workers: int,
+    progress: Progress = no_progress,
+) -> int:
+    """Write a stored checkpoint's regions into processes, by the names that it has for them; return the bytes.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+        OSError: if a process has not mapped a region, or is gone.
+    """
+    targets = {
+        region.name: Target(partial(ProcessMemory, processes[region.process]), region.start)
+        for region in manifest.regions
+    }
+    with domain.shared():
+        assemble(domain.layout(manifest), domain.packs_dir, targets, workers=workers, progress=progress)
+    return sum(region.size_bytes for region in manifest.regions)
 
 
 # --- what people ask

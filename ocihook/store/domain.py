@@ -175,12 +175,12 @@ class Domain:
         data = read_record(self._layout_path(manifest.id), _MAX_LAYOUT_BYTES, f"layout of {manifest.id}")
         if data is None:
             raise IntegrityError(f"the layout of checkpoint {manifest.id} is missing")
-        return decode_layout(data, [(image.name, image.size_bytes // PAGE_BYTES) for image in manifest.images])
+        return decode_layout(data, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
 
     def before(self, manifest: StoredManifest) -> dict[str, Before]:
         """Return a checkpoint's images, to be compared with a later one's; none if its page ids are gone."""
         path = self._ids_path(manifest.id)
-        size = sum(image.size_bytes // PAGE_BYTES for image in manifest.images) * ID_BYTES
+        size = manifest.raw_bytes // PAGE_BYTES * ID_BYTES
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -87,6 +87,14 @@ def as_name(value: object, pattern: re.Pattern[str]) -> str:
     return value
 
 
+def as_object(value: object) -> dict[str, Any]:
+    """Return a JSON object that can be written again; else a ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{reprlib.repr(value)} is not an object")
+    json.dumps(value).encode()
+    return value
+
+
 def as_number(value: object) -> int:
     """Return a size or count; else a ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:

@@ -15,7 +15,16 @@ from xxhash import xxh3_128
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import replace_file
 from ocihook.model import ContainerRef
-from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.frame import (
+    as_name,
+    as_number,
+    as_object,
+    as_text,
+    decode_frame,
+    encode_frame,
+    load_json,
+    read_record,
+)
 from ocihook.store.pack import PAGE_BYTES, PackInfo
 
 MANIFEST_NAME = "ocihook.manifest"
@@ -27,7 +36,7 @@ VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 _MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes several times the size
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
-_PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
+PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
 
 
 class Segment(NamedTuple):
@@ -162,17 +171,14 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
     )
     regions = tuple(
         Region(
-            as_name(r["process"], _PROCESS),
-            _page_number(r["start"]),
-            _page_number(r["size_bytes"]),
+            as_name(r["process"], PROCESS),
+            as_page_number(r["start"]),
+            as_page_number(r["size_bytes"]),
             tuple(Segment(as_name(p, PACK_NAME), as_number(f), as_number(c)) for p, f, c in r["segments"]),
         )
         for r in (value["regions"] if version > 1 else ())
     )
-    gpu = value["gpu"] if version > 1 else {}
-    if not isinstance(gpu, dict):
-        raise ValueError("gpu is not an object")
-    json.dumps(gpu).encode()
+    gpu = as_object(value["gpu"]) if version > 1 else {}
     others = tuple(
         OtherImage(
             as_name(i["name"], _OTHER_NAME),
@@ -212,7 +218,8 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
     )
 
 
-def _page_number(value: object) -> int:
+def as_page_number(value: object) -> int:
+    """Return a size or an address of whole pages; else a ValueError."""
     number = as_number(value)
     if number % PAGE_BYTES:
         raise ValueError(f"{number} is not a multiple of a page")

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -370,18 +371,79 @@ class Packs:
                     for done in range(0, chunk.pages, CHUNK_PAGES):
                         yield _ZERO_CHUNK[: (chunk.pages - done) * PAGE_BYTES]
                     continue
-                content = decode_chunk(reader, chunk, reader.read(chunk))
-                window = bytearray(chunk.pages * PAGE_BYTES)
-                taken = 0
-                for start, end in _byte_runs(chunk.present):
-                    window[start:end] = content[taken : taken + end - start]
-                    taken += end - start
-                yield bytes(window)
+                yield bytes(_whole(reader, chunk))
+
+    def tasks_of(self, image: PackedImage | Region) -> list[_Task]:
+        """Return the segments of an image with what of it each holds."""
+        return [task for task in self._tasks if task.image is image]
+
+    def reader_of(self, task: _Task) -> PackReader:
+        """Return the pack that a segment is in."""
+        return self._readers[task.segment.pack]
 
     def close(self) -> None:
         """Close the packs."""
         for reader in self._readers.values():
             reader.close()
+
+
+class PackedPages:
+    """Pages of one image in packs, read like the image itself."""
+
+    def __init__(self, packs: Packs, image: PackedImage | Region) -> None:
+        self._packs = packs
+        self._tasks = packs.tasks_of(image)
+        self._starts = [task.start for task in self._tasks]
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view` from a page on; return how many bytes there were.
+
+        Raises:
+            IntegrityError: if they are damaged.
+        """
+        done = 0
+        number = bisect_right(self._starts, offset) - 1
+        while done < len(view) and number < len(self._tasks):
+            done += self._read_segment(self._tasks[number], view[done:], offset + done)
+            number += 1
+        return done
+
+    def _read_segment(self, task: _Task, view: memoryview, offset: int) -> int:
+        reader, at, done = self._packs.reader_of(task), task.start, 0
+        for chunk in reader.chunks(task.segment.first_chunk, task.segment.chunks):
+            end = at + chunk.pages * PAGE_BYTES
+            if end > offset + done:
+                skipped = offset + done - at
+                size = min(end - offset - done, len(view) - done)
+                if chunk.kind == ZERO:
+                    view[done : done + size] = bytes(size)
+                else:
+                    view[done : done + size] = _whole(reader, chunk)[skipped : skipped + size]
+                done += size
+                if done == len(view):
+                    break
+            at = end
+        return done
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        """Refuse: packs do not change."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _whole(reader: PackReader, chunk: Chunk) -> bytes | memoryview:
+    """Return all pages of a chunk that has content."""
+    content = decode_chunk(reader, chunk, reader.read(chunk))
+    if chunk.present == (1 << chunk.pages) - 1:
+        return content
+    window = bytearray(chunk.pages * PAGE_BYTES)
+    taken = 0
+    for start, end in _byte_runs(chunk.present):
+        window[start:end] = content[taken : taken + end - start]
+        taken += end - start
+    return bytes(window)
 
 
 def decode_chunk(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> bytes | memoryview:

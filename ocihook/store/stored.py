@@ -8,13 +8,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ocihook.errors import IntegrityError
 from ocihook.model import ContainerRef
-from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json
-from ocihook.store.manifest import OtherImage
+from ocihook.store.frame import as_name, as_number, as_object, as_text, decode_frame, encode_frame, load_json
+from ocihook.store.manifest import PROCESS, OtherImage, as_page_number
 
 CHECKPOINT_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
 VERSION = 1
@@ -38,6 +38,20 @@ class StoredImage(NamedTuple):
     size_bytes: int
 
 
+class StoredRegion(NamedTuple):
+    """Memory of a process that did not go through CRIU; its pages lie in packs. As manifest.Region."""
+
+    process: str
+    start: int
+    size_bytes: int
+    number: int  # of the process's regions: what finds it in the next checkpoint, where it may lie elsewhere
+
+    @property
+    def name(self) -> str:
+        """What it is called in a layout."""
+        return f"memory {self.number} of process {self.process}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredManifest:
     """Everything that is fixed about a stored checkpoint."""
@@ -51,14 +65,26 @@ class StoredManifest:
     container: ContainerRef
     host: Mapping[str, str]
     images: tuple[StoredImage, ...]
+    regions: tuple[StoredRegion, ...] = ()
+    gpu: Mapping[str, Any] = field(default_factory=dict)  # what the container had of GPUs (ops/gpu_map.py)
     other_images: tuple[OtherImage, ...]
     page_ids_digest: str  # BLAKE2b-256 of the ids of all pages, image after image
     added_bytes: int  # that its packs take, of pages that were nowhere before
 
     @property
-    def raw_bytes(self) -> int:
-        """Bytes of all its pages."""
+    def image_bytes(self) -> int:
+        """Bytes of all its page images."""
         return sum(image.size_bytes for image in self.images)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all its page images and regions."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[StoredImage | StoredRegion, ...]:
+        """Everything whose pages are in packs, in the order of its layout and of its page ids."""
+        return (*self.images, *self.regions)
 
 
 def digest(data: bytes) -> str:
@@ -78,6 +104,8 @@ def encode_stored(manifest: StoredManifest) -> bytes:
         "container": manifest.container.to_json(),
         "host": dict(manifest.host),
         "images": [list(image) for image in manifest.images],
+        "regions": [list(region) for region in manifest.regions],
+        "gpu": manifest.gpu,
         "other_images": [list(image) for image in manifest.other_images],
         "page_ids_digest": manifest.page_ids_digest,
         "added_bytes": manifest.added_bytes,
@@ -100,9 +128,6 @@ def decode_stored(data: bytes) -> StoredManifest:
 
 def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JSON can say
     previous = value["previous"]
-    host = value["host"]
-    if not isinstance(host, dict):
-        raise ValueError("host is not an object")
     return StoredManifest(
         id=as_name(value["id"], CHECKPOINT_ID),
         sequence=as_number(value["sequence"]),
@@ -111,8 +136,13 @@ def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JS
         writer=as_text(value["writer"]),
         domain=as_text(value["domain"]),
         container=ContainerRef.from_json(value["container"]),
-        host={as_text(key): as_text(text) for key, text in host.items()},
+        host={as_text(key): as_text(text) for key, text in as_object(value["host"]).items()},
         images=tuple(StoredImage(as_name(name, _IMAGE), as_number(size)) for name, size in value["images"]),
+        regions=tuple(
+            StoredRegion(as_name(process, PROCESS), as_page_number(start), as_page_number(size), as_number(number))
+            for process, start, size, number in value["regions"]
+        ),
+        gpu=as_object(value["gpu"]),
         other_images=tuple(
             OtherImage(as_name(n, _OTHER), as_number(s), as_name(d, re.compile(r"[0-9a-f]{32}")))
             for n, s, d in value["other_images"]

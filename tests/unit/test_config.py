@@ -40,7 +40,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ("[polcy]", r"unknown table 'polcy'. Did you mean 'policy'\?"),
         ("mode = 1", "unknown table 'mode'"),
         ("policy = 1", r"policy must be a table, as in \[policy\]"),
-        ('[policy]\nmode = "fast"', "mode must be one of 'inline', 'off', not 'fast'"),
+        ('[policy]\nmode = "fast"', "mode must be one of 'inline', 'store', 'off', not 'fast'"),
         ("[policy]\nmode = true", "mode must be a string, not True"),
         ("[agent]\nworkers = true", "workers must be an integer, not True"),
         ("[agent]\nworkers = -1", "workers must be between 0 and 1024, not -1"),

@@ -216,3 +216,15 @@ def test_moved_memory_without_a_manifest_is_no_checkpoint(image_set: tuple[Path,
     discard_regions(directory)
     assert not list(directory.glob("ocihook-*"))
     assert read_manifest(directory) is None
+
+
+def test_every_kind_of_buffer_is_written(program: Program) -> None:
+    memory = ProcessMemory(program.process)
+    pieces: list[bytes | memoryview] = [
+        b"a" * 4096,
+        memoryview(bytearray(b"b" * 4096)),
+        memoryview(b"xc" * 4096)[1:4097],
+        memoryview(b"d" * 100),
+    ]
+    assert memory.write(pieces, program.span.start) == 3 * 4096 + 100
+    assert program.content[: 3 * 4096 + 101] == b"".join(map(bytes, pieces)) + CONTENT[3 * 4096 + 100 :][:1]

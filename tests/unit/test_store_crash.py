@@ -14,7 +14,7 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import store as ops
 from ocihook.ops.journal import Journal
-from ocihook.ops.staging import stage
+from ocihook.ops.staging import begin, stage
 from ocihook.ops.undo import undo_all
 from ocihook.store.domain import Domain
 from ocihook.store.pack import PAGE_BYTES
@@ -102,7 +102,8 @@ class Node:
         self.take(Journal.create(self.root / "run", criu))
 
     def take(self, journal: Journal) -> None:
-        stage(journal, CONTAINER, str(self.images), self.images, store_dir=self.store_dir, host={}, durable=True)
+        begin(journal, CONTAINER, str(self.images), self.images, store_dir=self.store_dir)
+        stage(journal, CONTAINER, self.images, store_dir=self.store_dir, host={}, durable=True)
         journal.finish()
 
     def complete(self) -> None:
