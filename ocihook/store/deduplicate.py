@@ -186,40 +186,49 @@ def _layout(
     return Layout(tuple(infos), images)
 
 
+def _run_length(ids: list[bytes], at: int) -> int:
+    """Return how often the id at a place is repeated from there on."""
+    taken, page_id = 1, ids[at]
+    while at + taken < len(ids) and ids[at + taken] == page_id:
+        taken += 1
+    return taken
+
+
 class _NewPacks:
     """What one worker adds to a domain: packs of groups of new pages, one after the other."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._writer: PackWriter | None = None
-        self._number = 0
+        self._number = secrets.randbits(63)
         self._keys = bytearray()
         self._group: list[memoryview] = []
-        self._recent: dict[bytes, Place] = {}
+        self._group_bytes = 0
+        self.recent: dict[bytes, int] = {}  # pages of the pack that is being written, by their ids
         self._finished: list[PackInfo] = []
 
-    def add(self, page_id: bytes, page: memoryview) -> Place:
-        """Add a page. It must stay unchanged until the next `flush`."""
-        if self._writer is None:
-            self._number = secrets.randbits(63)
-            self._writer = PackWriter(self._directory / pack_name(self._number))
-        place = Place(self._number, len(self._keys) // KEY_BYTES)
-        self._keys += page_id[:KEY_BYTES]
-        self._group.append(page)
-        if len(self._group) == GROUP_PAGES:
-            self._compress()
-        if len(self._recent) == _RECENT_PAGES:
-            self._recent.clear()
-        self._recent[page_id] = place
-        return place
+    def next_place(self) -> Place:
+        """Return where the next page will be that is added."""
+        return Place(self._number, len(self._keys) // KEY_BYTES)
 
-    def find(self, page_id: bytes) -> Place | None:
-        """Return where a page is that was added not long ago."""
-        return self._recent.get(page_id)
+    def add(self, ids: Sequence[bytes], content: memoryview) -> None:
+        """Add pages in a row, of which `recent` tells already. They must stay unchanged until the next `flush`."""
+        if self._writer is None:
+            self._writer = PackWriter(self._directory / pack_name(self._number))
+        self._keys += b"".join([page_id[:KEY_BYTES] for page_id in ids])
+        while content:
+            room = GROUP_PAGES * PAGE_BYTES - self._group_bytes
+            self._group.append(content[:room])
+            self._group_bytes += len(self._group[-1])
+            content = content[room:]
+            if self._group_bytes == GROUP_PAGES * PAGE_BYTES:
+                self._compress()
 
     def flush(self) -> None:
         """Hand all that was added to the kernel."""
         self._compress()
+        if len(self.recent) >= _RECENT_PAGES:
+            self.recent.clear()
         if self._writer is not None:
             self._writer.flush()
             if len(self._keys) // KEY_BYTES * PAGE_BYTES >= PACK_BYTES:
@@ -240,9 +249,10 @@ class _NewPacks:
         if not self._group:
             return
         assert self._writer is not None
-        pages = len(self._group)
-        content = b"".join(self._group)
+        content = self._group[0] if len(self._group) == 1 else b"".join(self._group)
+        pages = self._group_bytes // PAGE_BYTES
         self._group.clear()
+        self._group_bytes = 0
         compressed = lz4.block.compress(content, store_size=False)
         pays = len(compressed) < len(content) - len(content) // 16  # as in packing.py
         self._writer.append(LZ4 if pays else RAW, pages, (1 << pages) - 1, compressed if pays else content)
@@ -253,8 +263,9 @@ class _NewPacks:
         self._finished.append(self._writer.close(durable=True))
         write_keys(self._writer.path, bytes(self._keys))
         self._writer = None
+        self._number = secrets.randbits(63)
         self._keys.clear()
-        self._recent.clear()
+        self.recent.clear()
 
 
 class _Taker:
@@ -273,8 +284,8 @@ class _Taker:
         self._far_searches = _FAR_SEARCHES
         self._zero_id = id_of(memoryview(_ZERO_PAGE))
         self._buffer = bytearray(_BATCH_PAGES * PAGE_BYTES)
-        view = memoryview(self._buffer)
-        self._slices = [view[at : at + PAGE_BYTES] for at in range(0, len(view), PAGE_BYTES)]
+        self._view = memoryview(self._buffer)
+        self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
         self.rows: list[bytes] = []
 
     def take(self, source: Pages, offset: int, job: _Range, ids_fd: int, ids_start: int) -> None:
@@ -287,12 +298,11 @@ class _Taker:
             ids_fd: gets their ids.
             ids_start: number of the image's first page in it.
         """
-        view = memoryview(self._buffer)
         self._at = job.first
         for first in range(job.first, job.first + job.pages, _BATCH_PAGES):
             pages = min(_BATCH_PAGES, job.first + job.pages - first)
             size = pages * PAGE_BYTES
-            if source.read_into(view[:size], offset + first * PAGE_BYTES) != size:
+            if source.read_into(self._view[:size], offset + first * PAGE_BYTES) != size:
                 raise StoreError(f"an image ended before page {first + pages} while it was stored")
             ids = list(map(self._id_of, self._slices[:pages]))
             joined = b"".join(ids)
@@ -302,29 +312,58 @@ class _Taker:
 
     def _take_batch(self, ids: list[bytes], joined: bytes) -> None:
         at, end = 0, len(ids)
+        known: Mapping[bytes, Place] | None = None
         while at < end:
-            page_id = ids[at]
             taken = self._follow_before(at, end, joined)
-            if not taken and page_id == self._zero_id:
-                taken = 1
-                while at + taken < end and ids[at + taken] == page_id:
-                    taken += 1
+            if not taken and ids[at] == self._zero_id:
+                taken = _run_length(ids, at)
                 self._row(None, 0, taken)
             elif not taken:
-                recent = self._output.find(page_id)
-                if recent:
-                    self._row(recent.pack, recent.page, 1)
-                    taken = 1
-                else:
-                    taken = self._from_index(page_id, at, end)
-                    if taken < 0:  # the checkpoint before has it at `self._at`
-                        continue
-            if not taken:
-                place = self._output.add(page_id, self._slices[at])
-                self._row(place.pack, place.page, 1)
-                taken = 1
+                if known is None:
+                    known = self._lookup.find_all(ids[at:])
+                taken = self._add_new(ids, at, known) or self._take_recent(ids[at])
+                if not taken and self._lead_to_before(ids[at]):
+                    continue
+                if not taken:
+                    taken = self._compare(known.get(ids[at][:KEY_BYTES]), at, end) or self._add_new(ids, at, {})
             at += taken
             self._at += taken
+
+    def _add_new(self, ids: list[bytes], at: int, known: Mapping[bytes, Place]) -> int:
+        """Return how many pages from `at` on are in no way known, and add them."""
+        recent = self._output.recent
+        place = self._output.next_place()
+        before, expected = self._before, self._at
+        number, zero_id = at, self._zero_id
+        for page_id in ids[at:]:
+            if page_id in recent or page_id[:KEY_BYTES] in known or page_id == zero_id:
+                break
+            if before is not None and before.has(expected + number - at, page_id):
+                break
+            recent[page_id] = place.page + number - at
+            number += 1
+        if number > at:
+            self._output.add(ids[at:number], self._view[at * PAGE_BYTES : number * PAGE_BYTES])
+            self._row(place.pack, place.page, number - at)
+        return number - at
+
+    def _take_recent(self, page_id: bytes) -> int:
+        """Take a page that was added not long ago: of the same checkpoint, so its id is enough."""
+        page = self._output.recent.get(page_id)
+        if page is None:
+            return 0
+        self._row(self._output.next_place().pack, page, 1)
+        return 1
+
+    def _lead_to_before(self, page_id: bytes) -> bool:
+        """Tell whether the checkpoint before has a page elsewhere, and go on from there."""
+        if self._before is None:
+            return False
+        found = self._before.find(page_id, self._at, far=self._far_searches > 0)
+        self._far_searches -= 1
+        if found >= 0:
+            self._at = found
+        return found >= 0
 
     def _follow_before(self, at: int, end: int, joined: bytes) -> int:
         """Return how many pages from `at` on are as in the checkpoint before, and add them."""
@@ -343,21 +382,10 @@ class _Taker:
             self._row(pack, first, pages)
         return taken
 
-    def _from_index(self, page_id: bytes, at: int, end: int) -> int:
-        """Find a page by the index; return how many are found there, -1 if the checkpoint before has it."""
-        place = self._lookup.find(page_id)
+    def _compare(self, place: Place | None, at: int, end: int) -> int:
+        """Return how many pages from `at` on are, byte by byte, what is stored from a place on, and take them."""
         if place is None:
             return 0
-        if self._before is not None:
-            found = self._before.find(page_id, self._at, far=self._far_searches > 0)
-            self._far_searches -= 1
-            if found >= 0:
-                self._at = found
-                return -1
-        return self._compare(place, at, end)
-
-    def _compare(self, place: Place, at: int, end: int) -> int:
-        """Return how many pages from `at` on are, byte by byte, what is stored from a place on, and add them."""
         pack = self._stored.get(place.pack)
         taken = 0
         while at + taken < end and place.page + taken < pack.pages:

@@ -50,8 +50,8 @@ class Index:
     @contextmanager
     def reading(self) -> Iterator["Lookup"]:
         """Give a view of it that does not change."""
-        with self._errors(), self._environment.begin(buffers=False) as transaction:
-            yield Lookup(transaction)
+        with self._errors(), self._environment.begin() as transaction, transaction.cursor() as cursor:
+            yield Lookup(cursor)
 
     def add(self, pack: int, keys: Iterable[bytes]) -> None:
         """Add the pages of a pack, in their order; of those that are known already, the known place is kept."""
@@ -81,10 +81,10 @@ class Index:
 class Lookup:
     """The index as it was when it was begun to be read."""
 
-    def __init__(self, transaction: Any) -> None:  # noqa: ANN401 - lmdb has no types
-        self._get = transaction.get
+    def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - lmdb has no types
+        self._find_all = cursor.getmulti
 
-    def find(self, page_id: bytes) -> Place | None:
-        """Return where a page with this id may be."""
-        value = self._get(page_id[:KEY_BYTES])
-        return Place(*_PLACE.unpack(value)) if value else None
+    def find_all(self, page_ids: Iterable[bytes]) -> dict[bytes, Place]:
+        """Return by key where pages with these ids may be; the others are not in the domain."""
+        found = self._find_all([page_id[:KEY_BYTES] for page_id in page_ids])
+        return {bytes(key): Place(*_PLACE.unpack(value)) for key, value in found}
