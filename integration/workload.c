@@ -2,6 +2,7 @@
  *
  * workload pause   just waits (a pod's sandbox)
  * workload FILE    the same with a file's content as its memory (FILE begins with /)
+ * workload beat FILE  holds a file's content and prints `gap N ms` when it was not run for more than 30 ms
  * workload MIB     prints `count N checksum H` every 50 ms; on USR1 it touches /run/ocihook-quiesced and prints
  *                  `quiesced`, on USR2 it prints `resumed`, on TERM it ends.
  */
@@ -30,6 +31,8 @@ int main(int argc, char **argv)
             pause();
     signal(SIGUSR1, on_usr1);
     signal(SIGUSR2, on_usr2);
+    int beats = !strcmp(argv[1], "beat");
+    argv += beats;
     int file = argv[1][0] == '/' ? open(argv[1], O_RDONLY) : -1;
     size_t bytes = file >= 0 ? (size_t)lseek(file, 0, SEEK_END) : (size_t)atoi(argv[1]) << 20;
     size_t words = bytes / sizeof(uint64_t);
@@ -45,6 +48,17 @@ int main(int argc, char **argv)
         seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
         size_t kind = (i >> 17) & 7;
         memory[i] = kind < 2 ? 0 : kind < 5 ? seed : i & 0xfff;
+    }
+    struct timespec last, now;
+    clock_gettime(CLOCK_MONOTONIC, &last);
+    for (unsigned beat = 0; beats; beat++) {
+        usleep(2000);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        long gap_ms = (now.tv_sec - last.tv_sec) * 1000 + (now.tv_nsec - last.tv_nsec) / 1000000;
+        if (gap_ms > 30 || beat == 0)
+            printf("gap %ld ms\n", gap_ms);
+        fflush(stdout);
+        last = now;
     }
     for (unsigned count = 1;; count++) {
         if (quiesce) {

@@ -5,7 +5,7 @@
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,61 @@ def drop_zero_pages(source: Path, target: Path) -> None:
         while data := file.read(64 << 20):
             pages = np.frombuffer(data, np.uint8).reshape(-1, PAGE)
             out.write(pages[pages.any(axis=1)].tobytes())
+
+
+def write_next_version(first: Path, second: Path, new_pages: Path, seed: int = 20240612) -> None:
+    """Write what the memory of the same process is a while later, and the pages of it that are nowhere in `first`.
+
+    Of 100 pages 4 are new weights in runs of 256 to 4096, 1.5 optimizer state in runs of 64 to 1024, 3 heap with a few
+    bytes changed in runs of 1 to 6, 0.5 used for the first time, 0.3 freed; 24 parts are inserted or removed within
+    mappings, and 60 % of the mappings lie at another place.
+    """
+    rng = np.random.default_rng(seed)
+    pages = np.fromfile(first, np.uint8).reshape(-1, PAGE)
+    _change(rng, pages)
+    mappings = np.split(pages, np.sort(rng.choice(len(pages), 227, replace=False)))
+    for number in rng.choice(len(mappings), 24, replace=False):
+        mapping, length = mappings[number], int(rng.integers(1, 301))
+        middle = len(mapping) // 2
+        if rng.random() < 0.5:
+            mappings[number] = np.concatenate([mapping[:middle], _heap(rng, length), mapping[middle:]])
+        else:
+            mappings[number] = np.delete(mapping, slice(middle, middle + length), axis=0)
+    moved = rng.choice(len(mappings), len(mappings) * 6 // 10, replace=False)
+    order = list(range(len(mappings)))
+    for place, number in zip(moved, rng.permutation(moved), strict=True):
+        order[place] = int(number)
+    with second.open("wb") as out:
+        for number in order:
+            out.write(mappings[number].tobytes())
+    _write_new(first, second, new_pages)
+
+
+def _change(rng: np.random.Generator, pages: Pages) -> None:
+    def runs(share: float, low: int, high: int) -> Iterator[slice]:
+        left = int(share * len(pages))
+        while left > 0:
+            length = min(left, int(rng.integers(low, high + 1)))
+            start = int(rng.integers(0, len(pages) - length))
+            yield slice(start, start + length)
+            left -= length
+
+    for share, low, high, make in ((0.04, 256, 4096, _bf16), (0.015, 64, 1024, _adam), (0.005, 1, 64, _heap)):
+        for part in runs(share, low, high):
+            pages[part] = make(rng, part.stop - part.start)
+    for part in runs(0.03, 1, 6):
+        pages[part, rng.integers(0, PAGE, 8)] ^= np.uint8(rng.integers(1, 256))
+    for part in runs(0.003, 1, 64):
+        pages[part] = 0
+
+
+def _write_new(first: Path, second: Path, new_pages: Path) -> None:
+    seen = {page.tobytes() for page in np.fromfile(first, np.uint8).reshape(-1, PAGE)}
+    with second.open("rb") as source, new_pages.open("wb") as out:
+        while page := source.read(PAGE):
+            if page not in seen and any(page):
+                seen.add(page)
+                out.write(page)
 
 
 def _zero(_rng: np.random.Generator, pages: int) -> Pages:
@@ -106,5 +161,6 @@ def _with_holes(make: Maker) -> Maker:
 
 
 if __name__ == "__main__":
-    write_dataset(Path(sys.argv[1]), int(sys.argv[3]))
+    write_dataset(Path(sys.argv[1]), int(sys.argv[5]))
     drop_zero_pages(Path(sys.argv[1]), Path(sys.argv[2]))
+    write_next_version(Path(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4]))

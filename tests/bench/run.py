@@ -31,6 +31,7 @@ from ocihook.linux.workers import run_forked
 from ocihook.store.pack import PackFile
 from ocihook.store.packing import SEGMENT_BYTES, Packs, pack_images
 from tests.bench.engine import whole_checkpoints
+from tests.bench.store import OurStore, downtimes, peers, run_peer, tree_bytes
 
 DATASET_BYTES = 1 << 30
 ROUNDS = 5
@@ -79,7 +80,7 @@ def main() -> int:
     arguments.add_argument("--tmpfs", type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     _check_peers()
-    dataset, without_zeros = _datasets()
+    dataset, without_zeros, second, new_pages = _datasets()
     if options.tmpfs is None:
         with tempfile.TemporaryDirectory(prefix="ocihook-bench-") as name:
             mount = 'mount -t tmpfs -o huge=always,size=10g tmpfs "$0" && mount -t tmpfs tmpfs /run && exec "$@"'
@@ -92,7 +93,9 @@ def main() -> int:
         *_unpacking(options.tmpfs, without_zeros, options.rounds, zeros=False),
         *_memory(options.tmpfs, dataset),
         *_hook(options.tmpfs),
+        *_store(options.tmpfs, dataset, second, new_pages),
         *_engine(dataset),
+        *_downtime(dataset),
     ]
     _RESULTS.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
     for figure in figures:
@@ -106,7 +109,7 @@ def main() -> int:
 def _check_peers() -> None:
     if os.geteuid() != 0:
         raise SystemExit("bench: must be root: it mounts a tmpfs with huge pages")
-    for tool in ("lz4", "zstd", "unshare", "podman", "criu", "runc"):
+    for tool in ("lz4", "zstd", "borg", "restic", "unshare", "podman", "criu", "runc"):
         if shutil.which(tool) is None:
             raise SystemExit(f"bench: needs {tool}; `make bench` installs it")
     version = subprocess.run(["lz4", "--version"], check=True, capture_output=True, text=True).stdout
@@ -114,17 +117,19 @@ def _check_peers() -> None:
         raise SystemExit(f"bench: needs lz4 >= 1.10 with -T, as Debian 13 has it; here is {version.strip()}")
 
 
-def _datasets() -> tuple[Path, Path]:
-    """Return the data set, and its pages that are not zero; made once."""
-    dataset, without_zeros = _CACHE / f"{DATASET_BYTES}.img", _CACHE / f"{DATASET_BYTES}-without-zeros.img"
-    if not without_zeros.exists():
+def _datasets() -> tuple[Path, Path, Path, Path]:
+    """Return the data set, its pages that are not zero, its next version, and what is new in that; made once."""
+    names = ("", "-without-zeros", "-next", "-new-pages")
+    paths = tuple(_CACHE / f"{DATASET_BYTES}{name}.img" for name in names)
+    if not paths[-1].exists():
         _CACHE.mkdir(parents=True, exist_ok=True)
-        partial = without_zeros.with_suffix(".partial")
+        partial = paths[-1].with_suffix(".partial")
         # In a process of its own: numpy would be in every worker's memory.
-        maker = [sys.executable, "-m", "tests.bench.dataset", str(dataset), str(partial), str(DATASET_BYTES)]
+        maker = [sys.executable, "-m", "tests.bench.dataset", *map(str, (*paths[:3], partial)), str(DATASET_BYTES)]
         subprocess.run(maker, check=True)
-        partial.rename(without_zeros)
-    return dataset, without_zeros
+        partial.rename(paths[-1])
+    dataset, without_zeros, second, new_pages = paths
+    return dataset, without_zeros, second, new_pages
 
 
 # --- timing
@@ -331,6 +336,100 @@ def _held_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return sum(int(fields.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+# --- the content store
+
+
+def _store(directory: Path, dataset: Path, second: Path, new_pages: Path) -> Iterator[Figure]:
+    """Two versions of the same memory in, the second out; every contender has a repository of its own.
+
+    Once each: a repository cannot take the same twice. The peers read from and write to the same tmpfs.
+    """
+    versions = [directory / "v1.img", directory / "v2.img"]
+    shutil.copyfile(dataset, versions[0])
+    shutil.copyfile(second, versions[1])
+    size = versions[1].stat().st_size
+    shutil.copyfile(new_pages, directory / "pages-9.img")
+    ideal = _pack(directory, directory / "ideal", ("pages-9.img",))
+    ideal_bytes = sum(path.stat().st_size for path in (directory / "ideal").iterdir())
+    ideal.close()
+    (directory / "ours").mkdir()
+    ours = OurStore(directory / "ours", CORES)
+    seconds: dict[str, list[float]] = {"ours": []}
+    stored: dict[str, list[int]] = {"ours": [0]}
+    for version in versions:
+        ours.prepare(version)
+        seconds["ours"].append(_timed_once(ours.put))
+        stored["ours"].append(ours.stored_bytes)
+    out = directory / "out"
+    seconds["ours"].append(_timed_once(lambda: ours.get(out)))
+    _check_same(versions[1], out / "pages-1.img")
+    shutil.rmtree(out)
+    copy = _timed_once(lambda: _copy(versions[1], out))
+    out.unlink()
+    shutil.rmtree(directory / "ours")
+    for name, peer in peers(directory).items():
+        run_peer(peer.init)()
+        seconds[name], stored[name] = [], [0]
+        for version in versions:
+            seconds[name].append(_timed_once(run_peer(peer.put, name=version.stem, file=version)))
+            stored[name].append(tree_bytes(directory / name))
+        get = run_peer(peer.get, name=versions[1].stem, file=versions[1] if name == "restic" else out, out=out)
+        seconds[name].append(_timed_once(get))
+        _check_same(versions[1], out)
+        out.unlink()
+        shutil.rmtree(directory / name)
+    zstd = directory / "zstd.out"
+    seconds["zstd"], stored["zstd"] = [], [0]
+    for version in versions:
+        seconds["zstd"].append(_timed_once(_command("zstd", "-1", "-T2", "-qf", version, "-o", zstd)))
+        stored["zstd"].append(stored["zstd"][-1] + zstd.stat().st_size)
+    seconds["zstd"].append(_timed_once(_command("zstd", "-d", "-qf", zstd, "-o", out)))
+    yield from _store_figures(seconds, stored, size, ideal_bytes, copy)
+    for path in (*versions, zstd, out, directory / "pages-9.img"):
+        path.unlink()
+    shutil.rmtree(directory / "ideal")
+
+
+def _store_figures(
+    seconds: dict[str, list[float]], stored: dict[str, list[int]], size: int, ideal_bytes: int, copy_s: float
+) -> Iterator[Figure]:
+    first, second, out = seconds["ours"]
+    added = stored["ours"][2] - stored["ours"][1]
+    yield Figure("store, first version", DATASET_BYTES / first / 1e9, "GB/s", "", None, "higher")
+    yield Figure("store, second version", size / second / 1e9, "GB/s", "", None, "higher")
+    yield Figure("store, restore of the second", size / out / 1e9, "GB/s", "", None, "higher")
+    yield Figure("second version vs copy", copy_s / second, "x", "copy by 2 processes", 0.6, "higher")
+    yield Figure("bytes added by the second", added / ideal_bytes, "x", "its new pages alone, packed", 1.15, "lower")
+    targets = {"borg": (8.0, 9.0, 0.40), "restic": (18.0, None, None), "zstd": (None, 3.5, 0.15)}
+    for name, (into, back, share) in targets.items():
+        theirs = seconds[name]
+        yield Figure(f"store, first version vs {name}", theirs[0] / first, "x", _PEERS[name], None, "higher")
+        yield Figure(f"store, second version vs {name}", theirs[1] / second, "x", _PEERS[name], into, "higher")
+        yield Figure(f"store, restore vs {name}", theirs[2] / out, "x", _PEERS[name], back, "higher")
+        theirs_added = stored[name][2] - stored[name][1]
+        yield Figure(f"added bytes vs {name}", added / theirs_added, "x", _PEERS[name], share, "lower")
+
+
+_PEERS = {"borg": "lz4, buzhash of 64 KiB, no encryption", "restic": "as it comes", "zstd": "zstd -1 -T2, zstd -d"}
+
+
+def _timed_once(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _check_same(one: Path, other: Path) -> None:
+    subprocess.run(["cmp", one, other], check=True)
+
+
+def _downtime(dataset: Path) -> Iterator[Figure]:
+    for row in downtimes(dataset, [1 << 28, 1 << 30, 1 << 32]):
+        for mode, pause_ms in row.by_mode.items():
+            name = f"{row.memory_bytes >> 20} MiB left running, {mode}"
+            yield Figure(name, pause_ms / 1000, "s", "the longest pause that the process sees", None, "lower")
 
 
 # --- the engine

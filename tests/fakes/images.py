@@ -37,12 +37,12 @@ def mixed_pages(count: int, seed: int = 1) -> bytes:
     return b"".join(pages[:count])
 
 
-def make_image_set(directory: Path, memory: Mapping[int, bytes]) -> None:
+def make_image_set(directory: Path, memory: Mapping[int, bytes | Path]) -> None:
     """Write an image set of processes with this memory, which is mapped in two runs with a hole between.
 
     Args:
         directory: new or empty.
-        memory: whole pages, by pid.
+        memory: whole pages by pid, or a file of them, which is linked.
     """
     directory.mkdir(exist_ok=True)
     processes = b"".join(_message("pstree_entry", pid=pid, ppid=0, pgid=pid, sid=pid, threads=[pid]) for pid in memory)
@@ -50,7 +50,7 @@ def make_image_set(directory: Path, memory: Mapping[int, bytes]) -> None:
     (directory / "inventory.img").write_bytes(b"\x16\x31\x31\x58 not read here")
     (directory / "descriptors.json").write_text("[]")
     for pages_id, (pid, content) in enumerate(memory.items(), 1):
-        pages = len(content) // PAGE_BYTES
+        pages = (content.stat().st_size if isinstance(content, Path) else len(content)) // PAGE_BYTES
         first = pages // 3
         runs = [(0x10000000, first), (0x20000000, pages - first)]
         entries = [
@@ -60,7 +60,11 @@ def make_image_set(directory: Path, memory: Mapping[int, bytes]) -> None:
         ]
         head = _message("pagemap_head", pages_id=pages_id)
         (directory / f"pagemap-{pid}.img").write_bytes(_MAGICS["pagemap"] + head + b"".join(entries))
-        (directory / f"pages-{pages_id}.img").write_bytes(content)
+        image = directory / f"pages-{pages_id}.img"
+        if isinstance(content, Path):
+            image.hardlink_to(content)
+        else:
+            image.write_bytes(content)
         (directory / f"core-{pid}.img").write_bytes(b"core of %d" % pid)
 
 

@@ -1,0 +1,166 @@
+"""Times the content store: two versions of the same memory in and out, against borg, restic and zstd; and downtime."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from integration.namespace import wait_for
+from integration.podman.engine import IMAGE, Podman
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.ops.journal import Journal
+from ocihook.ops.staging import begin, stage
+from ocihook.ops.store import complete, rehydrate_stored
+from ocihook.store.domain import Domain
+from tests.fakes.images import make_image_set
+
+_WORKLOAD = Path("integration/workload.c")
+_PASSWORD = {"BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes", "RESTIC_PASSWORD": "bench", "HOME": "/tmp"}
+
+
+class OurStore:
+    """A store with one domain; checkpoints of one container go in and come out."""
+
+    def __init__(self, root: Path, workers: int) -> None:
+        self._root, self._workers = root, workers
+        self._images = root / "images"
+
+    def prepare(self, memory: Path) -> None:
+        """Make an image set with this memory; no part of what is timed."""
+        shutil.rmtree(self._images, ignore_errors=True)
+        make_image_set(self._images, {1: memory})
+
+    def put(self) -> None:
+        """Take it and complete the checkpoint."""
+        criu = Process.find(os.getpid())
+        assert criu is not None
+        journal = Journal.create(self._root / "run", criu)
+        store = self._root / "store"
+        begin(journal, ContainerRef(id="c"), str(self._images), self._images, store_dir=store)
+        job = stage(journal, ContainerRef(id="c"), self._images, store_dir=store, host={}, durable=False)
+        assert job is not None
+        journal.finish()
+        assert complete(self.domain, job.id, workers=self._workers)
+
+    @property
+    def domain(self) -> Domain:
+        """The only one."""
+        return Domain.open(self._root / "store", "_node")
+
+    def get(self, out: Path) -> None:
+        """Restore the newest checkpoint into `out`."""
+        out.mkdir()
+        rehydrate_stored(self.domain, self.domain.checkpoints()[-1], out, workers=self._workers)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all that is stored, the index too."""
+        return tree_bytes(self._root / "store")
+
+
+class Peer(NamedTuple):
+    """A program with a repository: the commands that make it, put a file into it, and get the newest out of it."""
+
+    init: list[str]
+    put: list[str]
+    get: list[str]
+
+
+def peers(repository: Path) -> dict[str, Peer]:
+    """Return borg with chunks that suit it best here, and restic as it comes; both without encryption where they can.
+
+    borg with buzhash of 64 KiB stored the least of the second version of all that was tried.
+    """
+    borg, restic = str(repository / "borg"), str(repository / "restic")
+    return {
+        "borg": Peer(
+            ["borg", "init", "-e", "none", borg],
+            ["borg", "create", "--compression", "lz4", "--chunker-params", "buzhash,14,20,16,4095", "--files-cache",
+             "disabled", f"{borg}::{{name}}", "{file}"],
+            ["sh", "-c", f"borg extract --stdout {borg}::{{name}} > {{out}}"],
+        ),
+        "restic": Peer(
+            ["restic", "-q", "init", "-r", restic],
+            ["restic", "-q", "-r", restic, "backup", "{file}"],
+            ["sh", "-c", f"restic -q -r {restic} dump latest {{file}} > {{out}}"],
+        ),
+    }  # fmt: skip
+
+
+def run_peer(command: list[str], **values: object) -> Callable[[], object]:
+    """Return what runs a peer's command."""
+    words = [re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]), word) for word in command]
+    return partial(subprocess.run, words, check=True, env={**os.environ, **_PASSWORD}, stdout=subprocess.DEVNULL)
+
+
+def tree_bytes(directory: Path) -> int:
+    """Return what the files of a directory take on its disk."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+class Downtime(NamedTuple):
+    """Milliseconds for which a container left running stood still, by mode."""
+
+    memory_bytes: int
+    by_mode: dict[str, int]
+
+
+def downtimes(dataset: Path, sizes: list[int]) -> list[Downtime]:
+    """Checkpoint containers of several sizes, left running: by podman alone, and in modes inline and store."""
+    scratch = Path(tempfile.mkdtemp(prefix="ocihook-bench-", dir="/var/tmp"))
+    workload = scratch / "workload"
+    subprocess.run(["gcc", "-O2", "-static", "-s", "-o", workload, _WORKLOAD], check=True)
+    rows = []
+    try:
+        for size in sizes:
+            memory = scratch / "memory"
+            _repeat(dataset, memory, size)
+            by_mode = {mode: _downtime(scratch / f"{size}-{mode}", workload, memory, mode) for mode in _MODES}
+            rows.append(Downtime(size, by_mode))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return rows
+
+
+_MODES = ("podman", "inline", "store")
+_ROUNDS = 3
+
+
+def _repeat(dataset: Path, memory: Path, size: int) -> None:
+    with memory.open("wb") as out:
+        while out.tell() < size:
+            with dataset.open("rb") as source:
+                while out.tell() < size and (data := source.read(min(16 << 20, size - out.tell()))):
+                    out.write(data)
+
+
+def _downtime(scratch: Path, workload: Path, memory: Path, mode: str) -> int:
+    """Return the median over a few checkpoints of the longest pause, in milliseconds."""
+    scratch.mkdir()
+    node = Podman(scratch, "runc", workload)
+    try:
+        if mode != "podman":
+            node.install()
+            settings = f'[policy]\nmode = "{mode}"\n[agent]\nidle_timeout_s = 2\nstore_dir = "{scratch}/podman/store"\n'
+            node.configure(settings)
+        volume = f"--volume={memory}:/memory:ro"
+        node("run", "--detach", "--name", "c", "--network", "host", volume, IMAGE, "/workload", "beat", "/memory")
+        wait_for("the container to run", lambda: "gap" in node("logs", "c"))
+        gaps = []
+        for _ in range(_ROUNDS):
+            before = node("logs", "c").count("gap")
+            node.checkpoint("c", scratch / "c.tar", "--leave-running")
+            found = [int(gap) for gap in re.findall(r"gap (\d+) ms", node("logs", "c"))[before:]]
+            gaps.append(max(found))
+            if mode == "store":
+                node.ocihook("wait")
+        return sorted(gaps)[_ROUNDS // 2]
+    finally:
+        node.close()
+        shutil.rmtree(scratch, ignore_errors=True)
