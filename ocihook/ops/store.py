@@ -115,16 +115,17 @@ def _store(domain: Domain, job: Job, pending: Path, *, workers: int, progress: P
         packs = open_packs(pending, moved)  # shared with the workers, who read it at their own places
         for region, packed in zip(regions, moved.regions, strict=True):
             sources[region.name] = Source(partial(PackedPages, packs, packed), 0, region.size_bytes)
+    newest = _newest(domain, job)
     ids = pending / "ids"
     ids_fd = os.open(ids, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         taken = deduplicate(
             sources,
             packs_dir=domain.packs_dir,
-            index_path=domain.index_path,
+            index_dir=domain.index_dir,
             seed=domain.seed,
             ids_fd=ids_fd,
-            before=_before(domain, job),
+            before=_before(domain, newest),
             workers=workers,
             progress=report,
         )
@@ -148,7 +149,7 @@ def _store(domain: Domain, job: Job, pending: Path, *, workers: int, progress: P
         page_ids_digest=digest_of_file(ids),
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
     )
-    domain.commit(manifest, taken.layout, taken.new_packs, ids)
+    domain.commit(manifest, taken.layout, ids, replaced=newest.id if newest else None)
     log.info(
         "container %s: checkpoint %s is complete: %d bytes of memory, %d added to domain %s",
         job.container,
@@ -168,11 +169,20 @@ def _regions(moved: Manifest | None) -> tuple[StoredRegion, ...]:
     return tuple(regions)
 
 
-def _before(domain: Domain, job: Job) -> dict[str, Before]:
-    """Return the images of the same container's newest checkpoint. Without them it only takes longer."""
+def _newest(domain: Domain, job: Job) -> StoredManifest | None:
+    """Return the same container's newest checkpoint."""
     try:
         same = [m for m in domain.checkpoints() if lineage(m.container) == lineage(job.container)]
-        return domain.before(same[-1]) if same else {}
+    except IntegrityError as error:
+        log.warning("domain %s: %s", domain.name, error)
+        return None
+    return same[-1] if same else None
+
+
+def _before(domain: Domain, newest: StoredManifest | None) -> dict[str, Before]:
+    """Return the images of the checkpoint before. Without them it only takes longer."""
+    try:
+        return domain.before(newest) if newest else {}
     except IntegrityError as error:
         log.warning("domain %s: %s", domain.name, error)
         return {}

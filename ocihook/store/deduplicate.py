@@ -7,6 +7,7 @@ compared, byte by byte, and so is what follows. No id is ever trusted with anoth
 """
 
 import contextlib
+import logging
 import mmap
 import os
 import secrets
@@ -19,13 +20,13 @@ from typing import NamedTuple
 import lz4.block
 from xxhash import xxh3_128_digest
 
-from ocihook.errors import StoreError
+from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
-from ocihook.store.index import KEY_BYTES, Index, Lookup, Place
+from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
 from ocihook.store.pack import LZ4, PAGE_BYTES, RAW, PackInfo, PackWriter, read_info
 from ocihook.store.packing import Pages, Progress, Source, no_progress
-from ocihook.store.places import StoredPacks, pack_name, pack_number, write_keys
+from ocihook.store.places import StoredPacks, pack_name, pack_number
 
 ID_BYTES = 16
 GROUP_PAGES = 16  # new pages compressed together: 64 KiB, see README.md
@@ -40,6 +41,8 @@ _NO_PACK = (1 << 64) - 1  # of zero pages
 _RECENT_PAGES = 1 << 16  # of this worker, to find what a checkpoint has twice; 10 MiB
 _NEAR_PAGES = 1 << 12  # how far something inserted or removed moves what follows it, mostly
 _FAR_SEARCHES = 4096  # through all of an image's ids, in one range; 2 ms for each 4 GiB
+
+log = logging.getLogger(__name__)
 
 
 class Taken(NamedTuple):
@@ -94,7 +97,7 @@ def deduplicate(
     sources: Mapping[str, Source],
     *,
     packs_dir: Path,
-    index_path: Path,
+    index_dir: Path,
     seed: int,
     ids_fd: int,
     before: Mapping[str, Before],
@@ -106,7 +109,7 @@ def deduplicate(
     Args:
         sources: the images, of whole pages each, by name.
         packs_dir: where packs are; new ones are complete and on stable storage when this returns.
-        index_path: of the domain's index, which is only read.
+        index_dir: the domain's index, which learns what is in new packs as soon as they are complete.
         seed: of the domain's page ids.
         ids_fd: a file for the ids of all pages, image after image.
         before: images of the checkpoint before by name.
@@ -129,15 +132,14 @@ def deduplicate(
 
     def worker(number: int, task_numbers: Iterator[int]) -> Iterator[tuple[int, int, int, int] | PackInfo]:
         with contextlib.ExitStack() as stack:
-            index = stack.enter_context(contextlib.closing(Index(index_path)))
-            lookup = stack.enter_context(index.reading())
+            index = stack.enter_context(contextlib.closing(Index(index_dir)))
             stored = stack.enter_context(contextlib.closing(StoredPacks(packs_dir)))
-            output = stack.enter_context(contextlib.closing(_NewPacks(packs_dir)))
+            output = stack.enter_context(contextlib.closing(_NewPacks(packs_dir, index_dir)))
             for task in task_numbers:
                 job = ranges[task]
                 name = names[job.image]
                 with contextlib.closing(sources[name].open()) as pages:
-                    taker = _Taker(output, lookup, stored, before.get(name), partial(xxh3_128_digest, seed=seed))
+                    taker = _Taker(output, index, stored, before.get(name), partial(xxh3_128_digest, seed=seed))
                     taker.take(pages, sources[name].start, job, ids_fd, starts[name])
                 offset = os.lseek(spools[number], 0, os.SEEK_CUR)
                 data = b"".join(taker.rows)
@@ -197,11 +199,11 @@ def _run_length(ids: list[bytes], at: int) -> int:
 class _NewPacks:
     """What one worker adds to a domain: packs of groups of new pages, one after the other."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, index_dir: Path) -> None:
+        self._directory, self._index_dir = directory, index_dir
         self._writer: PackWriter | None = None
         self._number = secrets.randbits(63)
-        self._keys = bytearray()
+        self._keys: list[bytes] = []
         self._group: list[memoryview] = []
         self._group_bytes = 0
         self.recent: dict[bytes, int] = {}  # pages of the pack that is being written, by their ids
@@ -209,13 +211,13 @@ class _NewPacks:
 
     def next_place(self) -> Place:
         """Return where the next page will be that is added."""
-        return Place(self._number, len(self._keys) // KEY_BYTES)
+        return Place(self._number, len(self._keys))
 
     def add(self, ids: Sequence[bytes], content: memoryview) -> None:
         """Add pages in a row, of which `recent` tells already. They must stay unchanged until the next `flush`."""
         if self._writer is None:
             self._writer = PackWriter(self._directory / pack_name(self._number))
-        self._keys += b"".join([page_id[:KEY_BYTES] for page_id in ids])
+        self._keys += [page_id[:KEY_BYTES] for page_id in ids]
         while content:
             room = GROUP_PAGES * PAGE_BYTES - self._group_bytes
             self._group.append(content[:room])
@@ -231,7 +233,7 @@ class _NewPacks:
             self.recent.clear()
         if self._writer is not None:
             self._writer.flush()
-            if len(self._keys) // KEY_BYTES * PAGE_BYTES >= PACK_BYTES:
+            if len(self._keys) * PAGE_BYTES >= PACK_BYTES:
                 self._finish_pack()
 
     def finish(self) -> list[PackInfo]:
@@ -261,7 +263,7 @@ class _NewPacks:
         if self._writer is None:
             return
         self._finished.append(self._writer.close(durable=True))
-        write_keys(self._writer.path, bytes(self._keys))
+        add_to_index(self._index_dir, self._number, self._keys)
         self._writer = None
         self._number = secrets.randbits(63)
         self._keys.clear()
@@ -274,12 +276,12 @@ class _Taker:
     def __init__(
         self,
         output: _NewPacks,
-        lookup: Lookup,
+        index: Index,
         stored: StoredPacks,
         before: Before | None,
         id_of: Callable[[memoryview], bytes],
     ) -> None:
-        self._output, self._lookup, self._stored, self._before, self._id_of = output, lookup, stored, before, id_of
+        self._output, self._index, self._stored, self._before, self._id_of = output, index, stored, before, id_of
         self._at = 0  # the page in the checkpoint before that the next one is expected to be
         self._far_searches = _FAR_SEARCHES
         self._zero_id = id_of(memoryview(_ZERO_PAGE))
@@ -312,40 +314,44 @@ class _Taker:
 
     def _take_batch(self, ids: list[bytes], joined: bytes) -> None:
         at, end = 0, len(ids)
-        known: Mapping[bytes, Place] | None = None
+        looked_up = 0  # up to which page `known` is about
+        known: Mapping[bytes, Place] = {}
         while at < end:
             taken = self._follow_before(at, end, joined)
             if not taken and ids[at] == self._zero_id:
                 taken = _run_length(ids, at)
                 self._row(None, 0, taken)
             elif not taken:
-                if known is None:
-                    known = self._lookup.find_all(ids[at:])
-                taken = self._add_new(ids, at, known) or self._take_recent(ids[at])
+                if at >= looked_up:
+                    looked_up = end if self._before is None else min(end, at + GROUP_PAGES)
+                    known = self._index.find_all(ids[at:looked_up])
+                taken = self._add_new(ids[at:looked_up], at, known) or self._take_recent(ids[at])
                 if not taken and self._lead_to_before(ids[at]):
                     continue
                 if not taken:
-                    taken = self._compare(known.get(ids[at][:KEY_BYTES]), at, end) or self._add_new(ids, at, {})
+                    taken = self._compare(known.get(ids[at][:KEY_BYTES]), at, end)
+                if not taken:  # it only looked like one that is stored
+                    taken = self._add_new(ids[at : at + 1], at, {})
             at += taken
             self._at += taken
 
     def _add_new(self, ids: list[bytes], at: int, known: Mapping[bytes, Place]) -> int:
-        """Return how many pages from `at` on are in no way known, and add them."""
+        """Return how many of the pages from `at` on, with these ids, are in no way known, and add them."""
         recent = self._output.recent
         place = self._output.next_place()
-        before, expected = self._before, self._at
-        number, zero_id = at, self._zero_id
-        for page_id in ids[at:]:
+        before, expected, zero_id = self._before, self._at, self._zero_id
+        count = 0
+        for page_id in ids:
             if page_id in recent or page_id[:KEY_BYTES] in known or page_id == zero_id:
                 break
-            if before is not None and before.has(expected + number - at, page_id):
+            if before is not None and before.has(expected + count, page_id):
                 break
-            recent[page_id] = place.page + number - at
-            number += 1
-        if number > at:
-            self._output.add(ids[at:number], self._view[at * PAGE_BYTES : number * PAGE_BYTES])
-            self._row(place.pack, place.page, number - at)
-        return number - at
+            recent[page_id] = place.page + count
+            count += 1
+        if count:
+            self._output.add(ids[:count], self._view[at * PAGE_BYTES : (at + count) * PAGE_BYTES])
+            self._row(place.pack, place.page, count)
+        return count
 
     def _take_recent(self, page_id: bytes) -> int:
         """Take a page that was added not long ago: of the same checkpoint, so its id is enough."""
@@ -386,6 +392,16 @@ class _Taker:
         """Return how many pages from `at` on are, byte by byte, what is stored from a place on, and take them."""
         if place is None:
             return 0
+        try:
+            taken = self._same_as_stored(place, at, end)
+        except IntegrityError as error:  # then it is stored anew
+            log.warning("%s", error)
+            return 0
+        if taken:
+            self._row(place.pack, place.page, taken)
+        return taken
+
+    def _same_as_stored(self, place: Place, at: int, end: int) -> int:
         pack = self._stored.get(place.pack)
         taken = 0
         while at + taken < end and place.page + taken < pack.pages:
@@ -399,8 +415,6 @@ class _Taker:
                     break
                 taken += 1
             break
-        if taken:
-            self._row(place.pack, place.page, taken)
         return taken
 
     def _row(self, pack: int | None, first: int, pages: int) -> None:

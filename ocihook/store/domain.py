@@ -28,10 +28,10 @@ from ocihook.store.assemble import read_image
 from ocihook.store.deduplicate import ID_BYTES, Before
 from ocihook.store.extents import ZERO, Layout, decode_layout, encode_layout
 from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
-from ocihook.store.index import KEY_BYTES, Index
-from ocihook.store.pack import PAGE_BYTES, PackInfo
+from ocihook.store.index import KEY_BYTES, add_to_index, merge_index
+from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.packing import Progress, no_progress
-from ocihook.store.places import StoredPack, pack_number, read_keys, remove_pack, write_keys
+from ocihook.store.places import StoredPack, pack_number
 from ocihook.store.stored import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest, encode_stored
 
 LOCK_TIMEOUT_S = 3600.0
@@ -67,7 +67,7 @@ class Domain:
         self.packs_dir = directory / "packs"
         self.checkpoints_dir = directory / "checkpoints"
         self.pending_dir = directory / "pending"
-        self.index_path = directory / "index.mdb"
+        self.index_dir = directory / "index"
 
     @classmethod
     def open(cls, root: Path, name: str, *, create: bool = False) -> "Domain":
@@ -82,7 +82,7 @@ class Domain:
         directory = root / "domains" / name
         record = directory / "domain"
         if create and not record.exists():
-            for part in ("packs", "checkpoints", "pending"):
+            for part in ("packs", "index", "checkpoints", "pending"):
                 (directory / part).mkdir(mode=0o700, parents=True, exist_ok=True)
             body = json.dumps({"name": name, "seed": f"{secrets.randbits(64):016x}"}).encode()
             replace_file(record, encode_frame("domain", 1, body), mode=0o600)
@@ -96,8 +96,6 @@ class Domain:
             domain = cls(directory, as_text(value["name"]), int(value["seed"], 16))
         except (ValueError, TypeError, KeyError) as error:
             raise IntegrityError(f"the domain's record is malformed: {error!r}") from error
-        if create and not domain.index_path.exists():
-            Index(domain.index_path, writable=True).close()
         return domain
 
     # --- locks
@@ -178,7 +176,11 @@ class Domain:
         return decode_layout(data, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
 
     def before(self, manifest: StoredManifest) -> dict[str, Before]:
-        """Return a checkpoint's images, to be compared with a later one's; none if its page ids are gone."""
+        """Return a checkpoint's images, to be compared with a later one's; none if its page ids are gone.
+
+        Raises:
+            IntegrityError: if it is damaged.
+        """
         path = self._ids_path(manifest.id)
         size = manifest.raw_bytes // PAGE_BYTES * ID_BYTES
         try:
@@ -194,6 +196,8 @@ class Domain:
         if digest_of_file(path) != manifest.page_ids_digest:
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
         layout = self.layout(manifest)
+        for info in layout.packs:
+            StoredPack(self.packs_dir / info.name, info).close()
         packs = [pack_number(info.name) for info in layout.packs]
         images, first = {}, 0
         for name, extents in layout.images.items():
@@ -209,23 +213,28 @@ class Domain:
 
     # --- adding
 
-    def commit(self, manifest: StoredManifest, layout: Layout, new_packs: Sequence[PackInfo], ids: Path) -> None:
+    def commit(
+        self,
+        manifest: StoredManifest,
+        layout: Layout,
+        ids: Path,
+        *,
+        replaced: str | None = None,
+    ) -> None:
         """Make a checkpoint part of the domain; call it with the lock shared.
 
         Args:
             manifest: `sequence` and `previous` are set here.
             layout: of its images.
-            new_packs: what was written for it, on stable storage.
             ids: file with its page ids in the pending directory; moved away.
+            replaced: the checkpoint whose page ids nobody needs from now on.
 
         Raises:
             OSError: from the file system, a full one included.
             StoreError: if the index cannot be written.
         """
         sync_directory(self.packs_dir)
-        with contextlib.closing(Index(self.index_path, writable=True)) as index:
-            for info in new_packs:
-                index.add(pack_number(info.name), read_keys(self.packs_dir / info.name))
+        sync_directory(self.index_dir)
         fd = os.open(ids, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -241,6 +250,9 @@ class Domain:
             data = encode_stored(linked)
             replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
             self._write_head(Entry(Link(manifest.id, digest(data)), linked.sequence, linked.previous))
+        merge_index(self.index_dir)
+        if replaced is not None:  # only the newest is compared with
+            self._ids_path(replaced).unlink(missing_ok=True)
 
     # --- the chain
 
@@ -305,9 +317,6 @@ class Domain:
                 self._verify_layout(manifest, layout, pages, read_data=read_data)
                 if read_data:
                     self._verify_content(manifest, layout, progress)
-        for name in sorted(pages):
-            with _collecting(wrong):
-                read_keys(self.packs_dir / name)
         return wrong
 
     def _verify_layout(
@@ -364,11 +373,10 @@ class Domain:
         manifests = self.checkpoints()
         needed = {info.name for manifest in manifests for info in self.layout(manifest).packs}
         packs = [path for path in self.packs_dir.glob("*.pack") if path.name not in needed]
-        keys = [path for path in self.packs_dir.glob("*.keys*") if not path.with_suffix(".pack").exists()]
         ids = {manifest.id for manifest in manifests}
         newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
         oldest = min((manifest.sequence for manifest in manifests), default=1 << 60)
-        others = keys + list(self.checkpoints_dir.glob("*.partial"))
+        others = [*self.checkpoints_dir.glob("*.partial"), *self.index_dir.glob("*.partial")]
         for path in self.checkpoints_dir.iterdir():
             checkpoint_id, _, kind = path.name.partition(".")
             if (kind == "layout" and checkpoint_id not in ids) or (kind == "ids" and checkpoint_id not in newest):
@@ -387,40 +395,33 @@ class Domain:
         """
         packs, others = self.rubbish()
         size = sum(path.stat().st_size for path in [*packs, *others])
-        with contextlib.closing(Index(self.index_path, writable=True)) as index:
-            for path in packs:
-                with contextlib.suppress(IntegrityError, ValueError):  # was never completed, so it is not in there
-                    index.remove(pack_number(path.name), read_keys(path))
-                remove_pack(path)
-        for path in others:
+        if packs:
+            gone = {path.name for path in packs}
+            kept = {pack_number(path.name) for path in self.packs_dir.glob("*.pack") if path.name not in gone}
+            merge_index(self.index_dir, packs=kept)
+        for path in [*packs, *others]:
             path.unlink(missing_ok=True)
         return size
 
     def repair(self) -> list[str]:
-        """Make the index and missing keys anew from the packs; return what was done. Call it with the lock alone.
+        """Make the index anew from the packs; return what was done. Call it with the lock alone.
 
         Raises:
             IntegrityError: if a checkpoint is damaged.
         """
-        done = []
         needed = {info.name: info for manifest in self.checkpoints() for info in self.layout(manifest).packs}
-        for name, info in sorted(needed.items()):
-            try:
-                read_keys(self.packs_dir / name)
-            except IntegrityError:
-                with contextlib.closing(StoredPack(self.packs_dir / name, info)) as pack:
-                    write_keys(self.packs_dir / name, _keys_of(pack, self.seed))
-                done.append(f"made the keys of {name} anew")
-        for path in self.directory.glob("index.mdb*"):
+        for path in list(self.index_dir.iterdir()):
             path.unlink()
-        with contextlib.closing(Index(self.index_path, writable=True)) as index:
-            for name in sorted(needed):
-                index.add(pack_number(name), read_keys(self.packs_dir / name))
-            done.append(f"made the index anew: {len(index)} pages of {len(needed)} packs")
+        pages = 0
+        for name, info in sorted(needed.items()):
+            with contextlib.closing(StoredPack(self.packs_dir / name, info)) as pack:
+                add_to_index(self.index_dir, pack_number(name), list(_keys_of(pack, self.seed)))
+                pages += pack.pages
+            merge_index(self.index_dir)
         head = self._head()
         if head is not None:
             self._write_head(head)
-        return done
+        return [f"made the index anew: {pages} pages of {len(needed)} packs"]
 
     def usage(self) -> Usage:
         """Return what the domain takes.
@@ -435,7 +436,7 @@ class Domain:
             len(manifests),
             sum(manifest.raw_bytes for manifest in manifests),
             sum(path.stat().st_size for path in files),
-            self.index_path.stat().st_blocks * 512,
+            sum(path.stat().st_size for path in self.index_dir.iterdir()),
             sum(path.stat().st_size for path in [*packs, *others]),
         )
 
@@ -473,15 +474,13 @@ def _collecting(wrong: list[str]) -> Iterator[None]:
         wrong.append(str(error))
 
 
-def _keys_of(pack: StoredPack, seed: int) -> bytes:
-    keys = bytearray()
+def _keys_of(pack: StoredPack, seed: int) -> Iterator[bytes]:
     done = 0
     while done < pack.pages:
         content, taken = pack.read(done, pack.pages)
         for at in range(0, len(content), PAGE_BYTES):
-            keys += xxh3_128_digest(content[at : at + PAGE_BYTES], seed=seed)[:KEY_BYTES]
+            yield xxh3_128_digest(content[at : at + PAGE_BYTES], seed=seed)[:KEY_BYTES]
         done += taken
-    return bytes(keys)
 
 
 def _encode_entry(entry: Entry, kind: str) -> bytes:

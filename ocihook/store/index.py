@@ -1,22 +1,30 @@
-"""The index of a domain: for the content of a page, where it may be found. LMDB, mapped, not read into memory.
+"""The index of a domain: for the content of a page, where it may be found. Sorted runs of records, mapped.
 
 It is a hint and no more: whoever finds a page by it compares the content. So eight bytes of a page's id are enough,
-a damaged or lost index costs space and no data, and it can be made anew from the packs (`Domain.repair`).
+nothing in it needs a checksum, a lost index costs space and no data, and it can be made anew from the packs
+(`Domain.repair`). Every pack brings a run; small ones are merged, and a prune writes all anew without what it removes.
 """
 
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import lmdb
+from typing import NamedTuple
 
 from ocihook.errors import StoreError
 
 KEY_BYTES = 8
-_PLACE = struct.Struct(">QI")  # a pack, as the number that is its name, and a page in it
-_MAP_BYTES = 1 << 40  # of address space; a page takes 50 to 70 bytes of file
+MAX_RUNS = 8  # each is searched; more are merged
+_RECORD_BYTES = 20  # key, pack, page
+_PLACE = struct.Struct(">QI")
+_HEADER = struct.Struct("<8sIIQ")  # magic, version, bits of the table, records
+_MAGIC, _VERSION = b"OCIHRUNS", 1
+_PER_BUCKET = 16  # records, about
+_PARTS = 256  # a merge holds one of so many in memory
 
 
 class Place(NamedTuple):
@@ -26,65 +34,206 @@ class Place(NamedTuple):
     page: int
 
 
-class Index:
-    """Opened by every process for itself, after it was forked."""
+class Run:
+    """A file of records in the order of their keys, and a table of where those begin that begin with the same bits."""
 
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
-        """Open it, and make it if it is not there.
+    def __init__(self, path: Path) -> None:
+        """Map it.
 
         Raises:
-            StoreError: if it cannot be used.
+            StoreError: if it is not what such a file must be.
+            FileNotFoundError: if it is gone, merged with others.
         """
+        self.path = path
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            self._environment = lmdb.open(
-                str(path), subdir=False, map_size=_MAP_BYTES, readonly=not writable, max_readers=1024, mode=0o600
-            )
-        except lmdb.Error as error:
-            raise StoreError(f"{path}: {error}", hint="`ocihook store repair` makes the index anew") from error
-        self._path = path
-
-    def close(self) -> None:
-        """Close it."""
-        self._environment.close()
-
-    @contextmanager
-    def reading(self) -> Iterator["Lookup"]:
-        """Give a view of it that does not change."""
-        with self._errors(), self._environment.begin() as transaction, transaction.cursor() as cursor:
-            yield Lookup(cursor)
-
-    def add(self, pack: int, keys: Iterable[bytes]) -> None:
-        """Add the pages of a pack, in their order; of those that are known already, the known place is kept."""
-        rows = sorted((key, _PLACE.pack(pack, page)) for page, key in enumerate(keys))
-        with self._errors(), self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
-            cursor.putmulti(rows, overwrite=False)
-
-    def remove(self, pack: int, keys: Iterable[bytes]) -> None:
-        """Remove the pages of a pack as far as they are found there."""
-        with self._errors(), self._environment.begin(write=True) as transaction:
-            for page, key in enumerate(keys):
-                if transaction.get(key) == _PLACE.pack(pack, page):
-                    transaction.delete(key)
+            size = os.fstat(fd).st_size
+            if size < _HEADER.size:
+                raise StoreError(f"{path} is too small", hint=_REMEDY)
+            self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        magic, version, bits, self._count = _HEADER.unpack_from(self._map)
+        table_bytes = ((1 << min(bits, 32)) + 1) * 4
+        if magic != _MAGIC or version != _VERSION or size != _HEADER.size + table_bytes + self._count * _RECORD_BYTES:
+            raise StoreError(f"{path} is damaged", hint=_REMEDY)
+        self._shift = 64 - bits
+        self._table = memoryview(self._map)[_HEADER.size : _HEADER.size + table_bytes].cast("I")
+        self._records = _HEADER.size + table_bytes
 
     def __len__(self) -> int:
-        with self._errors():
-            return int(self._environment.stat()["entries"])
+        return int(self._count)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except lmdb.Error as error:
-            raise StoreError(f"{self._path}: {error}", hint="`ocihook store repair` makes the index anew") from error
+    def find(self, key: bytes) -> Place | None:
+        """Return the place of a key."""
+        bucket = int.from_bytes(key, "big") >> self._shift
+        start = self._records + self._table[bucket] * _RECORD_BYTES
+        end = self._records + self._table[bucket + 1] * _RECORD_BYTES
+        at = self._map.find(key, start, end)
+        while at >= 0 and (at - start) % _RECORD_BYTES:
+            at = self._map.find(key, at + 1, end)
+        return Place(*_PLACE.unpack_from(self._map, at + KEY_BYTES)) if at >= 0 else None
+
+    def part(self, first: int, end: int) -> list[bytes]:
+        """Return the records whose keys begin with a byte from `first` to before `end`."""
+        low, high = (self._bound(byte) for byte in (first, end))
+        data = self._map[self._records + low * _RECORD_BYTES : self._records + high * _RECORD_BYTES]
+        return [data[at : at + _RECORD_BYTES] for at in range(0, len(data), _RECORD_BYTES)]
+
+    def _bound(self, byte: int) -> int:
+        """Return the number of the first record whose key begins with this byte or a later one."""
+        low, high = 0, self._count
+        while low < high:
+            middle = (low + high) // 2
+            if self._map[self._records + middle * _RECORD_BYTES] < byte:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._table.release()
+        self._map.close()
 
 
-class Lookup:
-    """The index as it was when it was begun to be read."""
+_REMEDY = "`ocihook store repair` makes the index anew"
 
-    def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - lmdb has no types
-        self._find_all = cursor.getmulti
+
+class Index:
+    """All runs of a directory as they were when it was opened."""
+
+    def __init__(self, directory: Path) -> None:
+        """Map them.
+
+        Raises:
+            StoreError: if one is damaged.
+        """
+        self._runs: list[Run] = []
+        while True:
+            try:
+                for path in _paths(directory):
+                    self._runs.append(Run(path))
+            except FileNotFoundError:  # merged with others meanwhile
+                self.close()
+            except BaseException:
+                self.close()
+                raise
+            else:
+                return
+
+    def __len__(self) -> int:
+        return sum(map(len, self._runs))
 
     def find_all(self, page_ids: Iterable[bytes]) -> dict[bytes, Place]:
         """Return by key where pages with these ids may be; the others are not in the domain."""
-        found = self._find_all([page_id[:KEY_BYTES] for page_id in page_ids])
-        return {bytes(key): Place(*_PLACE.unpack(value)) for key, value in found}
+        found = {}
+        for page_id in page_ids:
+            key = page_id[:KEY_BYTES]
+            for run in self._runs:
+                place = run.find(key)
+                if place is not None:
+                    found[key] = place
+                    break
+        return found
+
+    def close(self) -> None:
+        """Unmap all."""
+        for run in self._runs:
+            run.close()
+        self._runs.clear()
+
+
+def add_to_index(directory: Path, pack: int, keys: Sequence[bytes]) -> None:
+    """Add the pages of a pack, in their order.
+
+    Raises:
+        OSError: from the file system, a full one included.
+    """
+    rows = sorted(key + _PLACE.pack(pack, page) for page, key in enumerate(keys))
+    _write(directory, len(rows), iter([rows]))
+
+
+def merge_index(directory: Path, *, packs: Container[int] | None = None) -> None:
+    """Merge runs if there are many, small ones first; with `packs`, merge all and keep only what is in these.
+
+    Raises:
+        StoreError: if one is damaged.
+        OSError: from the file system, a full one included.
+    """
+    with _merging(directory) as is_ours:
+        paths = sorted(_paths(directory), key=lambda path: path.stat().st_size)
+        if packs is None and (not is_ours or len(paths) <= MAX_RUNS):
+            return
+        if packs is None:  # all but those that are larger than the smaller ones together
+            count = next((n for n in range(len(paths), 2, -1) if _is_worth_it(paths[:n])), 2)
+            paths = paths[:count]
+        runs = [Run(path) for path in paths]
+        try:
+            _write(directory, sum(map(len, runs)), _merged(runs, packs))
+        finally:
+            for run in runs:
+                run.close()
+        for path in paths:
+            path.unlink()
+
+
+def _is_worth_it(paths: Sequence[Path]) -> bool:
+    sizes = [path.stat().st_size for path in paths]
+    return sizes[-1] <= sum(sizes[:-1])
+
+
+@contextlib.contextmanager
+def _merging(directory: Path) -> Iterator[bool]:
+    """Be the only one that merges; whoever comes second need not."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def _paths(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.run"))
+
+
+def _merged(runs: Sequence[Run], packs: Container[int] | None) -> Iterator[list[bytes]]:
+    for part in range(_PARTS):
+        rows: list[bytes] = []
+        for run in runs:
+            rows += run.part(part, part + 1)
+        rows.sort()
+        if packs is not None:
+            rows = [row for row in rows if int.from_bytes(row[KEY_BYTES:16], "big") in packs]
+        yield list({row[:KEY_BYTES]: row for row in reversed(rows)}.values())[::-1]
+
+
+def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
+    """Write a run of at most so many records, which come in order."""
+    bits = max(1, (most // _PER_BUCKET).bit_length())
+    table = [0] * ((1 << bits) + 1)
+    count = 0
+    partial = directory / f"{secrets.token_hex(8)}.partial"
+    try:
+        with partial.open("xb") as file:
+            file.seek(_HEADER.size + len(table) * 4)
+            for rows in parts:
+                file.write(b"".join(rows))
+                count += len(rows)
+                for row in rows:
+                    table[(int.from_bytes(row[:KEY_BYTES], "big") >> (64 - bits)) + 1] += 1
+            for number in range(1, len(table)):
+                table[number] += table[number - 1]
+            file.seek(0)
+            file.write(_HEADER.pack(_MAGIC, _VERSION, bits, count) + struct.pack(f"<{len(table)}I", *table))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(partial.with_suffix(".run"))
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

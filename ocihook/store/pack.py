@@ -221,6 +221,10 @@ class PackReader:
             expected_offset = chunk.offset + chunk.stored_bytes
             yield chunk
 
+    def chunk(self, number: int) -> Chunk:
+        """Return a chunk that `chunks` has been through."""
+        return Chunk(*_RECORD.unpack_from(self._table, number * _RECORD.size))
+
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset` in the pack."""
         if os.preadv(self.fd, [buffer], self._base + offset) != len(buffer):

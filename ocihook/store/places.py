@@ -6,14 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ocihook.errors import IntegrityError
-from ocihook.linux.files import replace_file
-from ocihook.store.frame import decode_frame, encode_frame, read_record
-from ocihook.store.index import KEY_BYTES
 from ocihook.store.pack import PAGE_BYTES, ZERO, PackFile, PackInfo, PackReader, read_info
 from ocihook.store.packing import decode_chunk
 
 _OPEN_PACKS = 64
-_MAX_KEYS_BYTES = 64 << 20
 
 
 def pack_name(number: int) -> str:
@@ -55,7 +51,7 @@ class StoredPack:
             raise IntegrityError(f"pack {self._reader.info.name} has no page {first}")
         number = bisect_right(self._starts, first) - 1
         if self._last[0] != number:
-            (chunk,) = self._reader.chunks(number, 1)
+            chunk = self._reader.chunk(number)
             self._last = number, memoryview(decode_chunk(self._reader, chunk, self._reader.read(chunk)))
         skipped = first - self._starts[number]
         content = self._last[1][skipped * PAGE_BYTES : (skipped + pages) * PAGE_BYTES]
@@ -103,31 +99,3 @@ class StoredPacks:
         for pack in self._open.values():
             pack.close()
         self._open.clear()
-
-
-def write_keys(pack: Path, keys: bytes) -> None:
-    """Put the keys of a pack's pages, in their order, beside it: the index can be made from them."""
-    replace_file(_keys_path(pack), encode_frame("keys", 1, keys), mode=0o600)
-
-
-def read_keys(pack: Path) -> list[bytes]:
-    """Return the keys of a pack's pages.
-
-    Raises:
-        IntegrityError: if they are missing or damaged.
-    """
-    data = read_record(_keys_path(pack), _MAX_KEYS_BYTES, f"keys of {pack.name}")
-    if data is None:
-        raise IntegrityError(f"the keys of {pack.name} are missing", hint="`ocihook store repair` makes them anew")
-    _, keys = decode_frame("keys", (1,), data)
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-
-
-def remove_pack(pack: Path) -> None:
-    """Remove a pack and its keys, the pack first: keys without a pack are nothing."""
-    pack.unlink(missing_ok=True)
-    _keys_path(pack).unlink(missing_ok=True)
-
-
-def _keys_path(pack: Path) -> Path:
-    return pack.with_suffix(".keys")

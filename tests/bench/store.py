@@ -5,8 +5,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ from ocihook.store.domain import Domain
 from tests.fakes.images import make_image_set
 
 _WORKLOAD = Path("integration/workload.c")
-_PASSWORD = {"BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes", "RESTIC_PASSWORD": "bench", "HOME": "/tmp"}
+_ENVIRONMENT = {"BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes", "RESTIC_PASSWORD": "bench", "HOME": "/tmp"}
 
 
 class OurStore:
@@ -33,6 +31,7 @@ class OurStore:
 
     def prepare(self, memory: Path) -> None:
         """Make an image set with this memory; no part of what is timed."""
+        self._root.mkdir(exist_ok=True)
         shutil.rmtree(self._images, ignore_errors=True)
         make_image_set(self._images, {1: memory})
 
@@ -54,9 +53,11 @@ class OurStore:
         return Domain.open(self._root / "store", "_node")
 
     def get(self, out: Path) -> None:
-        """Restore the newest checkpoint into `out`."""
-        out.mkdir()
-        rehydrate_stored(self.domain, self.domain.checkpoints()[-1], out, workers=self._workers)
+        """Restore the newest checkpoint's memory into `out`."""
+        directory = self._root / "out"
+        directory.mkdir(exist_ok=True)
+        rehydrate_stored(self.domain, self.domain.checkpoints()[-1], directory, workers=self._workers)
+        (directory / "pages-1.img").rename(out)
 
     @property
     def stored_bytes(self) -> int:
@@ -93,15 +94,71 @@ def peers(repository: Path) -> dict[str, Peer]:
     }  # fmt: skip
 
 
-def run_peer(command: list[str], **values: object) -> Callable[[], object]:
-    """Return what runs a peer's command."""
-    words = [re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]), word) for word in command]
-    return partial(subprocess.run, words, check=True, env={**os.environ, **_PASSWORD}, stdout=subprocess.DEVNULL)
+class PeerStore:
+    """A peer's repository."""
+
+    def __init__(self, peer: Peer, repository: Path) -> None:
+        self._peer, self._repository = peer, repository
+        self._file = Path()
+
+    def prepare(self, memory: Path) -> None:
+        """Make the repository if there is none."""
+        if not self._repository.exists():
+            self._run(self._peer.init)
+        self._file = memory
+
+    def put(self) -> None:
+        """Take the file."""
+        self._run(self._peer.put)
+
+    def get(self, out: Path) -> None:
+        """Restore the newest."""
+        self._run(self._peer.get, out)
+
+    def _run(self, command: list[str], out: Path = Path()) -> None:
+        values = {"name": self._file.stem, "file": self._file, "out": out}
+        words = [re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]), word) for word in command]
+        subprocess.run(words, check=True, env={**os.environ, **_ENVIRONMENT}, stdout=subprocess.DEVNULL)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the repository."""
+        return tree_bytes(self._repository)
+
+
+class ZstdFiles:
+    """What has no repository: each version compressed for itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = Path()
+
+    def prepare(self, memory: Path) -> None:
+        """Nothing."""
+        self._directory.mkdir(exist_ok=True)
+        self._file = memory
+
+    def put(self) -> None:
+        """Compress the file."""
+        subprocess.run(["zstd", "-1", "-T2", "-qf", self._file, "-o", self._compressed], check=True)
+
+    def get(self, out: Path) -> None:
+        """Decompress it."""
+        subprocess.run(["zstd", "-d", "-qf", self._compressed, "-o", out], check=True)
+
+    @property
+    def _compressed(self) -> Path:
+        return self._directory / f"{self._file.stem}.zst"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all versions."""
+        return tree_bytes(self._directory)
 
 
 def tree_bytes(directory: Path) -> int:
-    """Return what the files of a directory take on its disk."""
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+    """Return the sizes of all files below a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 class Downtime(NamedTuple):

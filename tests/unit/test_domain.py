@@ -1,5 +1,6 @@
 """A domain of the store: what is taken comes back, nothing is stored twice, and what is damaged is seen."""
 
+import contextlib
 import os
 import random
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from ocihook.model import ContainerRef
 from ocihook.store.assemble import Target, assemble, read_image
 from ocihook.store.deduplicate import Before, deduplicate
 from ocihook.store.domain import Domain, domain_names, new_checkpoint_id
+from ocihook.store.index import MAX_RUNS, Index
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.packing import ImageFile, Source
 from ocihook.store.stored import StoredImage, StoredManifest
@@ -47,7 +49,7 @@ def take(
         taken = deduplicate(
             sources,
             packs_dir=domain.packs_dir,
-            index_path=domain.index_path,
+            index_dir=domain.index_dir,
             seed=domain.seed,
             ids_fd=ids_fd,
             before=known,
@@ -70,7 +72,7 @@ def take(
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
     )
     with domain.shared():
-        domain.commit(manifest, taken.layout, taken.new_packs, scratch / "ids")
+        domain.commit(manifest, taken.layout, scratch / "ids")
     for path in scratch.iterdir():
         path.unlink()
     scratch.rmdir()
@@ -167,7 +169,7 @@ def test_a_source_that_ends_early(domain: Domain, tmp_path: Path) -> None:
         deduplicate(
             {"pages-1.img": source},
             packs_dir=domain.packs_dir,
-            index_path=domain.index_path,
+            index_dir=domain.index_dir,
             seed=domain.seed,
             ids_fd=fd,
             before={},
@@ -181,7 +183,7 @@ def test_every_flipped_bit_is_found(domain: Domain) -> None:
     second = take(domain, {"pages-1.img": mixed_pages(300, seed=2)}, before=first)
     assert domain.verify(read_data=True) == []
     files = [path for part in (domain.packs_dir, domain.checkpoints_dir) for path in part.iterdir()]
-    assert len(files) == 2 * 5
+    assert len(files) == 2 * 4
     for path in [*files, domain.directory / "head"]:
         good = path.read_bytes()
         for position in {*range(0, len(good), max(1, len(good) // 25)), len(good) - 1}:
@@ -236,17 +238,57 @@ def test_a_checkpoint_removed_by_hand_shows(domain: Domain) -> None:
 def test_repair_makes_the_index_anew(domain: Domain) -> None:
     images = {"pages-1.img": random_pages(500, 1)}
     take(domain, images)
-    domain.index_path.write_bytes(b"garbage")
-    with pytest.raises(StoreError, match="repair"):
-        take(domain, images)
-    for path in domain.packs_dir.glob("*.keys"):
-        path.unlink()
+    (run,) = domain.index_dir.iterdir()
+    for damaged in (b"garbage", run.read_bytes()[:-1]):
+        run.write_bytes(damaged)
+        with pytest.raises(StoreError, match="repair"):
+            take(domain, images)
     with domain.alone():
-        assert len(domain.repair()) == 2
+        assert domain.repair() == ["made the index anew: 500 pages of 1 packs"]
     assert take(domain, images).added_bytes == 0
     with domain.alone():
         domain.remove_rubbish()
     assert domain.verify(read_data=True) == []
+
+
+def test_a_lost_index_costs_space_and_no_data(domain: Domain) -> None:
+    images = {"pages-1.img": random_pages(50, 1)}
+    first = take(domain, images)
+    for path in domain.index_dir.iterdir():
+        path.unlink()
+    second = take(domain, images)
+    assert second.added_bytes == first.added_bytes
+    assert content_of(domain, first) == content_of(domain, second) == images
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+def test_a_bad_pack_is_not_relied_on(domain: Domain, harm: str) -> None:
+    images = {"pages-1.img": random_pages(50, 1)}
+    first = take(domain, images)
+    (pack,) = domain.packs_dir.iterdir()
+    data = pack.read_bytes()
+    pack.unlink()
+    if harm == "damaged":
+        pack.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+    second = take(domain, images)
+    assert content_of(domain, second) == images
+    if harm == "missing":
+        with pytest.raises(IntegrityError):
+            domain.before(first)
+
+
+def test_runs_of_the_index_are_merged(domain: Domain) -> None:
+    made = [take(domain, {"pages-1.img": random_pages(20 + n, n)}) for n in range(3 * MAX_RUNS)]
+    assert len(list(domain.index_dir.iterdir())) <= MAX_RUNS
+    for n, manifest in enumerate(made):
+        again = take(domain, {"pages-1.img": random_pages(20 + n, n)}, container=ContainerRef(id="other"))
+        assert again.added_bytes == 0
+        assert content_of(domain, manifest) == content_of(domain, again)
+    with domain.alone():
+        domain.remove([manifest.id for manifest in domain.checkpoints() if manifest.id != made[0].id])
+        domain.remove_rubbish()
+    with contextlib.closing(Index(domain.index_dir)) as index:
+        assert len(index) == 20
 
 
 def test_a_prune_waits_for_others(domain: Domain) -> None:
