@@ -10,6 +10,7 @@ import pytest
 from integration.journals import last_session
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, image_names
+from integration.podman.test_faults import end_dying_agent, start_dying_agent
 
 
 def configure(podman: Podman, store: Path) -> None:
@@ -93,3 +94,84 @@ def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
     assert "every byte right" in podman.ocihook("store", "verify", "--read-data")
     assert not list((podman.scratch / "store").glob("domains/*/pending/*"))
     assert not list(podman.namespace.path("/run/ocihook/sessions").glob("*"))
+
+
+def test_agent_killed_at_every_journal_write(gpu_podman: Podman) -> None:
+    """A dump of a GPU container, left running: it runs on with its GPU state, and the checkpoint becomes complete."""
+    podman = gpu_podman
+    configure(podman, podman.scratch / "store")
+    podman.start_cuda("c", 16, mode="store")
+    archive = podman.scratch / "c.tar"
+    fatal_write, has_died = 0, True
+    while has_died:
+        fatal_write += 1
+        archive.unlink(missing_ok=True)
+        start_dying_agent(podman, fatal_write, ("before", "after")[fatal_write % 2])
+        podman.checkpoint("c", archive, "--leave-running")
+        has_died = end_dying_agent(podman, fatal_write)
+        podman.assert_counts("c")
+        assert {"ocihook.thin"} < image_names(archive)
+        assert not any(name.startswith(("pages-", "ocihook-", "ocihook.staged")) for name in image_names(archive))
+        podman.ocihook("wait")
+        rows = listed(podman)
+        assert [row["state"] for row in rows] == ["complete"] * fatal_write
+        assert rows[-1]["raw_bytes"] > 16 << 20
+    assert fatal_write > 15
+    before = podman.count("c")
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", (1, before[1]))
+    assert "every byte right" in podman.ocihook("store", "verify", "--read-data")
+    podman.ocihook("store", "prune", "--keep-last", "1")
+    assert len(listed(podman)) == 1
+    assert "every byte right" in podman.ocihook("store", "verify", "--read-data")
+    assert not list((podman.scratch / "store").glob("domains/*/pending/*"))
+    assert not list(podman.namespace.path("/run/ocihook/sessions").glob("*"))
+
+
+def test_a_thin_archive_without_its_store(podman: Podman) -> None:
+    configure(podman, podman.scratch / "store")
+    podman.start("c", mode="store")
+    archive = podman.scratch / "c.tar"
+    podman.checkpoint("c", archive)
+    before = podman.count("c")
+    podman.remove("c")
+    podman.ocihook("wait")
+    configure(podman, podman.scratch / "elsewhere")
+    podman.restore(archive, check=False)
+    assert not podman.is_running("c")
+    message = last_session(podman.namespace, "pre-restore")["stages"]["pre-restore"]["message"]
+    assert "has no domain '_node'" in message
+    assert "nothing was started" in message
+    podman.remove("c")
+    configure(podman, podman.scratch / "store")
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+
+
+def test_a_store_that_cannot_be_written(podman: Podman) -> None:
+    """The checkpoint is whole in the engine's archive then, or fails if that is wanted."""
+    (podman.scratch / "file").touch()
+    configure(podman, podman.scratch / "file" / "store")
+    podman.start("c", mode="store")
+    archive = podman.scratch / "c.tar"
+    podman.checkpoint("c", archive, "--leave-running")
+    assert any(name.startswith("pages-") for name in image_names(archive))
+    message = last_session(podman.namespace, "post-dump")["stages"]["post-dump"]["message"]
+    assert "The checkpoint is in the engine's archive alone" in message
+    before = podman.count("c")
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", (1, before[1]))
+
+
+def test_one_directory_in_every_mode(podman: Podman) -> None:
+    """Without an archive podman uses one directory again and again: what an earlier dump left must not matter."""
+    podman.start("c")
+    for mode in ("store", "inline", "store", "off", "inline", "off", "store"):
+        text = f'[policy]\nmode = "{mode}"\n[agent]\nidle_timeout_s = 2\nstore_dir = "{podman.scratch}/store"\n'
+        podman.configure(text)
+        podman("container", "checkpoint", "--keep", "c")
+        before = podman.count("c")
+        podman("container", "restore", "--keep", "c")
+        podman.assert_goes_on("c", before)

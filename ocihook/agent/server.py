@@ -23,7 +23,6 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent
 from ocihook.log import set_up_logging
-from ocihook.ops.dump import pack_workers
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.lock import lock_agent
 from ocihook.ops.store import complete_in_background, has_pending
@@ -120,7 +119,7 @@ class Agent:
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)  # it can be interrupted at any point
             self._let_go()
-            complete_in_background(Path(settings.store_dir), pack_workers(settings))
+            complete_in_background(settings)
         except Exception:
             log.exception("pending checkpoints")
         finally:

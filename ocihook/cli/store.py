@@ -1,6 +1,5 @@
 """`ocihook store` and `ocihook wait`: the checkpoints of this node's store, and what they take."""
 
-import os
 import re
 import time
 from pathlib import Path
@@ -138,8 +137,8 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
 
     What nobody else is at is completed here.
     """
-    root = _directory()
-    workers = len(os.sched_getaffinity(0))
+    settings = load_settings()
+    root, workers = Path(settings.store_dir), ops.store_workers(settings)
     began = time.monotonic()
     ids = [checkpoint] if checkpoint else [row.id for row in ops.list_checkpoints(root) if row.state == "pending"]
     complete = []

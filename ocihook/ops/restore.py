@@ -20,7 +20,7 @@ from ocihook.ops.gpu_restore import check_node, fill_memory, resume_gpus
 from ocihook.ops.image_set import check_other_images, dehydrate, rehydrate_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
-from ocihook.ops.store import rehydrate_stored, wait_complete, write_stored_regions
+from ocihook.ops.store import rehydrate_stored, store_workers, wait_complete, write_stored_regions
 from ocihook.store.domain import Domain
 from ocihook.store.manifest import read_manifest
 from ocihook.store.thin import Thin, read_thin
@@ -74,7 +74,7 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     workers = pack_workers(settings)
     domain = Domain.open(Path(settings.store_dir), thin.domain)
     with journal.phase("wait for the store"):
-        manifest = wait_complete(domain, thin.checkpoint_id, workers=workers, check=lambda: alive(0))
+        manifest = wait_complete(domain, thin.checkpoint_id, workers=store_workers(settings), check=lambda: alive(0))
     _check_criu(manifest.host, criu_version(request.criu_pid))
     check_node(journal, manifest.gpu, request.criu_pid)
     check_other_images(directory, manifest.other_images)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook import __version__
+from ocihook.config import Settings
 from ocihook.errors import IntegrityError, OcihookError, StoreError
 from ocihook.linux.memory import ProcessMemory
 from ocihook.linux.procfs import Process
@@ -19,10 +20,10 @@ from ocihook.linux.workers import run_at_low_priority
 from ocihook.ops.image_set import open_packs
 from ocihook.ops.staging import discard_staged, pins_of
 from ocihook.store.assemble import Target, assemble
-from ocihook.store.deduplicate import Before, deduplicate
+from ocihook.store.deduplicate import WORKER_BYTES, Before, deduplicate
 from ocihook.store.domain import Domain, Usage, digest_of_file, domain_names, lineage
 from ocihook.store.manifest import Manifest, read_manifest
-from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress
+from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress, workers_within
 from ocihook.store.pending import (
     Job,
     check_taken,
@@ -193,9 +194,16 @@ def has_pending(root: Path) -> bool:
     return any(pending_ids(Domain.open(root, name)) for name in domain_names(root))
 
 
-def complete_in_background(root: Path, workers: int) -> None:
+def store_workers(settings: Settings) -> int:
+    """Return how many processes may store at a time."""
+    cores = settings.workers or len(os.sched_getaffinity(0))
+    return workers_within(settings.memory_bound_bytes, cores, WORKER_BYTES)
+
+
+def complete_in_background(settings: Settings) -> None:
     """Complete every pending checkpoint without getting in anybody's way. In a process of its own."""
     run_at_low_priority()
+    root, workers = Path(settings.store_dir), store_workers(settings)
     tried: set[str] = set()
     while waiting := [
         (domain, checkpoint_id)

@@ -55,9 +55,9 @@ class _SegmentPacked(NamedTuple):
     segment: Segment
 
 
-def workers_within(memory_bound_bytes: int, cores: int) -> int:
+def workers_within(memory_bound_bytes: int, cores: int, worker_bytes: int = WORKER_BYTES) -> int:
     """Return how many workers, at most one a core and at least one, stay within a bound on memory."""
-    return max(1, min(cores, (memory_bound_bytes - AGENT_BYTES) // WORKER_BYTES))
+    return max(1, min(cores, (memory_bound_bytes - AGENT_BYTES) // worker_bytes))
 
 
 class Pages(Protocol):

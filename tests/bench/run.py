@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from ocihook import wire
 from ocihook.linux.workers import run_forked
+from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from ocihook.store.pack import PackFile
 from ocihook.store.packing import SEGMENT_BYTES, Packs, pack_images
 from tests.bench.engine import whole_checkpoints
@@ -96,6 +97,7 @@ def main() -> int:
         *_memory(options.tmpfs, dataset),
         *_hook(options.tmpfs),
         *_store(options.tmpfs, dataset, second, new_pages),
+        *_store_memory(options.tmpfs, dataset),
         *_engine(dataset),
         *_downtime(dataset),
     ]
@@ -318,6 +320,31 @@ def _memory(directory: Path, dataset: Path) -> Iterator[Figure]:
     yield Figure("memory of one worker", peak_process / (1 << 20), "MiB", "", None, "lower")
     shutil.rmtree(packs)
     shutil.rmtree(out)
+
+
+def _store_memory(directory: Path, dataset: Path) -> Iterator[Figure]:
+    """Peak memory of storing 4 GiB and restoring them."""
+    image = directory / "v1.img"
+    for _ in range(4):
+        with dataset.open("rb") as source, image.open("ab") as out:
+            shutil.copyfileobj(source, out, 1 << 20)
+    program = (
+        "import sys, ocihook.agent.server; from pathlib import Path; from tests.bench.store import OurStore\n"
+        "store = OurStore(Path(sys.argv[1]), 2); store.prepare(Path(sys.argv[2])); store.put()\n"
+        "store.get(Path(sys.argv[3]))\n"
+    )
+    command = [sys.executable, "-c", program, directory / "ours", image, directory / "out"]
+    with subprocess.Popen([str(argument) for argument in command]) as process:
+        peak_process, peak_sum = _peak_memory(process)
+    if process.returncode != 0:
+        raise SystemExit("bench: storing 4 GiB failed")
+    bound = MEMORY_BOUND_BYTES / (1 << 20)
+    yield Figure("memory, storing and restoring 4 GiB", peak_sum / (1 << 20), "MiB", "configured bound", bound, "lower")
+    own = STORE_WORKER_BYTES / (1 << 20)
+    yield Figure("memory of one worker that stores", peak_process / (1 << 20), "MiB", "its share", own, "lower")
+    shutil.rmtree(directory / "ours")
+    image.unlink()
+    (directory / "out").unlink()
 
 
 def _peak_memory(process: subprocess.Popen[bytes]) -> tuple[int, int]:
