@@ -1,5 +1,6 @@
 """containerd's CRI, as the kubelet uses it: CheckpointContainer, restore from the archive and from an image."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,7 +9,7 @@ from integration.containerd.conftest import MakeContainerd
 from integration.containerd.engine import Containerd
 from integration.journals import last_session, sessions
 from integration.namespace import wait_for
-from integration.podman.engine import assert_packed
+from integration.podman.engine import assert_packed, image_names
 
 
 @pytest.mark.parametrize("source", ["archive", "image"])
@@ -35,6 +36,30 @@ def test_round_trip(containerd: Containerd, source: str) -> None:
     restore = last_session(containerd.namespace, "pre-restore")
     assert restore["stages"]["pre-restore"]["status"] == 0
     assert restore["effects"] == []
+
+
+def test_store(containerd: Containerd) -> None:
+    """What the kubelet asks for twice: the job runs on, the second archive costs next to nothing, in store and out."""
+    containerd.configure('[policy]\nmode = "store"\n[agent]\nidle_timeout_s = 2\nstore_dir = "/scratch/store"\n')
+    container = containerd.start("c1")
+    archives = []
+    for name in ("first.tar", "second.tar"):
+        archives.append(containerd.checkpoint(container, name))
+        containerd.assert_counts(container)
+    before = containerd.count(container)
+    containerd.remove(container)
+    for archive in archives:
+        assert "ocihook.thin" in image_names(archive)
+        assert not any(name.startswith(("pages-", "ocihook-")) for name in image_names(archive))
+    containerd.ocihook("wait")
+    first, second = json.loads(containerd.ocihook("store", "list", "--json"))["checkpoints"]
+    assert first["domain"] == second["domain"] == "default"
+    assert second["added_bytes"] < first["added_bytes"] / 20
+    for name in ("first", "second"):
+        restored = containerd.start(name, image=f"/scratch/{name}.tar")
+        wait_for("the workload to go on", lambda restored=restored: containerd.count(restored)[0] > 2)  # type: ignore[misc]
+        assert containerd.count(restored)[1] == before[1]
+    assert "every byte right" in containerd.ocihook("store", "verify", "--read-data")
 
 
 @pytest.mark.parametrize("conf", ["runc.conf", "crun.conf"])

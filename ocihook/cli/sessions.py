@@ -2,30 +2,39 @@
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ocihook.cli.render import format_bytes, json_option, print_json, print_table
+from ocihook.cli.store import percent
+from ocihook.config import load_settings
 from ocihook.errors import AgentError
 from ocihook.ops.journal import Journal, finished_journals, open_journals
 from ocihook.ops.recover import recover as recover_sessions
+from ocihook.ops.store import list_checkpoints
 
 
 @click.command()
 @click.option("--all", "-a", "show_all", is_flag=True, help="Also show the last ended sessions.")
 @json_option
 def ps(*, show_all: bool, as_json: bool) -> None:
-    """Show the dumps and restores that are going on."""
+    """Show the dumps and restores that are going on, and the checkpoints that are still being stored."""
     journals = []
     for path in (finished_journals() if show_all else []) + open_journals():
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             journals.append(Journal.load(path))
+    pending = [row for row in list_checkpoints(Path(load_settings().store_dir)) if row.state == "pending"]
     if as_json:
-        print_json({"sessions": [{"id": journal.session_id, **journal.to_json()} for journal in journals]})
+        found = [{"id": journal.session_id, **journal.to_json()} for journal in journals]
+        print_json({"sessions": found, "pending": [row._asdict() for row in pending]})
         return
     columns = ["SESSION", "CONTAINER", "ENGINE", "ACT", "STAGE", "STATE", "RAW", "STORED", "TIME"]
     print_table(columns, [_row(journal) for journal in journals])
+    if pending:
+        rows = [[row.id, row.container, row.domain, format_bytes(row.raw_bytes), percent(row)] for row in pending]
+        print_table(["CHECKPOINT", "CONTAINER", "DOMAIN", "RAW", "STORED"], rows)
 
 
 def _row(journal: Journal) -> list[str]:

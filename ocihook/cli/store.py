@@ -55,9 +55,12 @@ def list_command(*, as_json: bool) -> None:
 
 
 def _state(row: ops.Listed) -> str:
-    if row.state != "pending" or not row.raw_bytes:
-        return row.state
-    return f"pending, {100 * row.done_bytes // row.raw_bytes} %"
+    return f"pending, {percent(row)}" if row.state == "pending" else row.state
+
+
+def percent(row: ops.Listed) -> str:
+    """Return how far a pending checkpoint is."""
+    return f"{100 * row.done_bytes // max(1, row.raw_bytes)} %"
 
 
 def _added(row: ops.Listed) -> str:

@@ -1,5 +1,6 @@
 """The content store's use cases: complete what was taken, restore from it, tell of it, check it, prune it."""
 
+import calendar
 import contextlib
 import fcntl
 import logging
@@ -420,7 +421,7 @@ def choose(manifests: Sequence[StoredManifest], keep: Keep, now_s: float) -> lis
 
 def _made_s(manifest: StoredManifest) -> float:
     try:
-        return float(time.mktime(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ")) - time.timezone)
+        return float(calendar.timegm(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return 0.0
 

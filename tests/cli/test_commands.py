@@ -40,6 +40,7 @@ def test_every_command_and_option_has_help(path: tuple[str, ...]) -> None:
 def test_commands_of_the_design_are_there() -> None:
     names = {" ".join(path) for path, _ in ALL}
     wanted = ["install", "uninstall", "doctor", "ps", "recover", "agent", "demo"]
+    wanted += ["wait", *(f"store {verb}" for verb in ("status", "list", "verify", "prune", "repair"))]
     wanted += [f"archive {verb}" for verb in ("list", "inspect", "verify", "pack", "unpack", "diff")]
     assert names >= set(wanted)
 

@@ -1,0 +1,103 @@
+"""`ocihook store` and `ocihook wait`, on a store with a complete and a pending checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ocihook.cli import store as module
+from ocihook.cli.main import cli
+from ocihook.config import Settings
+from tests.unit.test_store_crash import Node
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    made = Node(tmp_path / "node")
+    monkeypatch.setattr(module, "load_settings", lambda: Settings(store_dir=str(made.store_dir), workers=1))
+    made.dump(made.new)
+    return made
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, arguments)
+
+
+def as_json(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    value: dict[str, Any] = json.loads(result.output)
+    return value
+
+
+def test_list_and_wait(node: Node) -> None:
+    first, second = as_json("store", "list")["checkpoints"]
+    assert (first["state"], second["state"]) == ("complete", "pending")
+    assert first["container"] == "team/pod/trainer"
+    assert "pending, 0 %" in run("store", "list").output
+    waited = run("wait", second["id"])
+    assert waited.exit_code == 0
+    assert "complete" in waited.output
+    assert as_json("wait")["complete"] == []
+    second = as_json("store", "list")["checkpoints"][1]
+    assert second["state"] == "complete"
+    assert second["added_bytes"] < first["added_bytes"]
+    assert node.contents() == [node.old, node.new]
+
+
+def test_waiting_for_what_is_not_there(node: Node) -> None:
+    result = run("wait", "20200101T000000Z-00000000")
+    assert str(result.exception).endswith("has no checkpoint 20200101T000000Z-00000000")
+
+
+def test_status(node: Node) -> None:
+    node.complete()
+    (usage,) = as_json("store", "status")["domains"].values()
+    assert usage["checkpoints"] == 2
+    assert usage["raw_bytes"] == len(node.old) + len(node.new)
+    assert usage["stored_bytes"] < usage["raw_bytes"]
+    assert usage["rubbish_bytes"] == 0
+    assert "team" in run("store", "status").output
+
+
+def test_verify(node: Node) -> None:
+    node.complete()
+    assert "every byte right" in run("store", "verify", "--read-data").output
+    pack = min(node.domain.packs_dir.iterdir())
+    data = bytearray(pack.read_bytes())
+    data[5000] ^= 1
+    pack.write_bytes(data)
+    assert "all records right" in run("store", "verify").output
+    result = run("store", "verify", "--read-data")
+    assert "the chunk at byte 16 is damaged" in result.output
+    assert "is damaged, see above" in str(result.exception)
+
+
+def test_prune(node: Node) -> None:
+    node.complete()
+    first, second = (row["id"] for row in as_json("store", "list")["checkpoints"])
+    assert as_json("store", "prune")["domains"][0]["removed"] == []
+    assert as_json("store", "prune", "--keep-last", "1", "--keep-within", "1h")["domains"][0]["removed"] == []
+    assert f"would remove {first}" in run("store", "prune", "--keep-last", "1", "--dry-run").output
+    assert len(as_json("store", "list")["checkpoints"]) == 2
+    assert as_json("store", "prune", "--max-size", "1K")["domains"][0]["removed"] == [first]
+    assert as_json("store", "prune", "--keep-last", "1")["domains"][0]["removed"] == []
+    assert [row["id"] for row in as_json("store", "list")["checkpoints"]] == [second]
+    assert node.contents() == [node.new]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--keep-within", "3y"), ("--max-size", "many"), ("--keep-within", "")])
+def test_numbers_that_are_none(node: Node, option: str, value: str) -> None:
+    result = run("store", "prune", option, value)
+    assert result.exit_code == 2
+    assert "is not a number with one of the units" in result.output
+
+
+def test_repair(node: Node) -> None:
+    for path in node.domain.index_dir.iterdir():
+        path.write_bytes(b"")
+    assert as_json("store", "repair")["done"] == ["domain team: made the index anew: 60 pages of 1 packs"]
+    node.complete()
+    assert node.contents() == [node.old, node.new]
