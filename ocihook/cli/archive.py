@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ocihook.cli.render import F, format_bytes, json_option, print_json, print_table, progress_bar
+from ocihook.config import load_settings
 from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
 from ocihook.ops import archive as ops
+from ocihook.store.stored import StoredManifest
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
@@ -41,9 +44,17 @@ def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
         if isinstance(facts, ArchiveFacts):
             container = facts.container
             row |= {"engine": container.engine, "container": str(container), "image": facts.image}
-            row |= {"created": facts.created, "packed": ops.is_packed(facts), "error": None}
+            row |= {"created": facts.created, "packed": ops.is_packed(facts), "thin": ops.is_thin(facts), "error": None}
         else:
-            row |= {"engine": "", "container": "", "image": "", "created": "", "packed": None, "error": str(facts)}
+            row |= {
+                "engine": "",
+                "container": "",
+                "image": "",
+                "created": "",
+                "packed": None,
+                "thin": None,
+                "error": str(facts),
+            }
         rows.append(row)
     if as_json:
         print_json({"archives": rows})
@@ -56,7 +67,7 @@ def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _packed(row: dict[str, Any]) -> str:
-    return f"error: {row['error']}" if row["error"] else "yes" if row["packed"] else "no"
+    return f"error: {row['error']}" if row["error"] else "yes" if row["packed"] else "thin" if row["thin"] else "no"
 
 
 @archive.command()
@@ -79,6 +90,10 @@ def inspect(*, path: Path, as_json: bool) -> None:
         ["created", value["created"]],
         ["memory images", f"{format_bytes(value['raw_bytes'])} raw, {format_bytes(value['stored_bytes'])} stored"],
         ["packed", f"by {manifest['writer']} at {manifest['created']}" if manifest else "no"],
+        [
+            "in the store",
+            "checkpoint {checkpoint_id} of domain {domain}".format(**value["thin"]) if value["thin"] else "",
+        ],
     ]
     if manifest:
         rows.append(["dumped on", ", ".join(f"{key} {text}" for key, text in manifest["host"].items() if text)])
@@ -99,11 +114,17 @@ def inspect(*, path: Path, as_json: bool) -> None:
 def verify(*, path: Path, workers: int, as_json: bool) -> None:
     """Read an archive to its end and check every checksum and size in it. Exit status 4: it is damaged."""
     with progress_bar("verifying", lambda: ops.memory_bytes(path)) as progress:
-        manifest = ops.verify_archive(path, workers=_count(workers), progress=progress)
+        store_dir = Path(load_settings().store_dir)
+        manifest = ops.verify_archive(path, store_dir=store_dir, workers=_count(workers), progress=progress)
     if as_json:
         print_json({"archive": str(path), "ok": True, "packed": manifest is not None})
     elif manifest is None:
         click.echo(f"{path}: not packed; its images are complete, their content has no checksums")
+    elif isinstance(manifest, StoredManifest):
+        click.echo(
+            f"{path}: {format_bytes(manifest.raw_bytes)} of memory in checkpoint {manifest.id} of domain "
+            f"{manifest.domain}, every byte right"
+        )
     else:
         click.echo(
             f"{path}: {len(manifest.packs)} packs, {format_bytes(manifest.raw_bytes)} of memory, every checksum right"
@@ -120,16 +141,19 @@ def _conversion(command: F) -> F:
 
 @archive.command()
 @_conversion
-def pack(*, source: Path, output: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
+@click.option("--store", "into_store", is_flag=True, help="Put the memory into this node's store: OUTPUT is thin then.")
+def pack(*, source: Path, output: Path, as_json: bool, into_store: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
     """Write OUTPUT, a packed archive, from SOURCE, a plain one."""
-    _convert("packing", ops.pack_archive, source, output, as_json=as_json, **options)
+    store_dir = Path(load_settings().store_dir) if into_store else None
+    _convert("packing", partial(ops.pack_archive, into_store=store_dir), source, output, as_json=as_json, **options)
 
 
 @archive.command()
 @_conversion
 def unpack(*, source: Path, output: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
-    """Write OUTPUT, a plain archive that restores on a node without ocihook, from SOURCE, a packed one."""
-    _convert("unpacking", ops.unpack_archive, source, output, as_json=as_json, **options)
+    """Write OUTPUT, a plain archive that restores on a node without ocihook, from SOURCE, a packed or thin one."""
+    store_dir = Path(load_settings().store_dir)
+    _convert("unpacking", partial(ops.unpack_archive, store_dir=store_dir), source, output, as_json=as_json, **options)
 
 
 def _convert(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+from ocihook.config import Settings
 from ocihook.criu.images import (
     PAGE_BYTES,
     PAGES_NAME,
@@ -26,11 +27,23 @@ from ocihook.criu.images import (
 from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_facts, read_members, write_archive
 from ocihook.errors import ArchiveError, ImageError, OcihookError, StoreFull, UnsupportedError
 from ocihook.linux.files import sync_directory
-from ocihook.ops.image_set import open_packs, pack_image_set, read_packed, rehydrate_image_set, verify_image_set
+from ocihook.ops.image_set import (
+    check_other_images,
+    open_packs,
+    pack_image_set,
+    read_packed,
+    rehydrate_image_set,
+    verify_image_set,
+)
+from ocihook.ops.store import rehydrate_stored, store_image_set, wait_complete
+from ocihook.store.domain import Domain
 from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, Region, decode_manifest, read_manifest
 from ocihook.store.pack import PackFile
 from ocihook.store.packing import Packs, Progress, no_progress
+from ocihook.store.stored import StoredManifest
+from ocihook.store.thin import THIN_NAME, Thin, decode_thin, read_thin, write_thin
 
+_STORE_DIR = Path(Settings().store_dir)
 _COPY_BYTES = 1 << 20  # whole pages
 _MAX_SMALL_BYTES = 64 << 20  # far above any manifest, pagemap or list of processes; a limit for hostile ones
 _PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
@@ -50,6 +63,7 @@ class Inspection(NamedTuple):
     manifest: Manifest | None
     processes: list[ProcessMemory]
     stats: DumpStats | None
+    thin: Thin | None
     archive_bytes: int
 
 
@@ -87,6 +101,11 @@ def is_packed(facts: ArchiveFacts) -> bool:
     return MANIFEST_NAME in facts.sizes
 
 
+def is_thin(facts: ArchiveFacts) -> bool:
+    """Tell whether the memory of an archive is in a store."""
+    return THIN_NAME in facts.sizes
+
+
 def memory_bytes(path: Path) -> int:
     """Return the bytes of all page images in an archive, unpacked: what progress is counted in.
 
@@ -112,7 +131,7 @@ def inspect_archive(path: Path) -> Inspection:
 
     def visit(member: Member) -> None:
         name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
-        if name in {MANIFEST_NAME, "pstree.img", "stats-dump"} or _PAGEMAP_NAME.fullmatch(name):
+        if name in {MANIFEST_NAME, THIN_NAME, "pstree.img", "stats-dump"} or _PAGEMAP_NAME.fullmatch(name):
             small[name] = member.content(_MAX_SMALL_BYTES)
 
     facts = read_facts(path, visit)
@@ -125,7 +144,8 @@ def inspect_archive(path: Path) -> Inspection:
     ]
     manifest = decode_manifest(small[MANIFEST_NAME]) if MANIFEST_NAME in small else None
     stats = parse_dump_stats(small["stats-dump"]) if "stats-dump" in small else None
-    return Inspection(facts, manifest, processes, stats, path.stat().st_size)
+    thin = decode_thin(small[THIN_NAME]) if THIN_NAME in small else None
+    return Inspection(facts, manifest, processes, stats, thin, path.stat().st_size)
 
 
 class _Place(NamedTuple):
@@ -193,8 +213,12 @@ def _pieces(member: Member) -> Iterator[bytes]:
         yield data
 
 
-def verify_archive(path: Path, *, workers: int, progress: Progress = no_progress) -> Manifest | None:
+def verify_archive(
+    path: Path, *, workers: int, store_dir: Path = _STORE_DIR, progress: Progress = no_progress
+) -> Manifest | StoredManifest | None:
     """Read an archive to its end and check everything in it that can be checked; None if it is not packed.
+
+    Of a thin one also what is in the store.
 
     Raises:
         OcihookError: naming what is missing or damaged.
@@ -211,6 +235,15 @@ def verify_archive(path: Path, *, workers: int, progress: Progress = no_progress
 
         facts = read_facts(path, visit)
         images.complete()
+        thin = read_thin(scratch)
+        if thin is not None:
+            domain = Domain.open(store_dir, thin.domain)
+            stored = domain.read(thin.checkpoint_id)
+            check_other_images(scratch, stored.other_images)
+            check_page_sizes(read_pagemaps(scratch), {**facts.sizes, **{i.name: i.size_bytes for i in stored.images}})
+            with domain.shared():
+                domain.verify_checkpoint(stored, progress)
+            return stored
         manifest = verify_image_set(scratch, workers=workers, progress=progress, elsewhere=images.packs)
         if manifest is None:
             check_page_sizes(read_pagemaps(scratch), facts.sizes)
@@ -218,9 +251,25 @@ def verify_archive(path: Path, *, workers: int, progress: Progress = no_progress
 
 
 def pack_archive(
-    source: Path, target: Path, *, compression: str, force: bool, workers: int, progress: Progress = no_progress
-) -> Manifest:
+    source: Path,
+    target: Path,
+    *,
+    compression: str,
+    force: bool,
+    workers: int,
+    into_store: Path | None = None,
+    progress: Progress = no_progress,
+) -> None:
     """Write a packed archive from a plain one, as if it had been dumped with ocihook.
+
+    Args:
+        source: the archive.
+        target: is written.
+        compression: of the target.
+        force: whether the target may exist.
+        workers: processes to use.
+        into_store: put the memory into this store; the target is a thin archive then.
+        progress: told the bytes of memory done.
 
     Raises:
         OcihookError: if it is packed already, has nothing to pack, or is damaged; `target` is then as it was.
@@ -229,11 +278,18 @@ def pack_archive(
         images = _ImageSet(source, output.scratch, in_place=False, pages=True)
 
         def visit(member: Member) -> None:
-            if member.image_name == MANIFEST_NAME:
+            if member.image_name in {MANIFEST_NAME, THIN_NAME}:
                 raise ArchiveError(f"{source} is packed already")
             images.take(member)
 
         facts = read_facts(source, visit)
+        if into_store is not None:
+            stored = store_image_set(
+                into_store, output.scratch, facts.container, created=facts.created, workers=workers, progress=progress
+            )
+            write_thin(output.scratch, Thin(stored.domain, stored.id))
+            output.write(compression, dropped={image.name for image in stored.images}, added=[THIN_NAME])
+            return
         host = {"kernel": "", "machine": "", "criu": ""}
         manifest = pack_image_set(
             output.scratch, container=facts.container, host=host, workers=workers, durable=False, progress=progress
@@ -244,13 +300,21 @@ def pack_archive(
             )
         added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
         output.write(compression, dropped={image.name for image in manifest.packed_images}, added=added)
-        return manifest
 
 
 def unpack_archive(
-    source: Path, target: Path, *, compression: str, force: bool, workers: int, progress: Progress = no_progress
-) -> list[str]:
-    """Write a plain archive from a packed one, its images byte for byte as CRIU wrote them; return their names.
+    source: Path,
+    target: Path,
+    *,
+    compression: str,
+    force: bool,
+    workers: int,
+    store_dir: Path = _STORE_DIR,
+    progress: Progress = no_progress,
+) -> None:
+    """Write a plain archive from a packed or thin one, its images byte for byte as CRIU wrote them.
+
+    The arguments are those of `pack_archive`, and the store that a thin one is in.
 
     Raises:
         OcihookError: if it is not packed, damaged, or has GPU state; `target` is then as it was.
@@ -259,17 +323,29 @@ def unpack_archive(
         images = _ImageSet(source, output.scratch, in_place=True, pages=False)
         facts = read_facts(source, images.take)
         images.complete()
-        manifest = read_manifest(output.scratch)
-        if manifest is not None and manifest.gpu:
-            raise UnsupportedError(
-                f"{source} has GPU state, which nothing but ocihook can restore",
-                hint="restore it as it is, on a node with ocihook",
-            )
-        names = rehydrate_image_set(output.scratch, workers=workers, progress=progress, elsewhere=images.packs)
-        if not is_packed(facts):
-            raise ArchiveError(f"{source} is not packed")
+        thin = read_thin(output.scratch)
+        if thin is not None:
+            domain = Domain.open(store_dir, thin.domain)
+            stored = wait_complete(domain, thin.checkpoint_id, workers=workers)
+            _refuse_gpu_state(source, stored.gpu)
+            check_other_images(output.scratch, stored.other_images)
+            rehydrate_stored(domain, stored, output.scratch, workers=workers, progress=progress)
+            names = [image.name for image in stored.images]
+        else:
+            manifest = read_manifest(output.scratch)
+            _refuse_gpu_state(source, manifest.gpu if manifest else {})
+            names = rehydrate_image_set(output.scratch, workers=workers, progress=progress, elsewhere=images.packs)
+            if not is_packed(facts):
+                raise ArchiveError(f"{source} is not packed")
         output.write(compression, dropped=set(names), added=names)
-        return names
+
+
+def _refuse_gpu_state(source: Path, gpu: Mapping[str, Any]) -> None:
+    if gpu:
+        raise UnsupportedError(
+            f"{source} has GPU state, which nothing but ocihook can restore",
+            hint="restore it as it is, on a node with ocihook",
+        )
 
 
 class _Output(NamedTuple):
@@ -286,7 +362,7 @@ class _Output(NamedTuple):
         with write_archive(partial, compression) as tar:
             for member in read_members(self.source):
                 name = member.image_name
-                if name in dropped or name == MANIFEST_NAME or PACK_NAME.fullmatch(name):
+                if name in dropped or name in {MANIFEST_NAME, THIN_NAME} or PACK_NAME.fullmatch(name):
                     template = member.info
                 else:
                     tar.addfile(member.info, cast("IO[bytes] | None", member.data))
@@ -357,6 +433,8 @@ def _taken_memory(stack: contextlib.ExitStack, path: Path, progress: Progress) -
     images = _ImageSet(path, directory, in_place=True, pages=True)
     read_facts(path, images.take)
     images.complete()
+    if read_thin(directory) is not None:
+        raise UnsupportedError(f"the memory of {path} is in a store", hint="unpack it, then compare")
     memory = _Memory(images, progress)
     stack.callback(memory.close)
     return memory
@@ -476,6 +554,7 @@ def to_json(inspection: Inspection) -> Mapping[str, Any]:
         "created": facts.created,
         "archive_bytes": inspection.archive_bytes,
         "packed": manifest is not None,
+        "thin": inspection.thin._asdict() if inspection.thin else None,
         "raw_bytes": manifest.raw_bytes if manifest else pages_bytes,
         "stored_bytes": manifest.stored_bytes if manifest else pages_bytes,
         "manifest": None

@@ -79,8 +79,7 @@ def pack_image_set(
     """
     check_page_images(directory)  # first: packs without page images are all there is of the memory
     discard_packs(directory)
-    opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
-    names = [name for name in page_images(directory) if name not in opaque]
+    names = list_packable(directory)
     if not with_images or not any(_size(directory / name) for name in names):
         names = []
     if not names and moved is None:
@@ -113,6 +112,16 @@ def pack_image_set(
     if durable:
         sync_directory(directory)
     return manifest
+
+
+def list_packable(directory: Path) -> list[str]:
+    """Return the page images of an image set, without those that CRIU itself has compressed.
+
+    Raises:
+        ImageError: if a pagemap is damaged.
+    """
+    opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
+    return [name for name in page_images(directory) if name not in opaque]
 
 
 def discard_packs(directory: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ocihook import __version__, wire
-from ocihook.criu.images import check_page_images, page_images, read_pagemaps
+from ocihook.criu.images import check_page_images
 from ocihook.linux.files import identity, same_directory, sync_directory
 from ocihook.linux.mounts import pin_file, unpin_directory
 from ocihook.model import ContainerRef
-from ocihook.ops.image_set import MovedRegions, discard_packs, list_other_images
+from ocihook.ops.image_set import MovedRegions, discard_packs, list_other_images, list_packable
 from ocihook.ops.journal import Journal
 from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.manifest import Manifest, write_manifest
@@ -90,8 +90,7 @@ def stage(
     assert effect is not None
     check_page_images(directory)
     discard_packs(directory)
-    opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
-    names = [name for name in page_images(directory) if name not in opaque]
+    names = list_packable(directory)
     pending = Path(effect["pending"])
     if not names and moved is None:
         finish_staging(effect)

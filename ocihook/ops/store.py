@@ -14,15 +14,17 @@ from typing import NamedTuple
 
 from ocihook import __version__
 from ocihook.config import Settings
+from ocihook.criu.images import check_page_images
 from ocihook.errors import IntegrityError, OcihookError, StoreError
 from ocihook.linux.memory import ProcessMemory
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import run_at_low_priority
-from ocihook.ops.image_set import open_packs
-from ocihook.ops.staging import discard_staged, pins_of
+from ocihook.model import ContainerRef
+from ocihook.ops.image_set import list_other_images, list_packable, open_packs
+from ocihook.ops.staging import discard_staged, domain_name, pins_of
 from ocihook.store.assemble import Target, assemble
 from ocihook.store.deduplicate import WORKER_BYTES, Before, deduplicate
-from ocihook.store.domain import Domain, Usage, digest_of_file, domain_names, lineage
+from ocihook.store.domain import Domain, Usage, digest_of_file, domain_names, lineage, new_checkpoint_id
 from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress, workers_within
 from ocihook.store.pending import (
@@ -72,7 +74,7 @@ def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Prog
         if job is not None and checkpoint_id not in domain.checkpoint_ids():
             check_taken(job)
             with domain.shared():
-                _store(domain, job, pending, workers=workers, progress=progress)
+                _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
         discard_staged(pending, pins_of(checkpoint_id))
     return True
 
@@ -97,7 +99,48 @@ def _claimed(pending: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _store(domain: Domain, job: Job, pending: Path, *, workers: int, progress: Progress) -> None:
+def store_image_set(
+    root: Path,
+    directory: Path,
+    container: ContainerRef,
+    *,
+    created: str,
+    workers: int,
+    progress: Progress = no_progress,
+) -> StoredManifest:
+    """Store the memory of an image set that lies in `directory`, and stays there.
+
+    Raises:
+        ImageError: if it is incomplete.
+        StoreError: if it has no memory that could be stored.
+        OSError: from the file system, a full one included.
+    """
+    check_page_images(directory)
+    names = list_packable(directory)
+    if not names:
+        raise StoreError("there is no memory that could be stored", hint="CRIU itself may have compressed it")
+    domain = Domain.open(root, domain_name(container), create=True)
+    job = Job(
+        id=new_checkpoint_id(),
+        created=created,
+        container=container,
+        host={},
+        images={name: directory / name for name in names},
+        sizes={name: (directory / name).stat().st_size for name in names},
+        other_images=tuple(list_other_images(directory, packed_names=set(names))),
+        boot_id="",
+    )
+    pending = directory_of(domain, job.id)
+    pending.mkdir(mode=0o700)
+    with _claimed(pending), domain.shared():
+        _store(domain, job, pending, None, workers=workers, progress=progress)
+    discard_staged(pending, pins_of(job.id))
+    return domain.read(job.id)
+
+
+def _store(
+    domain: Domain, job: Job, pending: Path, moved: Manifest | None, *, workers: int, progress: Progress
+) -> None:
     reported = time.monotonic()
     done = 0
 
@@ -109,7 +152,6 @@ def _store(domain: Domain, job: Job, pending: Path, *, workers: int, progress: P
             reported = time.monotonic()
             write_progress(domain, job.id, done)
 
-    moved = read_manifest(pending)
     regions = _regions(moved)
     sources = {name: Source(partial(ImageFile, path), 0, job.sizes[name]) for name, path in job.images.items()}
     packs = None

@@ -319,6 +319,16 @@ class Domain:
                     self._verify_content(manifest, layout, progress)
         return wrong
 
+    def verify_checkpoint(self, manifest: StoredManifest, progress: Progress = no_progress) -> None:
+        """Read every byte of one checkpoint. Call it with the lock shared.
+
+        Raises:
+            IntegrityError: naming what is missing or damaged.
+        """
+        layout = self.layout(manifest)
+        self._verify_layout(manifest, layout, {}, read_data=False)
+        self._verify_content(manifest, layout, progress)
+
     def _verify_layout(
         self, manifest: StoredManifest, layout: Layout, pages: dict[str, int], *, read_data: bool
     ) -> None:

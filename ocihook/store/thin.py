@@ -33,8 +33,15 @@ def read_thin(directory: Path) -> Thin | None:
         IntegrityError: if the record is damaged.
     """
     data = read_record(directory / THIN_NAME, _MAX_BYTES, "record of a thin checkpoint")
-    if data is None:
-        return None
+    return None if data is None else decode_thin(data)
+
+
+def decode_thin(data: bytes) -> Thin:
+    """Read a record's content.
+
+    Raises:
+        IntegrityError: if it is damaged.
+    """
     _, body = decode_frame("thin", (1,), data)
     try:
         value = load_json(body)

@@ -400,3 +400,32 @@ def test_one_unreadable_file_does_not_end_a_list(tmp_path: Path, plain: Path, mo
     listed = dict(ops.list_archives([tmp_path]))
     assert isinstance(listed[plain], PermissionError)
     assert not isinstance(listed[tmp_path / "packed.tar"], Exception)
+
+
+def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
+    store, thin, again = tmp_path / "store", tmp_path / "thin.tar", tmp_path / "again.tar"
+    ops.pack_archive(plain, thin, into_store=store, compression="none", force=False, workers=2)
+    assert thin.stat().st_size < plain.stat().st_size / 10
+    found = ops.inspect_archive(thin)
+    assert ops.is_thin(found.facts)
+    assert found.thin is not None
+    assert ops.to_json(found)["thin"] == {"domain": "_node", "checkpoint_id": found.thin.checkpoint_id}
+    stored = ops.verify_archive(thin, store_dir=store, workers=1)
+    assert stored is not None
+    assert stored.raw_bytes == sum(map(len, MEMORY.values()))
+    with pytest.raises(ArchiveError, match="packed already"):
+        pack(thin, again)
+    with pytest.raises(OcihookError, match="is in a store"):
+        ops.diff_archives(thin, plain)
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(OcihookError, match="no domain"):
+        ops.unpack_archive(thin, again, store_dir=elsewhere, compression="none", force=False, workers=2)
+    ops.unpack_archive(thin, again, store_dir=store, compression="none", force=False, workers=2)
+    assert members(again) == members(plain)
+    assert not list((store / "domains/_node/pending").iterdir())
+    for pack_file in (store / "domains/_node/packs").iterdir():
+        data = bytearray(pack_file.read_bytes())
+        data[100] ^= 1
+        pack_file.write_bytes(data)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        ops.verify_archive(thin, store_dir=store, workers=1)
