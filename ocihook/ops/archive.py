@@ -287,7 +287,7 @@ def pack_archive(
             stored = store_image_set(
                 into_store, output.scratch, facts.container, created=facts.created, workers=workers, progress=progress
             )
-            write_thin(output.scratch, Thin(stored.domain, stored.id))
+            write_thin(output.scratch, Thin(stored.domain, stored.id), durable=True)
             output.write(compression, dropped={image.name for image in stored.images}, added=[THIN_NAME])
             return
         host = {"kernel": "", "machine": "", "criu": ""}

@@ -115,8 +115,8 @@ def stage(
         other_images=tuple(list_other_images(directory, packed_names=set(names))),
         boot_id="" if durable and is_linked else this_boot(),
     )
-    write_job(Domain.open(store_dir, effect["domain"]), job)
-    write_thin(directory, Thin(effect["domain"], job.id))
+    write_job(Domain.open(store_dir, effect["domain"]), job, durable=durable)
+    write_thin(directory, Thin(effect["domain"], job.id), durable=durable)
     for name in (*names, STAGED_NAME):
         (directory / name).unlink(missing_ok=True)
     journal.pop(EFFECT)

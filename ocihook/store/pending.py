@@ -57,8 +57,12 @@ def pending_ids(domain: Domain) -> list[str]:
     )
 
 
-def write_job(domain: Domain, job: Job) -> None:
-    """Say that all page images have been taken."""
+def write_job(domain: Domain, job: Job, *, durable: bool) -> None:
+    """Say that all page images have been taken.
+
+    Without `durable` nothing is synced: on ext4 that would wait for all of the page images, while the container stands
+    still.
+    """
     body = {
         "id": job.id,
         "created": job.created,
@@ -68,7 +72,8 @@ def write_job(domain: Domain, job: Job) -> None:
         "other_images": [list(image) for image in job.other_images],
         "boot_id": job.boot_id,
     }
-    replace_file(directory_of(domain, job.id) / "job", encode_frame("job", 1, json.dumps(body).encode()), mode=0o600)
+    record = encode_frame("job", 1, json.dumps(body).encode())
+    replace_file(directory_of(domain, job.id) / "job", record, mode=0o600, durable=durable)
 
 
 def read_job(domain: Domain, checkpoint_id: str) -> Job | None:

@@ -20,10 +20,10 @@ class Thin(NamedTuple):
     checkpoint_id: str
 
 
-def write_thin(directory: Path, thin: Thin) -> None:
+def write_thin(directory: Path, thin: Thin, *, durable: bool) -> None:
     """Commit: afterwards the page images of `directory` are in the store, or on their way into it."""
     body = json.dumps({"domain": thin.domain, "checkpoint": thin.checkpoint_id}).encode()
-    replace_file(directory / THIN_NAME, encode_frame("thin", 1, body), mode=0o600)
+    replace_file(directory / THIN_NAME, encode_frame("thin", 1, body), mode=0o600, durable=durable)
 
 
 def read_thin(directory: Path) -> Thin | None:

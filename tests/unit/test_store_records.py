@@ -140,7 +140,7 @@ def test_a_manifest_that_is_none(change: dict[str, object]) -> None:
 )
 def test_a_thin_record_that_is_none(tmp_path: Path, spoil: Callable[[bytes], bytes], message: str) -> None:
     assert read_thin(tmp_path) is None
-    write_thin(tmp_path, Thin("team", ID))
+    write_thin(tmp_path, Thin("team", ID), durable=False)
     assert read_thin(tmp_path) == Thin("team", ID)
     path = tmp_path / THIN_NAME
     path.write_bytes(spoil(path.read_bytes()))
