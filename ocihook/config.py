@@ -47,6 +47,10 @@ class Settings:
     idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
     memory_bound_bytes: int = 256 << 20  # of the agent with all its workers, whatever a checkpoint's size
     workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
+    keep_last: int = 0  # checkpoints of each container in the store; 0 and keep_within_s 0: all
+    keep_within_s: float = 0.0  # and what is younger
+    max_store_bytes: int = 0  # of a domain's packs, by removing the oldest checkpoints; 0: any number
+    archive_dir: str = ""  # where the same holds for archives: /var/lib/kubelet/checkpoints
     store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
 
 
@@ -65,6 +69,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "idle_timeout_s": (1, 86400),
     "memory_bound_bytes": (64 << 20, 1 << 50),
     "workers": (0, 1024),
+    "keep_last": (0, 1 << 20),
+    "keep_within_s": (0, 1 << 40),
+    "max_store_bytes": (0, 1 << 60),
 }
 _POLICY_KEYS = {f.name: f.default for f in dataclasses.fields(Policy)}
 _AGENT_KEYS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "policy"}
@@ -148,7 +155,7 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
-    if key == "store_dir" and not (isinstance(value, str) and value.startswith("/")):
+    if key in {"store_dir", "archive_dir"} and not str(value or "/").startswith("/"):
         raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
     if key == "gpu_map" and not _GPU_MAP.fullmatch(str(value)):
         raise ConfigError(f"{where}: {key} must be OLD=NEW,... of GPU UUIDs, not {value!r}")

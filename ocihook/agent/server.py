@@ -21,11 +21,12 @@ from ocihook.config import Settings, load_settings
 from ocihook.errors import AgentError, ConfigError, OcihookError
 from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
-from ocihook.linux.workers import die_with_parent
+from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import set_up_logging
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.lock import lock_agent
-from ocihook.ops.store import complete_in_background, has_pending
+from ocihook.ops.prune import prune_by_policy
+from ocihook.ops.store import complete_all, has_pending
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
@@ -119,7 +120,9 @@ class Agent:
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)  # it can be interrupted at any point
             self._let_go()
-            complete_in_background(settings)
+            run_at_low_priority()
+            complete_all(settings)
+            prune_by_policy(settings)
         except Exception:
             log.exception("pending checkpoints")
         finally:

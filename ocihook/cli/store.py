@@ -10,6 +10,8 @@ from ocihook.cli.render import format_bytes, json_option, print_json, print_tabl
 from ocihook.config import load_settings
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.ops import store as ops
+from ocihook.ops.prune import Keep, prune_archives
+from ocihook.ops.prune import prune as prune_store
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -91,26 +93,49 @@ def verify(*, read_data: bool, as_json: bool) -> None:
 
 
 @store.command()
-@click.option("--keep-last", metavar="N", default=0, help="Keep the newest N checkpoints of each container.")
-@click.option("--keep-within", metavar="TIME", default="0s", help="Keep what is younger, as in 36h or 14d.")
-@click.option("--max-size", metavar="SIZE", default="0", help="Then remove the oldest until packs take no more: 500G.")
+@click.option("--keep-last", metavar="N", type=int, help="Keep the newest N checkpoints of each container.")
+@click.option("--keep-within", metavar="TIME", help="Keep what is younger, as in 36h or 14d.")
+@click.option("--max-size", metavar="SIZE", help="Then remove the oldest until packs take no more: 500G.")
+@click.option(
+    "--archives",
+    "archive_dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Keep the same of the archives in a directory: /var/lib/kubelet/checkpoints.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be removed.")
 @json_option
-def prune(*, keep_last: int, keep_within: str, max_size: str, dry_run: bool, as_json: bool) -> None:
+def prune(
+    *,
+    keep_last: int | None,
+    keep_within: str | None,
+    max_size: str | None,
+    archive_dir: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Remove old checkpoints, and whatever no checkpoint needs.
 
-    Without options only the latter. The newest checkpoint of a container always stays.
+    Without options as the configuration says, by default only the latter. The newest checkpoint of a container always
+    stays.
     """
-    keep = ops.Keep(keep_last, _number(keep_within, _UNITS_S), int(_number(max_size, _UNITS_BYTES)))
-    done = ops.prune(_directory(), keep, dry_run=dry_run)
+    settings = load_settings()
+    keep = Keep.of(settings)
+    if keep_last is not None or keep_within is not None or max_size is not None:
+        within_s = 0.0 if keep_within is None else _number(keep_within, _UNITS_S)
+        max_bytes = 0 if max_size is None else _number(max_size, _UNITS_BYTES)
+        keep = Keep(keep_last or 0, within_s, int(max_bytes))
+    done = prune_store(Path(settings.store_dir), keep, dry_run=dry_run)
+    archives = archive_dir or (Path(settings.archive_dir) if settings.archive_dir else None)
+    if archives:
+        done.append(prune_archives(archives, keep, dry_run=dry_run))
     if as_json:
-        print_json({"dry_run": dry_run, "domains": [pruned._asdict() for pruned in done]})
+        print_json({"dry_run": dry_run, "pruned": [pruned._asdict() for pruned in done]})
         return
     for pruned in done:
-        for checkpoint_id in pruned.removed:
-            click.echo(f"{pruned.domain}: {'would remove' if dry_run else 'removed'} {checkpoint_id}")
+        for name in pruned.removed:
+            click.echo(f"{pruned.where}: {'would remove' if dry_run else 'removed'} {name}")
         if not dry_run:
-            click.echo(f"{pruned.domain}: freed {format_bytes(pruned.freed_bytes)}")
+            click.echo(f"{pruned.where}: freed {format_bytes(pruned.freed_bytes)}")
 
 
 def _number(text: str, units: dict[str, int]) -> float:

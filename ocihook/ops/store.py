@@ -1,13 +1,12 @@
 """The content store's use cases: complete what was taken, restore from it, tell of it, check it, prune it."""
 
-import calendar
 import contextlib
 import fcntl
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from ocihook.criu.images import check_page_images
 from ocihook.errors import IntegrityError, OcihookError, StoreError
 from ocihook.linux.memory import ProcessMemory
 from ocihook.linux.procfs import Process
-from ocihook.linux.workers import run_at_low_priority
 from ocihook.model import ContainerRef
 from ocihook.ops.image_set import list_other_images, list_packable, open_packs
 from ocihook.ops.staging import discard_staged, domain_name, pins_of
@@ -40,7 +38,6 @@ from ocihook.store.stored import StoredImage, StoredManifest, StoredRegion
 
 _PROGRESS_S = 1.0
 _POLL_S = 0.2
-_TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Prog
         OSError: from the file system, a full one included; what was taken stays, for another attempt.
     """
     pending = directory_of(domain, checkpoint_id)
-    with _claimed(pending) as is_ours:
+    with claimed(pending) as is_ours:
         if not is_ours:
             return False
         job = read_job(domain, checkpoint_id)
@@ -80,7 +77,7 @@ def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Prog
 
 
 @contextlib.contextmanager
-def _claimed(pending: Path) -> Iterator[bool]:
+def claimed(pending: Path) -> Iterator[bool]:
     """Be the only one at a pending checkpoint. True also if it is gone: whoever had it has completed it."""
     try:
         fd = os.open(pending, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -132,7 +129,7 @@ def store_image_set(
     )
     pending = directory_of(domain, job.id)
     pending.mkdir(mode=0o700)
-    with _claimed(pending), domain.shared():
+    with claimed(pending), domain.shared():
         _store(domain, job, pending, None, workers=workers, progress=progress)
     discard_staged(pending, pins_of(job.id))
     return domain.read(job.id)
@@ -243,9 +240,8 @@ def store_workers(settings: Settings) -> int:
     return workers_within(settings.memory_bound_bytes, cores, WORKER_BYTES)
 
 
-def complete_in_background(settings: Settings) -> None:
-    """Complete every pending checkpoint without getting in anybody's way. In a process of its own."""
-    run_at_low_priority()
+def complete_all(settings: Settings) -> None:
+    """Complete every pending checkpoint, also those that come meanwhile. What fails is logged, and tried once."""
     root, workers = Path(settings.store_dir), store_workers(settings)
     tried: set[str] = set()
     while waiting := [
@@ -403,108 +399,6 @@ def verify(root: Path, *, read_data: bool, progress: Progress = no_progress) -> 
         with domain.shared():
             wrong += [f"domain {name}: {line}" for line in domain.verify(read_data=read_data, progress=progress)]
     return wrong
-
-
-class Keep(NamedTuple):
-    """What a prune leaves: of each container what any of the first two keeps, and no more than the third allows."""
-
-    last: int = 0  # checkpoints
-    within_s: float = 0.0  # since they were made
-    max_bytes: int = 0  # of the domain's packs; 0: any number
-
-
-class Pruned(NamedTuple):
-    """What a prune did in a domain."""
-
-    domain: str
-    removed: tuple[str, ...]
-    freed_bytes: int
-
-
-def prune(root: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> list[Pruned]:
-    """Remove checkpoints that nothing keeps, and what no checkpoint needs.
-
-    Raises:
-        StoreError: if checkpoints are being written or read for too long.
-        IntegrityError: if a checkpoint is damaged; nothing of its domain is removed then.
-    """
-    result = []
-    for name in domain_names(root):
-        domain = Domain.open(root, name)
-        with domain.alone():
-            removed = choose(domain.checkpoints(), keep, time.time() if now_s is None else now_s)
-            freed = 0
-            if not dry_run:
-                domain.remove(removed)
-                freed = domain.remove_rubbish() + _discard_lost(domain)
-                if keep.max_bytes:
-                    more = _shrink(domain, keep.max_bytes)
-                    removed, freed = [*removed, *more[0]], freed + more[1]
-            result.append(Pruned(name, tuple(removed), freed))
-    return result
-
-
-def choose(manifests: Sequence[StoredManifest], keep: Keep, now_s: float) -> list[str]:
-    """Return which checkpoints go. Of each container the newest always stays."""
-    rows: dict[str, list[StoredManifest]] = {}
-    for manifest in manifests:
-        rows.setdefault(lineage(manifest.container), []).append(manifest)
-    gone = []
-    for row in rows.values():
-        newest_first = sorted(row, key=lambda manifest: -manifest.sequence)
-        if not keep.last and not keep.within_s:
-            continue
-        for number, manifest in enumerate(newest_first):
-            is_young = now_s - _made_s(manifest) <= keep.within_s
-            if number >= max(1, keep.last) and not is_young:
-                gone.append(manifest.id)
-    return gone
-
-
-def _made_s(manifest: StoredManifest) -> float:
-    try:
-        return float(calendar.timegm(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ")))
-    except ValueError:
-        return 0.0
-
-
-def _shrink(domain: Domain, max_bytes: int) -> tuple[list[str], int]:
-    """Remove the oldest checkpoints until the packs are within a bound; of each container the newest stays."""
-    removed: list[str] = []
-    freed = 0
-    while sum(path.stat().st_size for path in domain.packs_dir.glob("*.pack")) > max_bytes:
-        manifests = domain.checkpoints()
-        newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
-        oldest = next((manifest.id for manifest in manifests if manifest.id not in newest), None)
-        if oldest is None:
-            break
-        domain.remove([oldest])
-        freed += domain.remove_rubbish()
-        removed.append(oldest)
-    return removed, freed
-
-
-def _discard_lost(domain: Domain) -> int:
-    """Remove what was taken for checkpoints that cannot be completed any more, or was never taken whole."""
-    freed = 0
-    for pending in list(domain.pending_dir.iterdir()):
-        with _claimed(pending) as is_ours:
-            if is_ours and _is_lost(domain, pending):
-                freed += sum(path.stat().st_size for path in pending.iterdir())
-                discard_staged(pending, pins_of(pending.name))
-    return freed
-
-
-def _is_lost(domain: Domain, pending: Path) -> bool:
-    try:
-        job = read_job(domain, pending.name)
-        if job is None:  # being taken, or the dump was interrupted long ago
-            return time.time() - pending.stat().st_mtime > _TAKEN_WITHIN_S
-        check_taken(job)
-    except IntegrityError as error:
-        log.warning("%s", error)
-        return True
-    return False
 
 
 def repair(root: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """`ocihook store` and `ocihook wait`, on a store with a complete and a pending checkpoint."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner, Result
 from ocihook.cli import store as module
 from ocihook.cli.main import cli
 from ocihook.config import Settings
+from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.unit.test_store_crash import Node
 
 
@@ -78,13 +80,36 @@ def test_verify(node: Node) -> None:
 def test_prune(node: Node) -> None:
     node.complete()
     first, second = (row["id"] for row in as_json("store", "list")["checkpoints"])
-    assert as_json("store", "prune")["domains"][0]["removed"] == []
-    assert as_json("store", "prune", "--keep-last", "1", "--keep-within", "1h")["domains"][0]["removed"] == []
+    assert as_json("store", "prune")["pruned"][0]["removed"] == []
+    assert as_json("store", "prune", "--keep-last", "1", "--keep-within", "1h")["pruned"][0]["removed"] == []
     assert f"would remove {first}" in run("store", "prune", "--keep-last", "1", "--dry-run").output
     assert len(as_json("store", "list")["checkpoints"]) == 2
-    assert as_json("store", "prune", "--max-size", "1K")["domains"][0]["removed"] == [first]
-    assert as_json("store", "prune", "--keep-last", "1")["domains"][0]["removed"] == []
+    assert as_json("store", "prune", "--max-size", "1K")["pruned"][0]["removed"] == [first]
+    assert as_json("store", "prune", "--keep-last", "1")["pruned"][0]["removed"] == []
     assert [row["id"] for row in as_json("store", "list")["checkpoints"]] == [second]
+    assert node.contents() == [node.new]
+
+
+def test_prune_by_the_configuration_and_of_archives(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.complete()
+    archives = tmp_path / "checkpoints"
+    archives.mkdir()
+    make_image_set(tmp_path / "images", {1: mixed_pages(5)})
+    for number in range(4):
+        path = archives / f"checkpoint-{number}.tar"
+        make_archive(path, tmp_path / "images", "containerd")
+        os.utime(path, (1000 + number, 1000 + number))
+    os.utime(archives / "checkpoint-3.tar")  # the engine may still be at it
+    (archives / "other.tar").write_bytes(b"no archive")
+    os.utime(archives / "other.tar", (1, 1))
+    settings = Settings(store_dir=str(node.store_dir), keep_last=1, archive_dir=str(archives))
+    monkeypatch.setattr(module, "load_settings", lambda: settings)
+    store, kubelet = as_json("store", "prune")["pruned"]
+    assert len(store["removed"]) == 1
+    assert kubelet["removed"] == ["checkpoint-1.tar", "checkpoint-0.tar"]
+    assert sorted(path.name for path in archives.iterdir()) == ["checkpoint-2.tar", "checkpoint-3.tar", "other.tar"]
     assert node.contents() == [node.new]
 
 

@@ -14,6 +14,7 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import store as ops
 from ocihook.ops.journal import Journal
+from ocihook.ops.prune import Keep, prune
 from ocihook.ops.staging import begin, stage
 from ocihook.ops.undo import undo_all
 from ocihook.store.domain import Domain
@@ -117,7 +118,7 @@ class Node:
     def assert_clean(self) -> None:
         domain = self.domain
         assert domain.verify(read_data=True) == []
-        ops.prune(self.store_dir, ops.Keep())
+        prune(self.store_dir, Keep())
         assert domain.verify(read_data=True) == []
         assert domain.rubbish() == ([], [])
 
@@ -196,13 +197,13 @@ def test_a_prune_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: boo
 
         def act(copy: Node = copy, number: int = number) -> None:
             die_at(number, torn=torn)
-            ops.prune(copy.store_dir, ops.Keep(last=1))
+            prune(copy.store_dir, Keep(last=1))
 
         status = in_child(act)
         assert status in {0, DIED}
         assert copy.domain.verify(read_data=True) == []
         assert copy.contents()[-1] == third
-        ops.prune(copy.store_dir, ops.Keep(last=1))
+        prune(copy.store_dir, Keep(last=1))
         assert copy.contents() == [third]
         copy.assert_clean()
         copy.dump(node.old)
@@ -243,7 +244,7 @@ def test_a_node_that_went_down_says_what_is_lost(node: Node, monkeypatch: pytest
     with pytest.raises(Exception, match=r"was lost: pages-1.img has .* bytes of"):
         ops.complete(node.domain, checkpoint_id, workers=1)
     assert node.contents() == [node.old]
-    ops.prune(node.store_dir, ops.Keep())
+    prune(node.store_dir, Keep())
     assert pending_ids(node.domain) == []
     with pytest.raises(Exception, match=f"no checkpoint {checkpoint_id}"):
         ops.wait_complete(node.domain, checkpoint_id, workers=1)
@@ -252,7 +253,7 @@ def test_a_node_that_went_down_says_what_is_lost(node: Node, monkeypatch: pytest
 def test_two_that_complete_at_once(node: Node) -> None:
     node.dump(node.new)
     (checkpoint_id,) = pending_ids(node.domain)
-    with ops._claimed(node.domain.pending_dir / checkpoint_id) as is_ours:
+    with ops.claimed(node.domain.pending_dir / checkpoint_id) as is_ours:
         assert is_ours
         assert in_child(lambda: os._exit(int(ops.complete(node.domain, checkpoint_id, workers=1)))) == 0
     node.complete()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ocihook.errors import IntegrityError
 from ocihook.model import ContainerRef
-from ocihook.ops.store import Keep, choose
+from ocihook.ops.prune import Keep, choose
 from ocihook.store.extents import ZERO, Extent, Extents, Layout, decode_layout, encode_layout
 from ocihook.store.frame import decode_frame, encode_frame
 from ocihook.store.manifest import OtherImage
