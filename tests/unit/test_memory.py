@@ -3,11 +3,13 @@
 import ctypes
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from ocihook.errors import TraceError
 from ocihook.linux.memory import Span, anonymous_spans, memory_path, read_mappings, subtract
 from ocihook.linux.procfs import tracer_pid
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held, thread_ids
+from ocihook.linux.workers import start_call
 
 MADV_DONTNEED = 4
 REGION_BYTES = 4 << 20
@@ -190,3 +193,68 @@ def test_joined_mappings_are_told_apart() -> None:
     new = Span(start + REGION_BYTES, start + 2 * REGION_BYTES)
     before = subtract(anonymous_spans(os.getpid()), [new])
     assert subtract(anonymous_spans(os.getpid()), before) == [new]
+
+
+# Maps 64 MiB filled at once as soon as it is told to, writes a byte, and says where; then what is there.
+MAPPER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+print("ready", flush=True)
+sys.stdin.readline()
+small = libc.mmap(None, 4096, 3, 0x8022, -1, 0)
+large = libc.mmap(None, 64 << 20, 3, 0x8022, -1, 0)  # MAP_PRIVATE, MAP_ANONYMOUS, MAP_POPULATE
+ctypes.memset(large, 7, 4096)
+print(large, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
+    command = [sys.executable, "-c", MAPPER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        thread = HeldThread(process.pid)
+        instruction = find_call_instruction(process.pid)
+        seen: list[tuple[int, int, int]] = []
+
+        def advise(address: int, size_bytes: int) -> None:
+            seen.append((address, size_bytes, resident_bytes(process.pid, address)))
+            thread.make_call("madvise", instruction, address, size_bytes, 16)  # MADV_DONTDUMP shows as dd
+
+        def tell(_: None) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            return str(process.stdout.readline())
+
+        with start_call(tell, None) as call:
+            thread.watch_mappings(call.pid, 32 << 20, advise)
+            thread.stop()
+            thread.release()
+            address = int(call.outcome())
+        assert seen == [(address, 64 << 20, 0)]
+        assert 4096 <= resident_bytes(process.pid, address) <= 4 << 20, "it was filled all the same"
+        assert " dd " in smaps_entry(process.pid, address)
+        process.communicate("end\n")
+
+
+def smaps_entry(pid: int, address: int) -> str:
+    """Return what the kernel tells of the mapping that has an address."""
+    entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)
+    for entry in filter(None, entries):
+        start, end = (int(word, 16) for word in entry.split()[0].split("-"))
+        if start <= address < end:
+            return entry
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def resident_bytes(pid: int, address: int) -> int:
+    """Return how much of a mapping is in memory."""
+    found = re.search(r"^Rss: +(\d+) kB$", smaps_entry(pid, address), re.MULTILINE)
+    assert found
+    return int(found[1]) << 10
