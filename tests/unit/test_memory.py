@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -225,14 +226,12 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
             seen.append((address, size_bytes, resident_bytes(process.pid, address)))
             thread.make_call("madvise", instruction, address, size_bytes, 16)  # MADV_DONTDUMP shows as dd
 
-        def tell(_: None) -> str:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            return str(process.stdout.readline())
+        def tell(pipes: tuple[IO[str], IO[str]]) -> str:
+            pipes[0].write("go\n")
+            pipes[0].flush()
+            return pipes[1].readline()
 
-        with start_call(tell, None) as call:
+        with start_call(tell, (process.stdin, process.stdout)) as call:
             thread.watch_mappings(call.pid, 32 << 20, advise)
             thread.stop()
             thread.release()
