@@ -207,7 +207,8 @@ def _downtime(scratch: Path, workload: Path, memory: Path, mode: str) -> int:
             settings = f'[policy]\nmode = "{mode}"\n[agent]\nidle_timeout_s = 2\nstore_dir = "{scratch}/podman/store"\n'
             node.configure(settings)
         volume = f"--volume={memory}:/memory:ro"
-        node("run", "--detach", "--name", "c", "--network", "host", volume, IMAGE, "/workload", "beat", "/memory")
+        command = ["run", "--detach", "--name", "c", "--network", "host", "--pids-limit", "0", volume]
+        node(*command, IMAGE, "/workload", "beat", "/memory")
         wait_for("the container to run", lambda: "gap" in node("logs", "c"))
         gaps = []
         for _ in range(_ROUNDS):

@@ -226,7 +226,7 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
             seen.append((address, size_bytes, resident_bytes(process.pid, address)))
             thread.make_call("madvise", instruction, address, size_bytes, 16)  # MADV_DONTDUMP shows as dd
 
-        def tell(pipes: tuple[IO[str], IO[str]]) -> str:
+        def tell(pipes: tuple[IO[str], IO[str]]) -> object:
             pipes[0].write("go\n")
             pipes[0].flush()
             return pipes[1].readline()
