@@ -463,9 +463,11 @@ def _timed_once(run: Run) -> float:
 
 def _downtime(dataset: Path) -> Iterator[Figure]:
     for row in downtimes(dataset, [1 << 28, 1 << 30, 1 << 32]):
-        for mode, pause_ms in row.by_mode.items():
+        for mode, (pause_ms, ours_ms) in row.by_mode.items():
             name = f"{row.memory_bytes >> 20} MiB left running, {mode}"
             yield Figure(name, pause_ms / 1000, "s", "the longest pause that the process sees", None, "lower")
+            if ours_ms:
+                yield Figure(f"{name}, our part", ours_ms / 1000, "s", "post-dump", None, "lower")
 
 
 # --- the engine

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from integration.journals import last_session
 from integration.namespace import wait_for
 from integration.podman.engine import IMAGE, Podman
 from ocihook.linux.procfs import Process
@@ -162,10 +163,10 @@ def tree_bytes(directory: Path) -> int:
 
 
 class Downtime(NamedTuple):
-    """Milliseconds for which a container left running stood still, by mode."""
+    """Milliseconds for which a container left running stood still, and those of them that post-dump took, by mode."""
 
     memory_bytes: int
-    by_mode: dict[str, int]
+    by_mode: dict[str, tuple[int, int]]
 
 
 def downtimes(dataset: Path, sizes: list[int]) -> list[Downtime]:
@@ -197,8 +198,8 @@ def _repeat(dataset: Path, memory: Path, size: int) -> None:
                     out.write(data)
 
 
-def _downtime(scratch: Path, workload: Path, memory: Path, mode: str) -> int:
-    """Return the median over a few checkpoints of the longest pause, in milliseconds."""
+def _downtime(scratch: Path, workload: Path, memory: Path, mode: str) -> tuple[int, int]:
+    """Return the medians over a few checkpoints of the longest pause and of our part of it, in milliseconds."""
     scratch.mkdir()
     node = Podman(scratch, "runc", workload)
     try:
@@ -210,15 +211,20 @@ def _downtime(scratch: Path, workload: Path, memory: Path, mode: str) -> int:
         command = ["run", "--detach", "--name", "c", "--network", "host", "--pids-limit", "0", volume]
         node(*command, IMAGE, "/workload", "beat", "/memory")
         wait_for("the container to run", lambda: "gap" in node("logs", "c"))
-        gaps = []
+        gaps, parts = [], []
         for _ in range(_ROUNDS):
             before = node("logs", "c").count("gap")
             node.checkpoint("c", scratch / "c.tar", "--leave-running")
             found = [int(gap) for gap in re.findall(r"gap (\d+) ms", node("logs", "c"))[before:]]
             gaps.append(max(found))
+            if mode == "podman":
+                parts.append(0)
+            else:
+                stage = last_session(node.namespace, "post-dump")["stages"]["post-dump"]
+                parts.append(int(1000 * stage["seconds"]))
             if mode == "store":
                 node.ocihook("wait")
-        return sorted(gaps)[_ROUNDS // 2]
+        return sorted(gaps)[_ROUNDS // 2], sorted(parts)[_ROUNDS // 2]
     finally:
         node.close()
         shutil.rmtree(scratch, ignore_errors=True)

@@ -229,7 +229,7 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
         def tell(pipes: tuple[IO[str], IO[str]]) -> object:
             pipes[0].write("go\n")
             pipes[0].flush()
-            return pipes[1].readline()
+            return str(pipes[1].readline())
 
         with start_call(tell, (process.stdin, process.stdout)) as call:
             thread.watch_mappings(call.pid, 32 << 20, advise)
@@ -248,7 +248,7 @@ def smaps_entry(pid: int, address: int) -> str:
     for entry in filter(None, entries):
         start, end = (int(word, 16) for word in entry.split()[0].split("-"))
         if start <= address < end:
-            return entry
+            return str(entry)
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
