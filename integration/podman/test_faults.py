@@ -158,18 +158,27 @@ def test_agent_killed_at_every_journal_write(podman: Podman, when: str) -> None:
 def start_dying_agent(podman: Podman, fatal_write: int, when: str) -> None:
     """Start an agent that does not survive its `fatal_write`-th write to a journal."""
     (podman.namespace.path("/run/ocihook") / "writes").unlink(missing_ok=True)
-    podman.namespace.spawn(sys.executable, str(DYING_AGENT), str(fatal_write), when, log=podman.scratch / "agent.log")
+    start_agent(podman, DYING_AGENT, str(fatal_write), when)
+
+
+def start_agent(podman: Podman, program: Path, *arguments: str) -> None:
+    """Start a special agent; no other may run."""
+    podman.namespace.spawn(sys.executable, str(program), *arguments, log=podman.scratch / "agent.log")
     wait_for("the agent to listen", podman.namespace.path("/run/ocihook/agent.sock").exists)
 
 
 def end_dying_agent(podman: Podman, fatal_write: int) -> bool:
     """Let all be finished, end whatever agent is there, and tell whether the dying one has died."""
-    runtime_dir = podman.namespace.path("/run/ocihook")
     # An agent killed in its very last step leaves a journal and no hook that would start another one.
     wait_for("all sessions to end", lambda: "No session is open." in podman.ocihook("recover", check=False))
     assert all(session["effects"] == [] for session in sessions(podman.namespace))
-    writes = int((runtime_dir / "writes").read_text())
+    writes = int(podman.namespace.path("/run/ocihook/writes").read_text())
+    end_agent(podman)
+    return writes >= fatal_write
+
+
+def end_agent(podman: Podman) -> None:
+    """End whatever agent is there; none may have work to do."""
     podman.namespace.run("sh", "-c", "kill $(cat /run/ocihook/agent.lock) 2>/dev/null", check=False)
     podman.namespace.run("flock", "--timeout", "20", "/run/ocihook/agent.lock", "true")
-    (runtime_dir / "agent.sock").unlink(missing_ok=True)
-    return writes >= fatal_write
+    podman.namespace.path("/run/ocihook/agent.sock").unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """What goes wrong with GPUs: afterwards the job runs with its GPU state, or its checkpoint is complete and verifies."""
 
+import contextlib
 import json
 import os
 import re
@@ -16,10 +17,11 @@ from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, assert_packed
-from integration.podman.test_faults import damage, end_dying_agent, start_dying_agent
+from integration.podman.test_faults import damage, end_agent, end_dying_agent, start_agent, start_dying_agent
 from ocihook.linux.procfs import descendants, parent_pid
 
 DRIVER_CALL = Path(__file__).parents[1] / "gpu/driver_contract.py"
+KILLING_AGENT = Path(__file__).parents[1] / "killing_agent.py"
 NO_SECCOMP = ("--security-opt=seccomp=unconfined",)
 
 
@@ -119,14 +121,21 @@ def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
 
 def act_at_pre_dump(podman: Podman, command: str) -> None:
     """Let CRIU run a shell command at pre-dump once GPU memory is in packs; CRIU runs all actions twice."""
+    act_at(podman, "pre-dump", f'set -- "$CRTOOLS_IMAGE_DIR"/ocihook-region-*\n[ -e "$1" ] || exit 0\n{command}')
+
+
+def act_at(podman: Podman, stage: str, command: str) -> None:
+    """Let CRIU run a shell command at a stage, before our hook and after it."""
     script = podman.scratch / "action"
-    script.write_text(
-        f'#!/bin/sh\nset -- "$CRTOOLS_IMAGE_DIR"/ocihook-region-*\n'
-        f'[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] && [ -e "$1" ] || exit 0\n{command}\n'
-    )
+    script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {stage} ] || exit 0\n{command}\n')
     script.chmod(0o755)
     configuration = podman.namespace.path("/etc/criu/runc.conf")
     configuration.write_text(f"{configuration.read_text()}action-script {script}\n")
+
+
+def act_no_more(podman: Podman) -> None:
+    """Take back what `act_at` did."""
+    (podman.scratch / "action").write_text("#!/bin/sh\n")
 
 
 def dump_fails(podman: Podman) -> None:
@@ -259,6 +268,9 @@ def test_a_restore_that_the_driver_refuses(gpu_podman: Podman, policy: str) -> N
     assert session["effects"] == []
     if policy == "kill":
         wait_for("the container to end", lambda: not gpu_podman.is_running("c"))
+    else:
+        os.kill(int(gpu_podman("inspect", "--format", "{{.State.Pid}}", "c")), 0)
+        assert gpu_podman.is_running("c")
     assert gpu_podman.count("c")[0] <= before[0]
     gpu_podman.remove("c")
     fake_driver.script(gpu_podman.namespace)
@@ -360,3 +372,68 @@ def test_agent_killed_at_every_journal_write(gpu_podman: Podman, when: str, *, l
             gpu_podman.assert_goes_on("c", before)
         archive.unlink()
     assert fatal_write > 12, "so few writes were not seen before; does the agent journal at all?"
+
+
+def start_killing_agent(podman: Podman, stage: str) -> None:
+    """Start an agent that kills CRIU in the middle of a stage, once."""
+    end_agent(podman)
+    start_agent(podman, KILLING_AGENT, stage)
+
+
+def assert_nothing_is_left(podman: Podman) -> None:
+    """Check that every session is undone and on record, and that nothing is pinned any more."""
+    assert all(session["effects"] == [] for session in sessions(podman.namespace))
+    assert not list(podman.namespace.path("/run/ocihook/sessions").iterdir())
+    assert "/run/ocihook" not in podman.namespace.run("cat", "/proc/self/mountinfo")
+
+
+def agent_log(podman: Podman) -> str:
+    """Return what all agents have logged."""
+    paths = podman.namespace.path("/run/ocihook/agent.log"), podman.scratch / "agent.log"
+    return "".join(path.read_text() for path in paths if path.exists())
+
+
+def processes_with(text: str) -> list[bytes]:
+    """Return the command lines of all processes that have a text in them or in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if text.encode() in command + (process / "environ").read_bytes():
+                found.append(command)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "killed_by"),
+    [
+        ("post-setup-namespaces", "action"),
+        ("post-restore", "agent"),  # while memory is written back
+        ("pre-resume", "action"),
+        ("post-resume", "agent"),  # while the GPU is given back
+    ],
+)
+def test_criu_killed_during_a_restore(gpu_podman: Podman, stage: str, killed_by: str) -> None:
+    """What CRIU has made would wait for it for ever, or run, unknown to the engine: it is killed, nothing else is.
+
+    Between the making of the first process and the stage setup-namespaces nobody could tell what is CRIU's.
+    """
+    archive = gpu_podman.scratch / "c.tar"
+    mark = f"ocihook-{gpu_podman.scratch.name}"
+    gpu_podman.start_cuda("c", 16, "children=1", options=[f"--env=MARK={mark}"])
+    gpu_podman.checkpoint("c", archive)
+    before = gpu_podman.count("c")
+    gpu_podman.remove("c")
+    if killed_by == "agent":
+        start_killing_agent(gpu_podman, stage)
+    else:
+        act_at(gpu_podman, stage, "kill -KILL $PPID")
+    assert "rror" in gpu_podman.restore(archive, check=False)
+    assert_nothing_is_left(gpu_podman)
+    wait_for("what CRIU made to be gone", lambda: not processes_with(mark), timeout_s=5)
+    said = r"container \w+: CRIU did not come to the end of its restore, .* restore it again"
+    assert re.search(said, agent_log(gpu_podman))
+    act_no_more(gpu_podman)
+    gpu_podman.remove("c")
+    gpu_podman.restore(archive)
+    gpu_podman.assert_goes_on("c", before)

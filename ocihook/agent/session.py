@@ -24,6 +24,7 @@ _STAGES: dict[str, _Stage] = {
     "pre-dump": dump.pre_dump,
     "post-dump": dump.post_dump,
     "pre-restore": restore.pre_restore,
+    "setup-namespaces": restore.setup_namespaces,
     "post-restore": restore.post_restore,
     "post-resume": restore.post_resume,
 }
@@ -32,8 +33,9 @@ _STATE_AFTER_ERROR = {
     "pre-dump": "The dump is refused, the container runs on",
     "post-dump": "The dump fails, the container runs on",
     "pre-restore": "The restore is refused, nothing was started",
+    "setup-namespaces": "The restore fails, CRIU kills what it has started",
     "post-restore": "The restore fails, CRIU kills what it has started",
-    "post-resume": "CRIU has restored the container",
+    "post-resume": "CRIU had restored the container",
 }
 
 

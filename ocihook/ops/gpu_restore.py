@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ocihook.cuda.driver import CudaDriver, CudaState
@@ -18,6 +19,7 @@ from ocihook.ops.gpu_map import check_gpus, choose_gpu_map
 from ocihook.ops.journal import Journal
 
 EFFECT = "gpu-restored"
+HALF_RESTORED = "half-restored"
 _GPU = re.compile(r"nvidia[0-9]+")
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,40 @@ def check_node(journal: Journal, gpu: Mapping[str, Any], criu_pid: int) -> None:
     gpu_map = choose_gpu_map(gpu, gpus, given_minors=minors, wanted=str(policy.get("gpu_map", "")))
     need = check_gpus(gpu, gpus, version, gpu_map)
     journal.note(gpu_map=[list(pair) for pair in gpu_map], need=need, devices=[list(device) for device in devices])
+
+
+def note_half_restored(journal: Journal, init_pid: int) -> None:
+    """Record what CRIU has made so far, before it makes more: the container's init, and helpers of its own.
+
+    If CRIU is killed they stay, and so does what init makes of itself: waiting for CRIU for ever, or, once CRIU has let
+    go, running without a GPU. No engine knows of them.
+    """
+    pids = [init_pid, *(pid for pid in descendants(journal.criu.pid) if _is_criu(pid, journal.criu.pid))]
+    processes = [process for pid in pids if (process := Process.find(pid)) and process != journal.criu]
+    journal.push(HALF_RESTORED, processes=[list(process) for process in processes])
+
+
+def _is_criu(pid: int, criu_pid: int) -> bool:
+    """Tell whether a process has CRIU's executable, as no action script has."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/exe").samefile(f"/proc/{criu_pid}/exe")
+    return False
+
+
+def end_half_restored(effect: Mapping[str, Any], journal: Journal, _timeout_s: float | None) -> None:
+    """Kill what CRIU has left of a restore. May run twice; CRIU ends its processes itself while it lives."""
+    if journal.criu.is_alive():
+        return
+    pids = [pid for pid, ticks in effect["processes"] if Process(pid, ticks).is_alive()]
+    left = [process for root in pids for pid in descendants(root) if (process := Process.find(pid))]
+    end(left)
+    if left:
+        log.error(
+            "container %s: CRIU did not come to the end of its restore, the %d processes that it left were killed; "
+            "the checkpoint is as it was: restore it again",
+            journal.container,
+            len(left),
+        )
 
 
 def fill_memory(

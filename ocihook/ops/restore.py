@@ -16,7 +16,7 @@ from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
 from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
 from ocihook.ops.gpu_memory import write_back
-from ocihook.ops.gpu_restore import check_node, fill_memory, resume_gpus
+from ocihook.ops.gpu_restore import HALF_RESTORED, check_node, fill_memory, note_half_restored, resume_gpus
 from ocihook.ops.image_set import check_other_images, dehydrate, rehydrate_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
@@ -107,6 +107,13 @@ def _major_minor(version: str) -> tuple[int, int]:
         return 0, 0
 
 
+def setup_namespaces(journal: Journal, request: Request, _directory: Path, _load: Callable[[], Settings]) -> str:
+    """Note the first process that CRIU has made, which all others will descend from: should CRIU be killed, they go."""
+    if "gpu_map" in journal.facts:
+        note_half_restored(journal, request.init_pid)
+    return ""
+
+
 def post_restore(journal: Journal, request: Request, directory: Path, _load_settings: Callable[[], Settings]) -> str:
     """Write GPU memory that went past CRIU into the new processes, which wait in CRIU's restorer.
 
@@ -138,7 +145,12 @@ def post_resume(journal: Journal, request: Request, _directory: Path, _load_sett
     Raises:
         OcihookError: if there is no GPU state for it; CRIU ignores that, what has been done about it is said.
     """
-    resume_gpus(journal, request.init_pid)
+    try:
+        resume_gpus(journal, request.init_pid)
+    finally:  # also one that the policy keeps without its GPU is the engine's now; if CRIU was killed, it is nobody's
+        if journal.effect(HALF_RESTORED):
+            while_criu_lives(journal)(0)
+            journal.pop(HALF_RESTORED)
     policy: dict[str, Any] = journal.facts.get("policy", {})
     init = Process.find(request.init_pid)
     if init and policy.get("resume_signal"):

@@ -99,5 +99,6 @@ _INVERSES: Mapping[str, Callable[[Mapping[str, Any], Journal, float | None], Non
     "staging": _finish_staging,
     "rehydrated": _dehydrate,
     "gpu-checkpointed": gpu_dump.resume,
+    "half-restored": gpu_restore.end_half_restored,
     "gpu-restored": gpu_restore.resume,
 }

@@ -48,11 +48,12 @@ def test_without_an_agent_nothing_is_taken_for_complete(
     assert re.search(message, text)
 
 
-def test_the_action_passes_post_restore_on_only_where_there_is_gpu_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["setup-namespaces", "post-restore"])
+def test_the_action_passes_on_only_where_there_is_gpu_memory(tmp_path: Path, stage: str) -> None:
     action = tmp_path / "criu-action"
     text = (PROJECT / "ocihook/hook/criu-action").read_text()
     action.write_text(text.replace("'@PYTHON@'", "echo called").replace("'@SITE@'", "''"))
-    environment = {"CRTOOLS_SCRIPT_ACTION": "post-restore", "CRTOOLS_IMAGE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    environment = {"CRTOOLS_SCRIPT_ACTION": stage, "CRTOOLS_IMAGE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
 
     def run() -> str:
         done = subprocess.run(["sh", action], env=environment, capture_output=True, text=True, timeout=10, check=True)
