@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.packing import BATCH_BYTES, Pages, PageWriter, Progress, no_progress
+from ocihook.store.packing import BATCH_BYTES, PageWriter, Progress, WritablePages, no_progress
 from ocihook.store.places import StoredPack, StoredPacks, pack_number
 
 _RANGE_PAGES = 4096  # what a worker takes at a time
@@ -17,7 +17,7 @@ _RANGE_PAGES = 4096  # what a worker takes at a time
 class Target(NamedTuple):
     """Where an image goes to: a new file, or memory that reads as zeros."""
 
-    open: Callable[[], Pages]
+    open: Callable[[], WritablePages]
     start: int  # offset of its first page
 
 

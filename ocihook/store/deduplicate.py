@@ -25,7 +25,7 @@ from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
 from ocihook.store.pack import LZ4, PAGE_BYTES, RAW, PackInfo, PackWriter, read_info
-from ocihook.store.packing import Pages, Progress, Source, no_progress
+from ocihook.store.packing import Progress, ReadablePages, Source, no_progress
 from ocihook.store.places import StoredPacks, pack_name, pack_number
 
 ID_BYTES = 16
@@ -293,7 +293,7 @@ class _Taker:
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
         self.rows: list[bytes] = []
 
-    def take(self, source: Pages, offset: int, job: _Range, ids_fd: int, ids_start: int) -> None:
+    def take(self, source: ReadablePages, offset: int, job: _Range, ids_fd: int, ids_start: int) -> None:
         """Take it.
 
         Args:

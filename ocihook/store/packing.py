@@ -42,7 +42,7 @@ _GATHER_MAX = 1024 - CHUNK_PAGES  # IOV_MAX (limits.h), less what one more chunk
 _ZERO_PAGE = bytes(PAGE_BYTES)
 _ZERO_CHUNK = bytes(CHUNK_BYTES)
 
-_Target = tuple[Callable[[], "Pages"], int]  # and an offset in it
+_Target = tuple[Callable[[], "WritablePages"], int]  # and an offset in it
 Progress = Callable[[int], None]  # told how many more bytes of image are done
 
 
@@ -60,11 +60,18 @@ def workers_within(memory_bound_bytes: int, cores: int, worker_bytes: int = WORK
     return max(1, min(cores, (memory_bound_bytes - AGENT_BYTES) // worker_bytes))
 
 
-class Pages(Protocol):
-    """Where pages are read from and written to: a page image, or a process's memory."""
+class ReadablePages(Protocol):
+    """Where pages are read from: a page image, a process's memory, or packs."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view`; return how many bytes there were."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class WritablePages(Protocol):
+    """Where pages are written to: a page image, or a process's memory."""
 
     def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
         """Write buffers one after the other; return how many bytes went."""
@@ -106,7 +113,7 @@ class ImageFile:
 class Source:
     """Pages to be packed."""
 
-    open: Callable[[], Pages]
+    open: Callable[[], ReadablePages]
     start: int  # offset in them
     size_bytes: int
 
@@ -197,7 +204,7 @@ def _size(path: Path) -> int:
         return image.size_bytes
 
 
-def _pack_range(source: Pages, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
+def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
     zero_pages = 0
     starts_with = buffer.startswith
     with memoryview(buffer) as view:
@@ -324,7 +331,7 @@ class Packs:
         self._run([task for task in self._tasks if task.image in targets], targets, workers, progress)
 
     def write_regions(
-        self, memory: Mapping[Region, Callable[[], Pages]], *, workers: int, progress: Progress = no_progress
+        self, memory: Mapping[Region, Callable[[], WritablePages]], *, workers: int, progress: Progress = no_progress
     ) -> None:
         """Write regions to their addresses in processes' memory; pages that were zero are left alone.
 
@@ -425,10 +432,6 @@ class PackedPages:
             at = end
         return done
 
-    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
-        """Refuse: packs do not change."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Nothing is held."""
 
@@ -467,7 +470,7 @@ def decode_chunk(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -
 class PageWriter:
     """Gathers pages and writes them in few large calls; zero chunks become holes."""
 
-    def __init__(self, pages: Pages, position: int) -> None:
+    def __init__(self, pages: WritablePages, position: int) -> None:
         self._pages = pages
         self._position = position
         self._pending: list[bytes | memoryview] = []
