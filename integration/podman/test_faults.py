@@ -16,9 +16,9 @@ DYING_AGENT = Path(__file__).parents[1] / "dying_agent.py"
 
 
 def damage(archive: Path, member_pattern: str, *, offset: int) -> None:
-    """Flip one bit of a member in place."""
+    """Flip one bit of a member in place: of the largest, as a worker that came late has next to nothing in its pack."""
     with tarfile.open(archive) as tar:
-        member = next(m for m in tar if re.fullmatch(member_pattern, m.name))
+        member = max((m for m in tar if re.fullmatch(member_pattern, m.name)), key=lambda member: member.size)
     with archive.open("r+b") as file:
         file.seek(member.offset_data + offset % member.size)
         byte = file.read(1)[0]
@@ -179,6 +179,7 @@ def end_dying_agent(podman: Podman, fatal_write: int) -> bool:
 
 def end_agent(podman: Podman) -> None:
     """End whatever agent is there; none may have work to do."""
-    podman.namespace.run("sh", "-c", "kill $(cat /run/ocihook/agent.lock) 2>/dev/null", check=False)
-    podman.namespace.run("flock", "--timeout", "20", "/run/ocihook/agent.lock", "true")
+    if podman.namespace.path("/run/ocihook/agent.lock").exists():
+        podman.namespace.run("sh", "-c", "kill $(cat /run/ocihook/agent.lock) 2>/dev/null", check=False)
+        podman.namespace.run("flock", "--timeout", "20", "/run/ocihook/agent.lock", "true")
     podman.namespace.path("/run/ocihook/agent.sock").unlink(missing_ok=True)
