@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from integration import fake_driver
 from integration.journals import last_session, sessions
-from integration.namespace import wait_for
+from integration.namespace import CommandError, wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, assert_packed
 from integration.podman.test_faults import damage, end_agent, end_dying_agent, start_agent, start_dying_agent
@@ -191,6 +192,9 @@ def test_a_process_that_dies_meanwhile(gpu_podman: Podman) -> None:
     wait_for_gpu_checkpoint(gpu_podman)
     os.kill(child, signal.SIGKILL)
     dump.join()
+    message = last_session(gpu_podman.namespace, "pre-dump")["stages"]["pre-dump"]["message"]
+    assert f"process {child} ended while" in message
+    assert "the container runs on" in message
     assert_nothing_is_left(gpu_podman)
     gpu_podman.assert_goes_on("c", before)
 
@@ -445,5 +449,55 @@ def test_criu_killed_during_a_restore(gpu_podman: Podman, stage: str, killed_by:
     gpu_podman.assert_goes_on("c", before)
 
 
+@contextlib.contextmanager
+def memory_limit(podman: Podman, limit_bytes: int) -> Iterator[Path]:
+    """Limit what the processes of a container may take from now on; yield their cgroup.
+
+    They are placed by hand in a memory cgroup of v1: where that hierarchy has the memory controller, as on the machines
+    that these tests were made on, the v2 that the engines see has none, and podman's --memory fails.
+    """
+    mount = podman.scratch / "memory"
+    mount.mkdir()
+    try:
+        podman.namespace.run("mount", "-t", "cgroup", "-o", "memory", "cgroup", str(mount))
+    except CommandError:
+        pytest.skip("the memory controller is not in a v1 hierarchy")
+    group = podman.namespace.path(str(mount / podman.scratch.name))
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        for pid in processes(podman):
+            (group / "cgroup.procs").write_text(str(pid))
+        yield group
+    finally:
+        podman.remove("c")
+        wait_for("the cgroup to be empty", lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
 # A process needs 8 MiB for itself, 34 for its checkpoint: one has room for it, two have not.
 ROOM_FOR_ONE_BYTES = 60 << 20
+
+
+def test_out_of_memory_is_foreseen(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 32, "children=1")
+    with memory_limit(gpu_podman, ROOM_FOR_ONE_BYTES):
+        assert re.search(
+            r"copies [\d.]+ GiB of GPU memory into the container's own, whose memory limit leaves [\d.]+ GiB; the "
+            "kernel would kill it: raise the container's memory limit",
+            refused(gpu_podman),
+        )
+
+
+def test_out_of_memory_takes_one_process_and_no_other(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 32, "children=1", gpu_preflight="warn")
+    _, child = processes(gpu_podman)
+    Path(f"/proc/{child}/oom_score_adj").write_text("1000")
+    with memory_limit(gpu_podman, ROOM_FOR_ONE_BYTES) as group:
+        reason = refused(gpu_podman)
+        assert "oom_kill 0" not in (group / "memory.oom_control").read_text()
+        assert "preflight: the driver copies" in agent_log(gpu_podman)
+        assert re.search(
+            rf"process {child} ended while the driver copied GPU memory.*raise the container's memory limit", reason
+        )
+        assert_nothing_is_left(gpu_podman)

@@ -115,16 +115,19 @@ def checkpoint_all(driver: CudaDriver, processes: Sequence[Process]) -> list[Che
     All threads are held meanwhile but the one that the driver needs: what is new in memory afterwards is the driver's.
 
     Raises:
-        CudaError: if one cannot be checkpointed, or keeps device files. Others may be checkpointed by then.
+        CudaError: if one cannot be checkpointed, keeps device files, or ends. Others may be checkpointed by then.
         TraceError: if one cannot be held.
     """
     outcomes = call_each(lambda process: _checkpoint(driver, process), processes, timeout_s=COPY_TIMEOUT_S)
     checkpointed = []
     for process, outcome in zip(processes, outcomes, strict=True):
+        if not process.is_alive():
+            raise CudaError(
+                f"process {process.pid} ended while the driver copied GPU memory",
+                hint="if the kernel killed it, out of memory: raise the container's memory limit, or free memory",
+            )
         if isinstance(outcome, Exception):
-            if process.is_alive():
-                raise _as_cuda_error(outcome, process, "checkpoint")
-            continue
+            raise _as_cuda_error(outcome, process, "checkpoint")
         left = count_device_files(process.pid)
         if left:
             raise CudaError(
