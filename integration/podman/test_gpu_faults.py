@@ -501,3 +501,19 @@ def test_out_of_memory_takes_one_process_and_no_other(gpu_podman: Podman) -> Non
             rf"process {child} ended while the driver copied GPU memory.*raise the container's memory limit", reason
         )
         assert_nothing_is_left(gpu_podman)
+
+
+def test_a_process_that_ends_after_its_memory_was_moved(gpu_podman: Podman) -> None:
+    """The checkpoint is that of a container without it, and can be restored."""
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16, "children=1")
+    child = "$(cat /proc/$CRTOOLS_INIT_PID/task/$CRTOOLS_INIT_PID/children)"
+    act_at_pre_dump(gpu_podman, f"kill -KILL {child} 2>/dev/null; exit 0")
+    gpu_podman.checkpoint("c", archive, "--leave-running")
+    before = gpu_podman.count("c")
+    gpu_podman.assert_goes_on("c", before)
+    assert_nothing_is_left(gpu_podman)
+    assert "every checksum right" in gpu_podman.ocihook("archive", "verify", str(archive))
+    gpu_podman.remove("c")
+    gpu_podman.restore(archive)
+    gpu_podman.assert_goes_on("c", before)

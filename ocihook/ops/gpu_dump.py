@@ -178,7 +178,10 @@ def moved_regions(journal: Journal) -> MovedRegions | None:
     moved = read_manifest(journal.pins)
     if moved is None:
         raise IntegrityError(f"{journal.pins}, which tells what GPU memory was moved, is gone")
-    return MovedRegions(moved.regions, moved.packs, gpu)
+    # One that has ended since is in CRIU's images at most as a zombie, which could not be given its memory.
+    alive = {name for pid, ticks, name in effect["processes"] if Process(pid, ticks).is_alive()}
+    regions = tuple(region for region in moved.regions if region.process in alive)
+    return MovedRegions(regions, moved.packs if regions else (), gpu)
 
 
 def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None) -> None:
