@@ -449,6 +449,22 @@ def test_criu_killed_during_a_restore(gpu_podman: Podman, stage: str, killed_by:
     gpu_podman.assert_goes_on("c", before)
 
 
+@pytest.mark.parametrize("leave_running", [True, False])
+def test_criu_killed_while_memory_is_packed(gpu_podman: Podman, *, leave_running: bool) -> None:
+    gpu_podman.start_cuda("c", 16, "children=1")
+    before = gpu_podman.count("c")
+    start_killing_agent(gpu_podman, "post-dump")
+    options = ["--leave-running"] if leave_running else []
+    assert "rror" in gpu_podman.checkpoint("c", gpu_podman.scratch / "c.tar", *options, check=False)
+    gpu_podman.assert_goes_on("c", before)
+    dump = last_session(gpu_podman.namespace, "post-dump")
+    message = dump["stages"]["post-dump"]["message"]
+    assert re.search(r"container \w+: CRIU \(pid \d+\) was killed meanwhile. .*, the container runs on", message)
+    assert next(phase["bytes"] for phase in dump["phases"] if phase["name"] == "gpu give back") >= 32 << 20
+    assert_nothing_is_left(gpu_podman)
+    round_trip(gpu_podman)
+
+
 @contextlib.contextmanager
 def memory_limit(podman: Podman, limit_bytes: int) -> Iterator[Path]:
     """Limit what the processes of a container may take from now on; yield their cgroup.

@@ -191,10 +191,11 @@ def _pack_inline(journal: Journal, container: ContainerRef, request: Request, di
             phase["bytes"] = manifest.image_bytes if manifest else 0
     except (OcihookError, OSError) as error:
         finish_packing(directory)
-        if moved is not None and policy.get("on_pack_error") != "fail":
+        is_wanted = policy.get("on_pack_error") != "fail" and journal.criu.is_alive()
+        if moved is not None and is_wanted:
             _pack(journal, container, directory, moved, with_images=False)
         journal.pop("packing")
-        if policy.get("on_pack_error") == "fail":
+        if not is_wanted:
             raise
         log.warning("container %s: not packed: %s", container, error)
         return f"warning: container {container}: {str(error).rstrip('.')}. The checkpoint is complete but not packed"
