@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -533,3 +534,134 @@ def test_a_process_that_ends_after_its_memory_was_moved(gpu_podman: Podman) -> N
     gpu_podman.remove("c")
     gpu_podman.restore(archive)
     gpu_podman.assert_goes_on("c", before)
+
+
+def test_a_disk_that_is_full_while_gpu_memory_is_moved(make_podman: MakePodman, cuda_files: Path) -> None:
+    podman = make_podman("runc", size="96m", cuda_files=cuda_files)
+    podman.install()
+    podman.start_cuda("c", 16, "children=1", gpu_preflight="warn")
+    store = podman.namespace.path(str(podman.scratch / "podman"))
+    (store / "filler").write_bytes(bytes(os.statvfs(store).f_bavail * 4096 - (4 << 20)))
+    assert re.search("No space left on device", refused(podman))
+    assert_nothing_is_left(podman)
+    assert not list(store.rglob("ocihook*"))
+
+
+@pytest.mark.parametrize(
+    ("on_pack_error", "left_kib", "is_complete"), [("keep", 400, True), ("keep", 0, False), ("fail", 400, False)]
+)
+def test_a_disk_that_is_full_while_packing(
+    make_podman: MakePodman, cuda_files: Path, on_pack_error: str, left_kib: int, *, is_complete: bool
+) -> None:
+    """Packs of GPU memory are there; with a manifest, which has room or not, and the images they are a checkpoint."""
+    podman = make_podman("runc", size="96m", cuda_files=cuda_files)
+    podman.install()
+    podman.start_cuda("c", 16, "children=1", on_pack_error=on_pack_error)
+    filler = podman.scratch / "podman/filler"
+    free_kib = "$(df --output=avail -k $CRTOOLS_IMAGE_DIR | tail -n 1)"
+    act_at(podman, "post-dump", f"[ -e {filler} ] || head -c $((({free_kib} - {left_kib}) * 1024)) /dev/zero >{filler}")
+    archive = podman.scratch / "c.tar"
+    before = podman.count("c")
+    output = podman.checkpoint("c", archive, check=is_complete)
+    podman.namespace.path(str(filler)).unlink()
+    message = last_session(podman.namespace, "post-dump")["stages"]["post-dump"]["message"]
+    assert "o space left" in message
+    assert_nothing_is_left(podman)
+    act_no_more(podman)
+    if not is_complete:
+        assert "rror" in output
+        assert "The dump fails, the container runs on" in message
+        podman.assert_goes_on("c", before)
+        round_trip(podman)
+        return
+    assert "The checkpoint is complete but not packed" in message
+    assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
+    before = podman.count("c")
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+
+
+@pytest.mark.parametrize(
+    ("left_bytes", "message"),
+    [(None, "cannot be opened: No such file"), (100_000, "has 100000 bytes, its manifest says")],
+)
+def test_gpu_memory_that_is_cut_short_or_missing(gpu_podman: Podman, left_bytes: int | None, message: str) -> None:
+    """Told by the packs' tables, before CRIU has made anything."""
+    archive, damaged = gpu_podman.scratch / "c.tar", gpu_podman.scratch / "damaged.tar"
+    gpu_podman.start_cuda("c", 16)
+    gpu_podman.checkpoint("c", archive)
+    before = gpu_podman.count("c")
+    gpu_podman.remove("c")
+    with tarfile.open(archive) as source, tarfile.open(damaged, "w") as target:
+        members = source.getmembers()
+        largest = max((m for m in members if "/ocihook-region-" in m.name), key=lambda member: member.size)
+        for member in members:
+            if member is largest:
+                if left_bytes is None:
+                    continue
+                member.size = left_bytes
+            target.addfile(member, source.extractfile(member))
+    assert re.search(message, gpu_podman.ocihook("archive", "verify", str(damaged), check=False))
+    refusal = restore_refused(gpu_podman, damaged)
+    assert re.search(rf"{Path(largest.name).name}.*{message}", refusal)
+    assert "nothing was started" in refusal
+    assert_nothing_is_left(gpu_podman)
+    gpu_podman.remove("c")
+    gpu_podman.restore(archive)
+    gpu_podman.assert_goes_on("c", before)
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+@pytest.mark.parametrize("victim", ["podman", "conmon"])
+def test_the_engine_alone_is_killed(gpu_podman: Podman, victim: str, *, leave_running: bool) -> None:
+    """CRIU goes on. Without podman there is no archive, its own directory has all; a container without its conmon dies
+    of the log that it cannot write any more.
+    """
+    gpu_podman.start_cuda("c", 16, "children=1")
+    before = gpu_podman.count("c")
+    archive = gpu_podman.scratch / "c.tar"
+    conmon = parent_pid(processes(gpu_podman)[0])
+    fake_driver.script(gpu_podman.namespace, "checkpoint -1 500")
+    options = ["--leave-running"] if leave_running else []
+    dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, *options, check=False))
+    dump.start()
+    criu = wait_for_gpu_checkpoint(gpu_podman)
+    os.kill(conmon if victim == "conmon" else parent_pid(parent_pid(criu)), signal.SIGKILL)
+    dump.join()
+    fake_driver.script(gpu_podman.namespace)
+    assert_nothing_is_left(gpu_podman)
+    if victim == "conmon":
+        assert_packed(archive)
+        assert "every checksum right" in gpu_podman.ocihook("archive", "verify", str(archive))
+    if victim == "podman" and leave_running:
+        gpu_podman.assert_goes_on("c", before)
+        return
+    before = gpu_podman.count("c")
+    if victim == "conmon":
+        gpu_podman("rm", "--force", "--time", "0", "c", check=False)  # podman finds out what has happened
+        gpu_podman.remove("c")
+        gpu_podman.restore(archive)
+    else:
+        wait_for("podman to see the container's end", lambda: not gpu_podman.is_running("c"))
+        gpu_podman("container", "restore", "c")
+    gpu_podman.assert_goes_on("c", before)
+
+
+def test_agent_killed_at_every_journal_write_of_a_restore(gpu_podman: Podman) -> None:
+    """Before a write, and so after what the write before announced; of the first ones test_faults.py has proof."""
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16)
+    gpu_podman.checkpoint("c", archive)
+    before = gpu_podman.count("c")
+    end_agent(gpu_podman)
+    fatal_write, has_died = 9, True
+    while has_died:
+        fatal_write += 1
+        gpu_podman.remove("c")
+        start_dying_agent(gpu_podman, fatal_write, "before")
+        gpu_podman.restore(archive)
+        has_died = end_dying_agent(gpu_podman, fatal_write)
+        gpu_podman.assert_goes_on("c", before)
+        assert_nothing_is_left(gpu_podman)
+    assert fatal_write > 12, "so few writes were not seen before; does the agent journal at all?"
