@@ -7,7 +7,7 @@
  *   fork         with a child that was forked after CUDA was initialised
  *   nccl         with a socket as NCCL has one for each communicator
  *   uffd, uring  with a descriptor that CRIU cannot dump
- *   p2p, busy    only with the stand-in for libcuda: memory of a neighbour; a kernel of 3 s that runs again and again
+ *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; a kernel of S seconds again and again
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -59,11 +59,13 @@ static void *disturb(void *unused)
     return NULL;
 }
 
+static int kernel_s;
+
 static void *kernels(void *unused)
 {
     (void)unused;
     for (;; usleep(1000))
-        call_stand_in("ocihook_fake_cuda_kernel", 3000);
+        call_stand_in("ocihook_fake_cuda_kernel", 1000 * kernel_s);
     return NULL;
 }
 
@@ -79,10 +81,12 @@ static void fill(uint64_t *piece, uint64_t seed) /* by pages: 2 of 8 zero, 3 ran
 int main(int argc, char **argv)
 {
     size_t mib = argc > 1 ? (size_t)atoi(argv[1]) : 16;
-    int is_managed = 0, is_forked = 0, is_busy = 0, child = 0, gpus;
+    int is_managed = 0, is_forked = 0, child = 0, gpus;
     pthread_t thread;
     for (int i = 2; i < argc; i++) {
-        is_managed |= !strcmp(argv[i], "managed"), is_forked |= !strcmp(argv[i], "fork"), is_busy |= !strcmp(argv[i], "busy");
+        is_managed |= !strcmp(argv[i], "managed"), is_forked |= !strcmp(argv[i], "fork");
+        if (!strncmp(argv[i], "busy=", 5))
+            kernel_s = atoi(argv[i] + 5);
         if (!strncmp(argv[i], "child=", 6))
             child = atoi(argv[i] + 6);
         if (!strcmp(argv[i], "uffd"))
@@ -126,7 +130,7 @@ int main(int argc, char **argv)
         for (;;)
             pause();
     CHECK(pthread_create(&thread, NULL, disturb, NULL));
-    if (is_busy)
+    if (kernel_s)
         CHECK(pthread_create(&thread, NULL, kernels, NULL));
     for (;; usleep(50000)) {
         uint64_t sum = 0;

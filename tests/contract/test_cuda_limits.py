@@ -93,7 +93,7 @@ def test_every_state_and_answer(node: Node, case: str, words: list[str]) -> None
 
 def test_a_lock_that_comes_too_late(node: Node) -> None:
     real = recorded("lock timeout")
-    pid = node.start("busy")
+    pid = node.start("busy=30")
     assert node.calls(pid, [verb for verb, _, _ in real], LOCK_TIMEOUT_MS="500") == real
 
 
