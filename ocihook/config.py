@@ -19,6 +19,7 @@ ANNOTATION_PREFIX = "ocihook.io/"
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
+_REMOTE = re.compile(r"/|s3://[^/?#]")
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 
 
@@ -37,6 +38,7 @@ class Policy:
     gpu_map: str = ""  # on restore: OLD=NEW,... UUIDs as nvidia-smi -L prints them; "": as the devices given tell
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
+    push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Settings:
     keep_within_s: float = 0.0  # and what is younger
     max_store_bytes: int = 0  # of a domain's packs, by removing the oldest checkpoints; 0: any number
     archive_dir: str = ""  # where the same holds for archives: /var/lib/kubelet/checkpoints
+    remote: str = ""  # where `store push` and `pull` go: /DIRECTORY or s3://BUCKET/PREFIX
     store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
 
 
@@ -62,6 +65,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "gpu_memory": ("packs", "criu"),
     "gpu_preflight": ("refuse", "warn"),
     "on_gpu_restore_error": ("kill", "keep"),
+    "push": ("never", "always"),
 }
 _RANGES: Mapping[str, tuple[float, float]] = {
     "quiesce_timeout_s": (0.1, 600),
@@ -96,7 +100,10 @@ def load_settings(root: Path = Path("/")) -> Settings:
                 raise ConfigError(f"{file}: {name} must be a table, as in [{name}]")
             _check_keys(table, known, f"{file}: [{name}]", "key")
             values |= {key: _check_value(key, value, known[key], str(file)) for key, value in table.items()}
-    return Settings(policy=Policy(**policy), **agent)
+    settings = Settings(policy=Policy(**policy), **agent)
+    if settings.policy.push == "always" and not settings.remote:
+        raise ConfigError(f"{main}: [policy] push is 'always', and no remote is configured", hint="set [agent] remote")
+    return settings
 
 
 def apply_annotations(policy: Policy, annotations: Mapping[str, str]) -> Policy:
@@ -157,6 +164,8 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
     if key in {"store_dir", "archive_dir"} and not str(value or "/").startswith("/"):
         raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
+    if key == "remote" and value and not _REMOTE.match(str(value)):
+        raise ConfigError(f"{where}: {key} must be /DIRECTORY or s3://BUCKET/PREFIX, not {value!r}")
     if key == "gpu_map" and not _GPU_MAP.fullmatch(str(value)):
         raise ConfigError(f"{where}: {key} must be OLD=NEW,... of GPU UUIDs, not {value!r}")
     return value

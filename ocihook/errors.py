@@ -16,6 +16,7 @@ OcihookError
 ├─ StoreError
 │  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
 │  └─ StoreFull             no space left for packs or for rehydrated images
+├─ RemoteError              a remote cannot be reached, or has not what it should
 ├─ ArchiveError             a checkpoint archive is malformed or hostile
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 └─ WorkerDied               a forked worker was killed, or ran out of memory (linux/workers.py)
@@ -137,6 +138,13 @@ class StoreFull(StoreError):
 
     code = "store-full"
     exit_code = 9
+
+
+class RemoteError(OcihookError):
+    """A remote cannot be reached, or has not what it should."""
+
+    code = "remote"
+    exit_code = 10
 
 
 class ArchiveError(OcihookError):

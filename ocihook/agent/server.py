@@ -26,7 +26,8 @@ from ocihook.log import set_up_logging
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.lock import lock_agent
 from ocihook.ops.prune import prune_by_policy
-from ocihook.ops.store import complete_all, has_pending
+from ocihook.ops.store import complete_all, has_work
+from ocihook.ops.transfer import push_due
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
@@ -101,7 +102,7 @@ class Agent:
             return
         try:
             settings = self._load()
-            if not has_pending(Path(settings.store_dir)):
+            if not has_work(Path(settings.store_dir)):
                 return
         except (OcihookError, OSError) as error:
             log.error("pending checkpoints: %s", error)
@@ -122,6 +123,7 @@ class Agent:
             self._let_go()
             run_at_low_priority()
             complete_all(settings)
+            push_due(settings)
             prune_by_policy(settings)
         except Exception:
             log.exception("pending checkpoints")

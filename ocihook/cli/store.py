@@ -2,16 +2,21 @@
 
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import click
 
 from ocihook.cli.render import format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import load_settings
-from ocihook.errors import IntegrityError, StoreError
+from ocihook.errors import ConfigError, IntegrityError, StoreError
 from ocihook.ops import store as ops
+from ocihook.ops import transfer
+from ocihook.ops.archive import read_thin_archive
 from ocihook.ops.prune import Keep, prune_archives
 from ocihook.ops.prune import prune as prune_store
+from ocihook.store.domain import Domain
+from ocihook.store.stored import CHECKPOINT_ID
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -41,11 +46,25 @@ def status(*, as_json: bool) -> None:
     print_table(["DOMAIN", "CHECKPOINTS", "RAW", "STORED", "INDEX", "RUBBISH"], rows)
 
 
+def _location(given: str | None) -> str:
+    """Return the remote that is meant, by default the one configured."""
+    location = given or load_settings().remote
+    if not location:
+        raise ConfigError("no remote is configured", hint="set [agent] remote, or name one")
+    return location
+
+
+_remote_option = click.option(
+    "--remote", is_flag=False, flag_value="", metavar="[REMOTE]", help="Of the remote configured, or of REMOTE."
+)
+
+
 @store.command("list")
+@_remote_option
 @json_option
-def list_command(*, as_json: bool) -> None:
+def list_command(*, remote: str | None, as_json: bool) -> None:
     """List checkpoints: complete ones, and those that are still being stored."""
-    rows = ops.list_checkpoints(_directory())
+    rows = ops.list_checkpoints(_directory()) if remote is None else transfer.list_remote(_location(remote))
     if as_json:
         print_json({"checkpoints": [row._asdict() for row in rows]})
         return
@@ -102,6 +121,7 @@ def verify(*, read_data: bool, as_json: bool) -> None:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Keep the same of the archives in a directory: /var/lib/kubelet/checkpoints.",
 )
+@_remote_option
 @click.option("--dry-run", is_flag=True, help="Say what would be removed.")
 @json_option
 def prune(
@@ -110,6 +130,7 @@ def prune(
     keep_within: str | None,
     max_size: str | None,
     archive_dir: Path | None,
+    remote: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -124,9 +145,14 @@ def prune(
         within_s = 0.0 if keep_within is None else _number(keep_within, _UNITS_S)
         max_bytes = 0 if max_size is None else _number(max_size, _UNITS_BYTES)
         keep = Keep(keep_last or 0, within_s, int(max_bytes))
-    done = prune_store(Path(settings.store_dir), keep, dry_run=dry_run)
     archives = archive_dir or (Path(settings.archive_dir) if settings.archive_dir else None)
-    if archives:
+    if remote is not None:
+        if keep.max_bytes:
+            raise click.BadParameter("--max-size is of this node's store; a remote has no bound")
+        done = transfer.prune_remote(_location(remote), keep, dry_run=dry_run)
+    else:
+        done = prune_store(Path(settings.store_dir), keep, dry_run=dry_run)
+    if archives and remote is None:
         done.append(prune_archives(archives, keep, dry_run=dry_run))
     if as_json:
         print_json({"dry_run": dry_run, "pruned": [pruned._asdict() for pruned in done]})
@@ -143,6 +169,63 @@ def _number(text: str, units: dict[str, int]) -> float:
     if not match or match[2] not in units:
         raise click.BadParameter(f"{text!r} is not a number with one of the units {', '.join(filter(None, units))}")
     return float(match[1]) * units[match[2]]
+
+
+@store.command()
+@click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...")
+@click.option("--all", "is_all", is_flag=True, help="All complete checkpoints that the remote does not have.")
+@click.option("--to", "location", metavar="REMOTE", help="By default the remote configured.")
+@json_option
+def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as_json: bool) -> None:
+    """Send checkpoints to a remote. What it has does not travel again.
+
+    Without CHECKPOINT or --all, what is to be pushed by policy and has not been.
+    """
+    root, location = _directory(), _location(location)
+    if is_all:
+        chosen = [(row.domain, row.id) for row in ops.list_checkpoints(root) if row.state == "complete"]
+    elif checkpoints:
+        chosen = [(ops.find(root, checkpoint_id).name, checkpoint_id) for checkpoint_id in checkpoints]
+    else:
+        chosen = transfer.due(root)
+    moved = []
+    for name, checkpoint_id in chosen:
+        domain = Domain.open(root, name)
+        total = partial(transfer.pack_bytes, domain, checkpoint_id)
+        with progress_bar(f"pushing {checkpoint_id}", total) as progress:
+            moved.append(transfer.push(domain, checkpoint_id, location, progress=progress))
+        domain.end_push(checkpoint_id)
+    _print_moved(moved, "sent to", location, as_json=as_json)
+
+
+@store.command()
+@click.argument("what", metavar="CHECKPOINT|ARCHIVE")
+@click.option("--from", "location", metavar="REMOTE", help="By default the remote configured.")
+@click.option("--domain", metavar="DOMAIN", help="Where it is; by default it is looked for.")
+@json_option
+def pull(*, what: str, location: str | None, domain: str | None, as_json: bool) -> None:
+    """Fetch a checkpoint from a remote, by its id or by the thin archive that stands for it. All of it is verified."""
+    root, location = _directory(), _location(location)
+    if CHECKPOINT_ID.fullmatch(what):
+        name, checkpoint_id = domain or transfer.find_remote(location, what), what
+    else:
+        thin = read_thin_archive(Path(what))
+        name, checkpoint_id = thin.domain, thin.checkpoint_id
+    total = partial(transfer.remote_bytes, location, name, checkpoint_id)
+    with progress_bar(f"pulling {checkpoint_id}", total) as progress:
+        moved = transfer.pull(root, name, checkpoint_id, location, progress=progress)
+    _print_moved([moved], "fetched from", location, as_json=as_json)
+
+
+def _print_moved(rows: list[transfer.Moved], how: str, location: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"remote": location, "checkpoints": [row._asdict() for row in rows]})
+        return
+    for row in rows:
+        click.echo(
+            f"{row.checkpoint_id}: {format_bytes(row.moved_bytes)} {how} {location}, of {format_bytes(row.pack_bytes)} "
+            f"that it is stored in; {format_bytes(row.raw_bytes)} of memory"
+        )
 
 
 @store.command()

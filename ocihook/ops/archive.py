@@ -148,6 +148,18 @@ def inspect_archive(path: Path) -> Inspection:
     return Inspection(facts, manifest, processes, stats, thin, path.stat().st_size)
 
 
+def read_thin_archive(path: Path) -> Thin:
+    """Return which checkpoint a thin archive stands for.
+
+    Raises:
+        ArchiveError: if it is malformed, or not thin.
+    """
+    thin = inspect_archive(path).thin
+    if thin is None:
+        raise ArchiveError(f"{path} is not thin: its memory is in it")
+    return thin
+
+
 class _Place(NamedTuple):
     """Where the bytes of an image lie: a file of its own, or a part of an archive that is not compressed."""
 

@@ -148,6 +148,7 @@ def _stage(journal: Journal, container: ContainerRef, request: Request, director
                 host=host_facts(str(journal.facts.get("criu_version", ""))),
                 durable=not journal.facts.get("leave_running"),
                 moved=moved,
+                is_pushed=journal.facts["policy"].get("push") == "always",
             )
             raw_bytes = sum(job.sizes.values()) if job else 0
             raw_bytes += sum(region.size_bytes for region in moved.regions) if moved else 0

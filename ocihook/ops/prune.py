@@ -111,8 +111,9 @@ def prune_by_policy(settings: Settings) -> None:
 
 
 def choose(manifests: Iterable[StoredManifest], keep: Keep, now_s: float) -> list[str]:
-    """Return which checkpoints go. Of each container the newest always stays."""
-    return _choose((_Candidate(m.sequence, _made_s(m), lineage(m.container), m.id) for m in manifests), keep, now_s)
+    """Return which checkpoints go, of all in their order. Of each container the newest always stays."""
+    candidates = [_Candidate(order, _made_s(m), lineage(m.container), m.id) for order, m in enumerate(manifests)]
+    return _choose(candidates, keep, now_s)
 
 
 def _choose(candidates: Iterable[_Candidate], keep: Keep, now_s: float) -> list[str]:

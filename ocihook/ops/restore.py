@@ -10,7 +10,7 @@ from typing import Any
 
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import ConfigError, IdentificationError, UnsupportedError
+from ocihook.errors import ConfigError, IdentificationError, StoreError, UnsupportedError
 from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
@@ -21,6 +21,7 @@ from ocihook.ops.image_set import check_other_images, dehydrate, rehydrate_image
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
 from ocihook.ops.store import rehydrate_stored, store_workers, wait_complete, write_stored_regions
+from ocihook.ops.transfer import is_here, pull
 from ocihook.store.domain import Domain
 from ocihook.store.manifest import read_manifest
 from ocihook.store.thin import Thin, read_thin
@@ -72,7 +73,16 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     """Write the page images of a checkpoint that is in the store, once it is complete."""
     alive = while_criu_lives(journal)
     workers = pack_workers(settings)
-    domain = Domain.open(Path(settings.store_dir), thin.domain)
+    root = Path(settings.store_dir)
+    if not is_here(root, thin):
+        if not settings.remote:
+            raise StoreError(
+                f"checkpoint {thin.checkpoint_id} of domain {thin.domain} is not in this node's store",
+                hint="configure the remote that it was pushed to, or fetch it by `ocihook store pull`",
+            )
+        with journal.phase("pull") as phase:
+            phase["bytes"] = pull(root, thin.domain, thin.checkpoint_id, settings.remote, progress=alive).moved_bytes
+    domain = Domain.open(root, thin.domain)
     with journal.phase("wait for the store"):
         manifest = wait_complete(domain, thin.checkpoint_id, workers=store_workers(settings), check=lambda: alive(0))
     _check_criu(manifest.host, criu_version(request.criu_pid))

@@ -70,6 +70,7 @@ def stage(
     host: Mapping[str, str],
     durable: bool,
     moved: MovedRegions | None = None,
+    is_pushed: bool = False,
 ) -> Job | None:
     """Take the page images out of `directory`, leaving a record of where they went; None if there are none.
 
@@ -81,6 +82,7 @@ def stage(
         host: recorded.
         durable: return only when the page images are on stable storage: of a container that is about to be killed.
         moved: memory that went into packs at the place made by `begin`; the checkpoint is complete only with it.
+        is_pushed: to the remote, once it is complete.
 
     Raises:
         ImageError: if CRIU's images are incomplete.
@@ -113,6 +115,7 @@ def stage(
         images=taken,
         sizes={name: os.stat(path).st_size for name, path in taken.items()},
         other_images=tuple(list_other_images(directory, packed_names=set(names))),
+        is_pushed=is_pushed,
         boot_id="" if durable and is_linked else this_boot(),
     )
     write_job(Domain.open(store_dir, effect["domain"]), job, durable=durable)

@@ -71,6 +71,8 @@ def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Prog
         if job is not None and checkpoint_id not in domain.checkpoint_ids():
             check_taken(job)
             with domain.shared():
+                if job.is_pushed:
+                    domain.note_push(checkpoint_id)
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
         discard_staged(pending, pins_of(checkpoint_id))
     return True
@@ -181,6 +183,7 @@ def _store(
         created=job.created,
         writer=f"ocihook {__version__}",
         domain=domain.name,
+        seed=domain.seed,
         container=job.container,
         host=job.host,
         images=tuple(StoredImage(name, size) for name, size in job.sizes.items()),
@@ -229,9 +232,10 @@ def _before(domain: Domain, newest: StoredManifest | None) -> dict[str, Before]:
         return {}
 
 
-def has_pending(root: Path) -> bool:
-    """Tell whether a checkpoint is waiting to be completed."""
-    return any(pending_ids(Domain.open(root, name)) for name in domain_names(root))
+def has_work(root: Path) -> bool:
+    """Tell whether a checkpoint is waiting to be completed, or to be pushed."""
+    domains = [Domain.open(root, name) for name in domain_names(root)]
+    return any(pending_ids(domain) or domain.due_pushes() for domain in domains)
 
 
 def store_workers(settings: Settings) -> int:

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from xxhash import xxh3_128_digest
 
@@ -29,7 +29,7 @@ from ocihook.store.deduplicate import ID_BYTES, Before
 from ocihook.store.extents import ZERO, Layout, decode_layout, encode_layout
 from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
 from ocihook.store.index import KEY_BYTES, add_to_index, merge_index
-from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.pack import PAGE_BYTES, PackInfo
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.places import StoredPack, pack_number
 from ocihook.store.stored import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest, encode_stored
@@ -38,6 +38,7 @@ LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 _MAX_RECORD_BYTES = 64 << 20
 _MAX_LAYOUT_BYTES = 4 << 30
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # what is in no pod; or a namespace: RFC 1123 label
 
 
@@ -47,6 +48,13 @@ class Entry(NamedTuple):
     link: Link
     sequence: int
     previous: Link | None
+
+
+class Pulled(NamedTuple):
+    """What is recorded of a checkpoint that came from elsewhere: it is in no chain here."""
+
+    after: int  # sequence of the newest checkpoint made here by then, -1 without one: its place among them
+    page_ids_digest: str  # of its page ids by the seed of this domain
 
 
 class Usage(NamedTuple):
@@ -68,6 +76,7 @@ class Domain:
         self.checkpoints_dir = directory / "checkpoints"
         self.pending_dir = directory / "pending"
         self.index_dir = directory / "index"
+        self.pushes_dir = directory / "pushes"
 
     @classmethod
     def open(cls, root: Path, name: str, *, create: bool = False) -> "Domain":
@@ -82,7 +91,7 @@ class Domain:
         directory = root / "domains" / name
         record = directory / "domain"
         if create and not record.exists():
-            for part in ("packs", "index", "checkpoints", "pending"):
+            for part in ("packs", "index", "checkpoints", "pending", "pushes"):
                 (directory / part).mkdir(mode=0o700, parents=True, exist_ok=True)
             body = json.dumps({"name": name, "seed": f"{secrets.randbits(64):016x}"}).encode()
             replace_file(record, encode_frame("domain", 1, body), mode=0o600)
@@ -147,9 +156,14 @@ class Domain:
             StoreError: if there is no such checkpoint.
             IntegrityError: if it is damaged.
         """
-        return decode_stored(self._manifest_bytes(checkpoint_id))
+        return decode_stored(self.manifest_bytes(checkpoint_id))
 
-    def _manifest_bytes(self, checkpoint_id: str) -> bytes:
+    def manifest_bytes(self, checkpoint_id: str) -> bytes:
+        """Return a checkpoint's manifest as it is written.
+
+        Raises:
+            StoreError: if there is no such checkpoint.
+        """
         path = self.checkpoints_dir / f"{checkpoint_id}.manifest"
         data = read_record(path, _MAX_RECORD_BYTES, f"manifest of {checkpoint_id}")
         if data is None:
@@ -162,7 +176,20 @@ class Domain:
         Raises:
             IntegrityError: if one is damaged.
         """
-        return sorted(map(self.read, self.checkpoint_ids()), key=lambda manifest: manifest.sequence)
+        return sorted(map(self.read, self.checkpoint_ids()), key=self._order)
+
+    def _order(self, manifest: StoredManifest) -> tuple[int, int, str, int]:
+        pulled = self._pulled(manifest.id)
+        return (pulled.after, 1, manifest.created, manifest.sequence) if pulled else (manifest.sequence, 0, "", 0)
+
+    def _pulled(self, checkpoint_id: str) -> Pulled | None:
+        data = read_record(self._pulled_path(checkpoint_id), _MAX_RECORD_BYTES, f"record of {checkpoint_id}")
+        return _decode_pulled(data) if data else None
+
+    def _page_ids_digest(self, manifest: StoredManifest) -> str:
+        """Return what the digest of the page ids that are here must be."""
+        pulled = self._pulled(manifest.id)
+        return pulled.page_ids_digest if pulled else manifest.page_ids_digest
 
     def layout(self, manifest: StoredManifest) -> Layout:
         """Return where a checkpoint's pages are.
@@ -173,7 +200,7 @@ class Domain:
         data = read_record(self._layout_path(manifest.id), _MAX_LAYOUT_BYTES, f"layout of {manifest.id}")
         if data is None:
             raise IntegrityError(f"the layout of checkpoint {manifest.id} is missing")
-        return decode_layout(data, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
+        return decode_parts_layout(data, manifest)
 
     def before(self, manifest: StoredManifest) -> dict[str, Before]:
         """Return a checkpoint's images, to be compared with a later one's; none if its page ids are gone.
@@ -193,7 +220,7 @@ class Domain:
             ids = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        if digest_of_file(path) != manifest.page_ids_digest:
+        if digest_of_file(path) != self._page_ids_digest(manifest):
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
         layout = self.layout(manifest)
         for info in layout.packs:
@@ -210,6 +237,9 @@ class Domain:
 
     def _ids_path(self, checkpoint_id: str) -> Path:
         return self.checkpoints_dir / f"{checkpoint_id}.ids"
+
+    def _pulled_path(self, checkpoint_id: str) -> Path:
+        return self.checkpoints_dir / f"{checkpoint_id}.pulled"
 
     # --- adding
 
@@ -233,15 +263,7 @@ class Domain:
             OSError: from the file system, a full one included.
             StoreError: if the index cannot be written.
         """
-        sync_directory(self.packs_dir)
-        sync_directory(self.index_dir)
-        fd = os.open(ids, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        ids.replace(self._ids_path(manifest.id))
-        replace_file(self._layout_path(manifest.id), encode_layout(layout), mode=0o600)
+        self._put_parts(manifest.id, encode_layout(layout), ids)
         with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
             linked = dataclasses.replace(
@@ -253,6 +275,59 @@ class Domain:
         merge_index(self.index_dir)
         if replaced is not None:  # only the newest is compared with
             self._ids_path(replaced).unlink(missing_ok=True)
+
+    def adopt(self, data: bytes, layout: bytes, ids: Path, progress: Progress = no_progress) -> StoredManifest:
+        """Make a checkpoint from elsewhere part of the domain; its packs are here. Call it with the lock shared.
+
+        Args:
+            data: its manifest, as it is elsewhere.
+            layout: likewise.
+            ids: file to be, in the pending directory, for its page ids; moved away.
+            progress: told the bytes read.
+
+        Raises:
+            IntegrityError: if the packs do not hold what the manifest says.
+            OSError: from the file system, a full one included.
+        """
+        manifest = decode_stored(data)
+        decoded = decode_parts_layout(layout, manifest)
+        self._verify_layout(manifest, decoded, {}, read_data=False)
+        with ids.open("wb") as file:
+            self._verify_content(manifest, decoded, progress, file)
+        self._put_parts(manifest.id, layout, ids)
+        with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+            head = self._head()
+            pulled = Pulled(head.sequence if head else -1, digest_of_file(self._ids_path(manifest.id)))
+            replace_file(self._pulled_path(manifest.id), _encode_pulled(pulled), mode=0o600)
+            replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
+        merge_index(self.index_dir)
+        return manifest
+
+    def _put_parts(self, checkpoint_id: str, layout: bytes, ids: Path) -> None:
+        """Put all that a manifest needs to its place, on stable storage."""
+        sync_directory(self.packs_dir)
+        sync_directory(self.index_dir)
+        fd = os.open(ids, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        ids.replace(self._ids_path(checkpoint_id))
+        replace_file(self._layout_path(checkpoint_id), layout, mode=0o600)
+
+    # --- what is to be pushed
+
+    def note_push(self, checkpoint_id: str) -> None:
+        """Remember that a checkpoint is to be pushed."""
+        replace_file(self.pushes_dir / checkpoint_id, b"", mode=0o600)
+
+    def due_pushes(self) -> list[str]:
+        """Return the complete checkpoints that are to be pushed, the oldest first."""
+        return sorted({path.name for path in self.pushes_dir.iterdir()} & set(self.checkpoint_ids()))
+
+    def end_push(self, checkpoint_id: str) -> None:
+        """Forget that a checkpoint is to be pushed."""
+        (self.pushes_dir / checkpoint_id).unlink(missing_ok=True)
 
     # --- the chain
 
@@ -268,17 +343,21 @@ class Domain:
         replace_file(self.directory / "head", _encode_entry(entry, "head"), mode=0o600)
 
     def _entries(self) -> dict[str, Entry]:
-        """Return the chain's links by id: of checkpoints that are there, and of those that a prune has removed."""
+        """Return the chain's links by id: of checkpoints made here, and of those that a prune has removed."""
         entries = {}
         for path in sorted(self.checkpoints_dir.glob("*.removed")):
             entry = _decode_entry(read_record(path, _MAX_RECORD_BYTES, path.name), "removed")
             if entry is not None:
                 entries[entry.link.id] = entry
         for checkpoint_id in self.checkpoint_ids():
-            data = self._manifest_bytes(checkpoint_id)
-            manifest = decode_stored(data)
-            entries[checkpoint_id] = Entry(Link(checkpoint_id, digest(data)), manifest.sequence, manifest.previous)
+            if not self._pulled_path(checkpoint_id).exists():
+                entries[checkpoint_id] = self._entry(checkpoint_id)
         return entries
+
+    def _entry(self, checkpoint_id: str) -> Entry:
+        data = self.manifest_bytes(checkpoint_id)
+        manifest = decode_stored(data)
+        return Entry(Link(checkpoint_id, digest(data)), manifest.sequence, manifest.previous)
 
     def check_chain(self) -> list[str]:
         """Return what is wrong with the chain, a sentence each: checkpoints that were removed or exchanged."""
@@ -289,6 +368,11 @@ class Domain:
         named = [(entry.previous, f"checkpoint {entry.link.id}") for entry in entries.values() if entry.previous]
         if head is not None:
             named.append((head.link, "the domain's head"))
+        pulled = [self._entry(checkpoint_id) for checkpoint_id in there_are - entries.keys()]
+        for entry in pulled:  # what came before it elsewhere need not be here; if it is, it must be that
+            before = entry.previous
+            if before and before.id in there_are and self._entry(before.id).link != before:
+                wrong.append(f"checkpoint {before.id} was exchanged: checkpoint {entry.link.id} names another manifest")
         for link, by in named:
             there = entries.get(link.id)
             if there is None:
@@ -315,6 +399,7 @@ class Domain:
             with _collecting(wrong):
                 layout = self.layout(manifest)
                 self._verify_layout(manifest, layout, pages, read_data=read_data)
+                self._verify_ids(manifest)
                 if read_data:
                     self._verify_content(manifest, layout, progress)
         return wrong
@@ -327,6 +412,7 @@ class Domain:
         """
         layout = self.layout(manifest)
         self._verify_layout(manifest, layout, {}, read_data=False)
+        self._verify_ids(manifest)
         self._verify_content(manifest, layout, progress)
 
     def _verify_layout(
@@ -342,16 +428,23 @@ class Domain:
             for number, first, count in extents:
                 if number != ZERO and first + count > pages[layout.packs[number].name]:
                     raise IntegrityError(f"checkpoint {manifest.id}: {name} lies outside of its packs")
+
+    def _verify_ids(self, manifest: StoredManifest) -> None:
         path = self._ids_path(manifest.id)
-        if path.exists() and digest_of_file(path) != manifest.page_ids_digest:
+        if path.exists() and digest_of_file(path) != self._page_ids_digest(manifest):
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
 
-    def _verify_content(self, manifest: StoredManifest, layout: Layout, progress: Progress) -> None:
+    def _verify_content(
+        self, manifest: StoredManifest, layout: Layout, progress: Progress, ids: BinaryIO | None = None
+    ) -> None:
+        """Read all pages; write their ids by this domain's seed into a file, if one is given."""
         found = hashlib.blake2b(digest_size=32)
         for extents in layout.images.values():
             for content in read_image(extents, layout, self.packs_dir):
-                for at in range(0, len(content), PAGE_BYTES):
-                    found.update(xxh3_128_digest(content[at : at + PAGE_BYTES], seed=self.seed))
+                page_ids = _ids_of(content, manifest.seed)
+                found.update(page_ids)
+                if ids is not None:
+                    ids.write(page_ids if manifest.seed == self.seed else _ids_of(content, self.seed))
                 progress(len(content))
         if found.hexdigest() != manifest.page_ids_digest:
             raise IntegrityError(f"checkpoint {manifest.id} does not hold the pages that were checkpointed")
@@ -367,12 +460,18 @@ class Domain:
         entries = self._entries()
         for checkpoint_id in checkpoint_ids:
             entry = entries.get(checkpoint_id)
+            if self._pulled_path(checkpoint_id).exists():
+                self._remove_manifest(checkpoint_id)
+                continue
             if entry is None:
                 raise StoreError(f"there is no checkpoint {checkpoint_id} in domain {self.name}")
             record = self.checkpoints_dir / f"{checkpoint_id}.removed"
             replace_file(record, _encode_entry(entry, "removed"), mode=0o600)
-            (self.checkpoints_dir / f"{checkpoint_id}.manifest").unlink(missing_ok=True)
-            sync_directory(self.checkpoints_dir)
+            self._remove_manifest(checkpoint_id)
+
+    def _remove_manifest(self, checkpoint_id: str) -> None:
+        (self.checkpoints_dir / f"{checkpoint_id}.manifest").unlink(missing_ok=True)
+        sync_directory(self.checkpoints_dir)
 
     def rubbish(self) -> tuple[list[Path], list[Path]]:
         """Return packs, and other files, that no complete checkpoint needs. Right with the lock alone.
@@ -385,15 +484,18 @@ class Domain:
         packs = [path for path in self.packs_dir.glob("*.pack") if path.name not in needed]
         ids = {manifest.id for manifest in manifests}
         newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
-        oldest = min((manifest.sequence for manifest in manifests), default=1 << 60)
+        made_here = [manifest for manifest in manifests if not self._pulled_path(manifest.id).exists()]
+        own = {manifest.id for manifest in made_here}
+        oldest = min((manifest.sequence for manifest in made_here), default=1 << 60)
         others = [*self.checkpoints_dir.glob("*.partial"), *self.index_dir.glob("*.partial")]
+        others += [path for path in self.pushes_dir.iterdir() if path.name not in ids]
         for path in self.checkpoints_dir.iterdir():
             checkpoint_id, _, kind = path.name.partition(".")
-            if (kind == "layout" and checkpoint_id not in ids) or (kind == "ids" and checkpoint_id not in newest):
+            if checkpoint_id not in {"layout": ids, "pulled": ids, "ids": newest}.get(kind, (checkpoint_id,)):
                 others.append(path)
             elif kind == "removed":
                 entry = _decode_entry(read_record(path, _MAX_RECORD_BYTES, path.name), "removed")
-                if checkpoint_id in ids or (entry is not None and entry.sequence < oldest - 1 and manifests):
+                if checkpoint_id in own or (entry is not None and entry.sequence < oldest - 1 and made_here):
                     others.append(path)
         return packs, others
 
@@ -451,6 +553,16 @@ class Domain:
         )
 
 
+def index_pack(domain: Domain, path: Path, info: PackInfo) -> None:
+    """Verify every byte of a pack that is to become one of the domain, and let its index know the pages.
+
+    Raises:
+        IntegrityError: if it is damaged, or another one.
+    """
+    with contextlib.closing(StoredPack(path, info)) as pack:
+        add_to_index(domain.index_dir, pack_number(info.name), list(_keys_of(pack, domain.seed)))
+
+
 def lineage(container: ContainerRef) -> str:
     """Return what checkpoints of the same container have in common, also when its pod was made anew."""
     return f"{container.pod_namespace}/{container.pod_name}/{container.name}" if container.pod_name else container.id
@@ -484,13 +596,41 @@ def _collecting(wrong: list[str]) -> Iterator[None]:
         wrong.append(str(error))
 
 
+def decode_parts_layout(data: bytes, manifest: StoredManifest) -> Layout:
+    """Read the layout of a checkpoint.
+
+    Raises:
+        IntegrityError: if it is damaged, or another one's.
+    """
+    return decode_layout(data, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
+
+
+def _ids_of(content: bytes | memoryview, seed: int) -> bytes:
+    return b"".join(
+        xxh3_128_digest(content[at : at + PAGE_BYTES], seed=seed) for at in range(0, len(content), PAGE_BYTES)
+    )
+
+
 def _keys_of(pack: StoredPack, seed: int) -> Iterator[bytes]:
     done = 0
     while done < pack.pages:
         content, taken = pack.read(done, pack.pages)
-        for at in range(0, len(content), PAGE_BYTES):
-            yield xxh3_128_digest(content[at : at + PAGE_BYTES], seed=seed)[:KEY_BYTES]
+        page_ids = _ids_of(content, seed)
+        yield from (page_ids[at : at + KEY_BYTES] for at in range(0, len(page_ids), ID_BYTES))
         done += taken
+
+
+def _encode_pulled(pulled: Pulled) -> bytes:
+    return encode_frame("pulled", 1, json.dumps(pulled._asdict()).encode())
+
+
+def _decode_pulled(data: bytes) -> Pulled:
+    _, body = decode_frame("pulled", (1,), data)
+    try:
+        value = load_json(body)
+        return Pulled(as_number(value["after"] + 1) - 1, as_name(value["page_ids_digest"], _DIGEST))
+    except (ValueError, TypeError, KeyError) as error:
+        raise IntegrityError(f"the record of a pulled checkpoint is malformed: {error!r}") from error
 
 
 def _encode_entry(entry: Entry, kind: str) -> bytes:
@@ -512,4 +652,4 @@ def _decode_entry(data: bytes | None, kind: str) -> Entry | None:
 
 def _link(value: Sequence[object]) -> Link:
     checkpoint_id, found = value
-    return Link(as_name(checkpoint_id, CHECKPOINT_ID), as_name(found, re.compile(r"[0-9a-f]{64}")))
+    return Link(as_name(checkpoint_id, CHECKPOINT_ID), as_name(found, _DIGEST))

@@ -20,6 +20,7 @@ CHECKPOINT_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
 VERSION = 1
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SEED = re.compile(r"[0-9a-f]{16}")
 _IMAGE = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 
@@ -62,13 +63,14 @@ class StoredManifest:
     created: str  # RFC 3339, UTC
     writer: str
     domain: str
+    seed: int  # of the domain's page ids where it was made: with another, it has come from another node
     container: ContainerRef
     host: Mapping[str, str]
     images: tuple[StoredImage, ...]
     regions: tuple[StoredRegion, ...] = ()
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the container had of GPUs (ops/gpu_map.py)
     other_images: tuple[OtherImage, ...]
-    page_ids_digest: str  # BLAKE2b-256 of the ids of all pages, image after image
+    page_ids_digest: str  # BLAKE2b-256 of the ids of all pages by `seed`, image after image
     added_bytes: int  # that its packs take, of pages that were nowhere before
 
     @property
@@ -101,6 +103,7 @@ def encode_stored(manifest: StoredManifest) -> bytes:
         "created": manifest.created,
         "writer": manifest.writer,
         "domain": manifest.domain,
+        "seed": f"{manifest.seed:016x}",
         "container": manifest.container.to_json(),
         "host": dict(manifest.host),
         "images": [list(image) for image in manifest.images],
@@ -135,6 +138,7 @@ def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JS
         created=as_text(value["created"]),
         writer=as_text(value["writer"]),
         domain=as_text(value["domain"]),
+        seed=int(as_name(value["seed"], _SEED), 16),
         container=ContainerRef.from_json(value["container"]),
         host={as_text(key): as_text(text) for key, text in as_object(value["host"]).items()},
         images=tuple(StoredImage(as_name(name, _IMAGE), as_number(size)) for name, size in value["images"]),

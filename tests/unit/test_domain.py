@@ -64,6 +64,7 @@ def take(
         created="",
         writer="",
         domain=domain.name,
+        seed=domain.seed,
         container=container,
         host={},
         images=tuple(StoredImage(name, len(content)) for name, content in images.items()),

@@ -1,0 +1,302 @@
+"""Push and pull: checkpoints of the store to and from a remote. Packs that the other side has do not travel."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.config import Settings
+from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError, StoreError
+from ocihook.linux.workers import run_forked
+from ocihook.ops.prune import Keep, Pruned, choose
+from ocihook.ops.staging import discard_staged, pins_of
+from ocihook.ops.store import Listed, claimed
+from ocihook.remote.location import open_remote, remote_domains
+from ocihook.store.domain import Domain, decode_parts_layout, domain_names, index_pack
+from ocihook.store.extents import encode_layout
+from ocihook.store.pack import PackFile, PackInfo, PackReader
+from ocihook.store.packing import Progress, no_progress
+from ocihook.store.pending import directory_of, pending_ids
+from ocihook.store.stored import StoredManifest, decode_stored
+from ocihook.store.thin import Thin
+
+TRANSFERS = 4  # packs that travel at a time
+
+log = logging.getLogger(__name__)
+
+
+class Moved(NamedTuple):
+    """What a push or a pull did."""
+
+    checkpoint_id: str
+    raw_bytes: int
+    pack_bytes: int  # of all packs of the checkpoint
+    moved_bytes: int  # of those that travelled; 0 also if the checkpoint was there
+
+
+def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progress = no_progress) -> Moved:
+    """Send a complete checkpoint to a remote. What was sent by an attempt that was interrupted is not sent again.
+
+    Args:
+        domain: where it is.
+        checkpoint_id: which.
+        location: of the remote.
+        progress: told the bytes of packs that need no more work.
+
+    Raises:
+        RemoteError: if the remote cannot be reached, or does not keep what it is sent.
+        IntegrityError: if the checkpoint is damaged here; the remote does not have it then.
+    """
+    with domain.shared():
+        manifest = domain.read(checkpoint_id)
+        layout = domain.layout(manifest)
+        remote = open_remote(location, domain.name)
+        size = sum(info.size_bytes for info in layout.packs)
+        data = domain.manifest_bytes(checkpoint_id)
+        there = remote.manifest(checkpoint_id)
+        if there is not None and there != data:
+            raise RemoteError(
+                f"{location} has another checkpoint {checkpoint_id} in domain {domain.name}",
+                hint="one of them was exchanged: `ocihook store verify --read-data` tells whether it is this one",
+            )
+        if there is not None:
+            progress(size)
+            return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
+        with remote.pushing(checkpoint_id, layout.packs) as known:
+            lacking = [info for info in layout.packs if info.name not in known]
+            moved = sum(info.size_bytes for info in lacking)
+            progress(size - moved)
+            _in_parallel(lacking, lambda info: _send(domain, location, info), progress)
+            remote.commit(checkpoint_id, data, encode_layout(layout), layout.packs)
+    return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
+
+
+def _send(domain: Domain, location: str, info: PackInfo) -> Iterator[int]:
+    path = domain.packs_dir / info.name
+    with contextlib.closing(PackReader(PackFile(path), info)) as reader:
+        for chunk in reader.chunks(0, info.chunks):
+            reader.read(chunk)  # verifies it: no damage travels
+    yield from open_remote(location, domain.name).send_pack(info, path)
+
+
+def pull(root: Path, name: str, checkpoint_id: str, location: str, *, progress: Progress = no_progress) -> Moved:
+    """Fetch a checkpoint into the store, and verify all of it. What an interrupted attempt has brought is kept an hour.
+
+    Args:
+        root: the store.
+        name: the domain, there and here.
+        checkpoint_id: which.
+        location: of the remote.
+        progress: told the bytes of packs that need no more work.
+
+    Raises:
+        RemoteError: if the remote cannot be reached, or has no such checkpoint.
+        IntegrityError: if what came is damaged; the store does not have it then.
+        StoreError: if another process is pulling it.
+        OSError: from the file system, a full one included.
+    """
+    remote = open_remote(location, name)
+    data = remote.manifest(checkpoint_id)
+    layout_data = remote.layout(checkpoint_id)
+    if data is None or layout_data is None:
+        raise RemoteError(f"{location} has no checkpoint {checkpoint_id} in domain {name}")
+    manifest = decode_stored(data)
+    if manifest.id != checkpoint_id or manifest.domain != name:
+        raise IntegrityError(
+            f"{location} has checkpoint {manifest.id} of domain {manifest.domain} where {checkpoint_id} of {name} "
+            "should be"
+        )
+    layout = decode_parts_layout(layout_data, manifest)
+    size = sum(info.size_bytes for info in layout.packs)
+    domain = Domain.open(root, name, create=True)
+    pending = directory_of(domain, checkpoint_id)
+    if checkpoint_id in domain.checkpoint_ids():
+        progress(size)
+        return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
+    pending.mkdir(mode=0o700, exist_ok=True)
+    with claimed(pending) as is_ours:
+        if not is_ours:
+            raise StoreError(f"checkpoint {checkpoint_id} is being stored by another process", hint="`ocihook wait`")
+        with domain.shared():
+            lacking = [info for info in layout.packs if not _has(domain, info)]
+            moved = sum(info.size_bytes for info in lacking)
+            progress(size - moved)
+            _in_parallel(lacking, lambda info: _fetch(domain, location, info, pending), progress)
+            domain.adopt(data, layout_data, pending / "ids")
+        discard_staged(pending, pins_of(checkpoint_id))
+    return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
+
+
+def _has(domain: Domain, info: PackInfo) -> bool:
+    path = domain.packs_dir / info.name
+    if not path.exists():
+        return False
+    PackReader(PackFile(path), info).close()  # else another pack has its name
+    return True
+
+
+def _fetch(domain: Domain, location: str, info: PackInfo, pending: Path) -> Iterator[int]:
+    path = pending / info.name
+    done = path.stat().st_size if path.exists() else 0
+    yield done
+    if done < info.size_bytes:
+        yield from open_remote(location, domain.name).fetch_pack(info, path)
+    try:
+        index_pack(domain, path, info)
+    except IntegrityError as error:
+        path.unlink()
+        raise IntegrityError(f"{location} has sent something wrong: {error}", hint="pull again") from error
+    path.replace(domain.packs_dir / info.name)
+
+
+def _in_parallel(
+    infos: Sequence[PackInfo], move: Callable[[PackInfo], Iterator[int]], progress: Callable[[int], None]
+) -> None:
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for task in tasks:
+            yield from move(infos[task])
+
+    for size in run_forked(worker, tasks=len(infos), workers=TRANSFERS):
+        progress(size)
+
+
+def push_due(settings: Settings) -> None:
+    """Push what is to be pushed by policy. What fails is logged, and tried again the next time."""
+    root = Path(settings.store_dir)
+    for domain in (Domain.open(root, name) for name in domain_names(root)):
+        for checkpoint_id in domain.due_pushes():
+            try:
+                if not settings.remote:
+                    raise ConfigError("no remote is configured", hint="set [agent] remote")
+                moved = push(domain, checkpoint_id, settings.remote)
+                domain.end_push(checkpoint_id)
+                log.info("checkpoint %s is at the remote, %d bytes were sent", checkpoint_id, moved.moved_bytes)
+            except (OcihookError, OSError) as error:
+                log.error("checkpoint %s in domain %s was not pushed: %s", checkpoint_id, domain.name, error)
+
+
+def is_here(root: Path, thin: Thin) -> bool:
+    """Tell whether a store has a checkpoint, complete or on its way."""
+    if thin.domain not in domain_names(root):
+        return False
+    domain = Domain.open(root, thin.domain)
+    return thin.checkpoint_id in domain.checkpoint_ids() or thin.checkpoint_id in pending_ids(domain)
+
+
+# --- what people ask
+
+
+@dataclass
+class RemoteCheckpoints:
+    """The complete checkpoints of a domain of a remote. Reads each manifest once."""
+
+    location: str
+    domain: str
+    _known: dict[str, StoredManifest] = field(default_factory=dict)
+    _packs: dict[str, list[str]] = field(default_factory=dict)
+
+    def all(self) -> list[StoredManifest]:
+        """Return their manifests, in the order in which they were made, as far as nodes' clocks tell.
+
+        Raises:
+            RemoteError: if the remote cannot be reached.
+            IntegrityError: if one is damaged.
+        """
+        remote = open_remote(self.location, self.domain)
+        found = {}
+        for checkpoint_id in remote.checkpoint_ids():
+            if checkpoint_id not in self._known:
+                data = remote.manifest(checkpoint_id)
+                if data is None:  # removed meanwhile
+                    continue
+                self._known[checkpoint_id] = decode_stored(data)
+            found[checkpoint_id] = self._known[checkpoint_id]
+        return sorted(found.values(), key=lambda manifest: (manifest.created, manifest.sequence))
+
+    def packs(self) -> set[str]:
+        """Return the packs that they need.
+
+        Raises:
+            IntegrityError: if the layout of one is missing or damaged.
+        """
+        remote = open_remote(self.location, self.domain)
+        names: set[str] = set()
+        for manifest in self.all():
+            if manifest.id not in self._packs:
+                data = remote.layout(manifest.id)
+                if data is None:
+                    raise IntegrityError(f"{self.location} has lost the layout of checkpoint {manifest.id}")
+                self._packs[manifest.id] = [info.name for info in decode_parts_layout(data, manifest).packs]
+            names.update(self._packs[manifest.id])
+        return names
+
+
+def prune_remote(location: str, keep: Keep, *, now_s: float | None = None, dry_run: bool = False) -> list[Pruned]:
+    """Remove checkpoints of a remote that nothing keeps, and packs that no checkpoint needs.
+
+    Raises:
+        RemoteError: if the remote cannot be reached.
+        IntegrityError: if a checkpoint is damaged there; nothing of its domain is removed then.
+    """
+    result = []
+    for domain in remote_domains(location):
+        remote = open_remote(location, domain)
+        checkpoints = RemoteCheckpoints(location, domain)
+        checkpoints.packs()
+        removed = choose(checkpoints.all(), keep, time.time() if now_s is None else now_s)
+        freed = 0
+        if not dry_run:
+            remote.remove(removed)
+            freed = remote.remove_rubbish(checkpoints.packs)
+        result.append(Pruned(f"{location}, domain {domain}", tuple(removed), freed))
+    return result
+
+
+def list_remote(location: str) -> list[Listed]:
+    """Return all complete checkpoints of a remote.
+
+    Raises:
+        RemoteError: if the remote cannot be reached.
+        IntegrityError: if one is damaged.
+    """
+    return [
+        Listed(name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
+        for name in remote_domains(location)
+        for m in RemoteCheckpoints(location, name).all()
+    ]
+
+
+def find_remote(location: str, checkpoint_id: str) -> str:
+    """Return the domain of a checkpoint of a remote.
+
+    Raises:
+        RemoteError: if it has no such checkpoint.
+    """
+    for name in remote_domains(location):
+        if open_remote(location, name).manifest(checkpoint_id) is not None:
+            return name
+    raise RemoteError(f"{location} has no checkpoint {checkpoint_id}")
+
+
+def due(root: Path) -> list[tuple[str, str]]:
+    """Return domain and id of the checkpoints that are to be pushed by policy."""
+    return [
+        (name, checkpoint_id) for name in domain_names(root) for checkpoint_id in Domain.open(root, name).due_pushes()
+    ]
+
+
+def pack_bytes(domain: Domain, checkpoint_id: str) -> int:
+    """Return the bytes of all packs of a checkpoint."""
+    return sum(info.size_bytes for info in domain.layout(domain.read(checkpoint_id)).packs)
+
+
+def remote_bytes(location: str, name: str, checkpoint_id: str) -> int:
+    """Return the same of one that is at a remote; 0 if there is none."""
+    remote = open_remote(location, name)
+    data, layout = remote.manifest(checkpoint_id), remote.layout(checkpoint_id)
+    if data is None or layout is None:
+        return 0
+    return sum(info.size_bytes for info in decode_parts_layout(layout, decode_stored(data)).packs)

@@ -1,0 +1,158 @@
+"""A domain in an object store: names, what makes a checkpoint complete, how a prune spares what is being pushed.
+
+    domains/<domain>/packs/<pack>.pack
+    domains/<domain>/checkpoints/<id>.layout, <id>.manifest    the manifest, put last, is the commit
+    domains/<domain>/pushing/<random>      names that a push relies on, sent or not: of packs, of its layout
+    domains/<domain>/removing/<random>     names that a prune is about to remove
+
+A push announces its names, then looks whether a prune is removing any, and waits for it; a prune announces what it
+will remove, then looks whether a push relies on any, and spares it. Whoever comes second sees the other: so neither
+trusts in what goes. Times are the object store's own; no node's clock counts.
+"""
+
+import contextlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from ocihook.errors import RemoteError
+from ocihook.remote.blobs import Blob, Blobs
+from ocihook.store.frame import load_json
+from ocihook.store.pack import PackInfo
+
+PUSH_LASTS_S = 7 * 86400.0  # then whoever announced it has died
+PRUNE_LASTS_S = 3600.0
+_PRUNE_ACTS_S = 1800.0  # a prune stops by itself long before others take it for dead
+_POLL_S = 1.0
+_MAX_RECORD_BYTES = 64 << 20
+_MAX_LAYOUT_BYTES = 4 << 30
+_MANIFEST = re.compile(r"([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})\.manifest")
+
+
+class ObjectRemote:
+    """A domain in a directory or an object store."""
+
+    def __init__(self, blobs: Blobs, domain: str) -> None:
+        """Take where the blobs are, and the name of the domain."""
+        self._blobs = blobs
+        self._domain = domain
+        self._prefix = f"domains/{domain}/"
+
+    def checkpoint_ids(self) -> list[str]:
+        """Return the ids of all complete checkpoints."""
+        prefix = self._prefix + "checkpoints/"
+        found = (_MANIFEST.fullmatch(blob.name.removeprefix(prefix)) for blob in self._blobs.below(prefix))
+        return sorted(match[1] for match in found if match)
+
+    def manifest(self, checkpoint_id: str) -> bytes | None:
+        """Return a checkpoint's manifest; None if there is none."""
+        return self._blobs.read(self._of(checkpoint_id, "manifest"), _MAX_RECORD_BYTES)
+
+    def layout(self, checkpoint_id: str) -> bytes | None:
+        """Return its layout."""
+        return self._blobs.read(self._of(checkpoint_id, "layout"), _MAX_LAYOUT_BYTES)
+
+    def _of(self, checkpoint_id: str, kind: str) -> str:
+        return f"{self._prefix}checkpoints/{checkpoint_id}.{kind}"
+
+    @contextlib.contextmanager
+    def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> Iterator[set[str]]:
+        """Keep packs from being pruned while a checkpoint is pushed; give the names of those that are there."""
+        names = {f"{checkpoint_id}.layout", *(info.name for info in packs)}
+        mine = f"{self._prefix}pushing/{secrets.token_hex(8)}"
+        self._blobs.write(mine, json.dumps(sorted(names)).encode())
+        try:
+            while self._announced("removing", PRUNE_LASTS_S) & names:
+                time.sleep(_POLL_S)
+            sizes = {info.name: info.size_bytes for info in packs}
+            yield {name for name, blob in self._packs().items() if sizes.get(name) == blob.size_bytes}
+        finally:
+            self._blobs.remove(mine)
+
+    def send_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+        """Store a pack; yield the bytes done, bit by bit."""
+        return self._blobs.send(f"{self._prefix}packs/{info.name}", path)
+
+    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+        """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit."""
+        return self._blobs.fetch(f"{self._prefix}packs/{info.name}", path)
+
+    def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Collection[PackInfo]) -> None:
+        """Make a checkpoint complete whose packs have been sent.
+
+        Raises:
+            RemoteError: if one is not there, or not of its size.
+        """
+        there = self._packs()
+        for info in packs:
+            if info.name not in there or there[info.name].size_bytes != info.size_bytes:
+                raise RemoteError(
+                    f"checkpoint {checkpoint_id} is not complete at the remote: it has lost pack {info.name}, "
+                    "which it had taken",
+                    hint="push again",
+                )
+        self._blobs.write(self._of(checkpoint_id, "layout"), layout)
+        self._blobs.write(self._of(checkpoint_id, "manifest"), manifest)
+
+    def remove(self, checkpoint_ids: Collection[str]) -> None:
+        """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
+        for checkpoint_id in checkpoint_ids:
+            self._blobs.remove(self._of(checkpoint_id, "manifest"))
+            self._blobs.remove(self._of(checkpoint_id, "layout"))
+
+    def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
+        """Remove packs that are not among those needed, nor by a push that is going on; return the bytes."""
+        rubbish = self._rubbish(needed())
+        mine = f"{self._prefix}removing/{secrets.token_hex(8)}"
+        began_s = time.monotonic()
+        self._blobs.write(mine, json.dumps(sorted(rubbish)).encode())
+        freed = 0
+        try:
+            pushed = self._announced("pushing", PUSH_LASTS_S)
+            still = self._rubbish(needed())  # in this order: a push commits before it takes back what it announced
+            for name, blob in rubbish.items():
+                if name in still and name not in pushed and time.monotonic() - began_s < _PRUNE_ACTS_S:
+                    self._blobs.remove(blob.name)
+                    freed += blob.size_bytes
+            for part in ("packs/", "checkpoints/", "pushing/", "removing/"):
+                freed += self._blobs.sweep(self._prefix + part, self._now_s() - PRUNE_LASTS_S)
+        finally:
+            self._blobs.remove(mine)
+        return freed
+
+    def _rubbish(self, needed: Collection[str]) -> dict[str, Blob]:
+        """Return packs that are not needed, and layouts without a manifest, by the names that they are announced by."""
+        prefix = self._prefix + "checkpoints/"
+        layouts = {blob.name.removeprefix(prefix): blob for blob in self._blobs.below(prefix)}
+        complete = {f"{checkpoint_id}.layout" for checkpoint_id in self.checkpoint_ids()}
+        packs = {name: blob for name, blob in self._packs().items() if name not in needed}
+        lonely = {n: blob for n, blob in layouts.items() if n.endswith(".layout") and n not in complete}
+        return packs | lonely
+
+    def _packs(self) -> dict[str, Blob]:
+        prefix = self._prefix + "packs/"
+        return {blob.name.removeprefix(prefix): blob for blob in self._blobs.below(prefix)}
+
+    def _announced(self, kind: str, lasts_s: float) -> set[str]:
+        """Return the names that pushes, or prunes, have announced; an announcement that is too old is removed."""
+        now_s = self._now_s()
+        names: set[str] = set()
+        for blob in list(self._blobs.below(f"{self._prefix}{kind}/")):
+            if now_s - blob.modified_s > lasts_s:
+                self._blobs.remove(blob.name)
+                continue
+            data = self._blobs.read(blob.name, _MAX_RECORD_BYTES)
+            if data is not None:
+                try:
+                    names.update(map(str, load_json(data)))
+                except (ValueError, TypeError) as error:
+                    raise RemoteError(f"{blob.name} at the remote is malformed: {error}") from error
+        return names
+
+    def _now_s(self) -> float:
+        """Return the newest time that the object store knows: that of what was announced last."""
+        both = (*self._blobs.below(f"{self._prefix}pushing/"), *self._blobs.below(f"{self._prefix}removing/"))
+        return max((blob.modified_s for blob in both), default=0.0)

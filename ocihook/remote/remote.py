@@ -1,0 +1,51 @@
+"""What a remote can do, whatever keeps it: hold packs, and checkpoints that are there only with all of their packs."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from ocihook.store.pack import PackInfo
+
+
+class Remote(Protocol):
+    """One domain of a remote. Not shared between processes: each opens its own."""
+
+    def checkpoint_ids(self) -> list[str]:
+        """Return the ids of all complete checkpoints."""
+
+    def manifest(self, checkpoint_id: str) -> bytes | None:
+        """Return a checkpoint's manifest; None if there is none."""
+
+    def layout(self, checkpoint_id: str) -> bytes | None:
+        """Return its layout."""
+
+    def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> contextlib.AbstractContextManager[set[str]]:
+        """Keep packs from being pruned while a checkpoint is pushed; give the names of those that are there."""
+
+    def send_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+        """Store a pack; yield the bytes done, bit by bit. Nobody sees it before it is complete.
+
+        Raises:
+            RemoteError: if the remote cannot be reached, or has stored something else.
+        """
+
+    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+        """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit. What came is not checked.
+
+        Raises:
+            RemoteError: if the remote cannot be reached, or has no such pack.
+        """
+
+    def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Collection[PackInfo]) -> None:
+        """Make a checkpoint complete whose packs have been sent."""
+
+    def remove(self, checkpoint_ids: Collection[str]) -> None:
+        """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
+
+    def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
+        """Remove packs that are not among those needed, nor by a push that is going on; return the bytes.
+
+        Args:
+            needed: tells the packs of all checkpoints that are complete when it is called.
+        """

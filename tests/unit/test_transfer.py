@@ -1,0 +1,406 @@
+"""Push and pull, over every kind of remote: what is there does not travel, what is wrong is seen, nothing is lost."""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.config import Config
+
+from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError
+from ocihook.ops import transfer
+from ocihook.ops.prune import Keep, prune
+from ocihook.ops.transfer import RemoteCheckpoints, list_remote, prune_remote, pull, push
+from ocihook.remote.directory import DirectoryBlobs
+from ocihook.remote.location import open_remote
+from ocihook.store.domain import Domain
+from ocihook.store.pack import PAGE_BYTES
+from tests.fakes.object_storage import make_bucket, object_storage
+from tests.unit.test_store_crash import DIED, Node, die_at, in_child, pages
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    """A node with two checkpoints, of which the second has 30 new pages."""
+    made = Node(tmp_path / "node")
+    made.dump(made.new)
+    made.complete()
+    return made
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            patch.delenv(name, raising=False)
+            patch.delenv(name.upper(), raising=False)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        with object_storage() as url:
+            yield url
+
+
+@pytest.fixture
+def bucket(endpoint: str) -> str:
+    return make_bucket(endpoint, f"bucket-{secrets.token_hex(4)}")
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def remote(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "remote"
+    path.mkdir()
+    return path
+
+
+def ids(node: Node) -> list[str]:
+    return [manifest.id for manifest in node.domain.checkpoints()]
+
+
+class Other(Node):
+    """Another node, with an empty store."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.store_dir = root, root / "store"
+        root.mkdir()
+
+    def pull(self, checkpoint_id: str, location: str) -> transfer.Moved:
+        return pull(self.store_dir, "team", checkpoint_id, location)
+
+
+def test_there_and_back(node: Node, remote: str, tmp_path: Path) -> None:
+    first, second = ids(node)
+    sent = push(node.domain, first, remote)
+    assert sent.moved_bytes == sent.pack_bytes > 60 * PAGE_BYTES
+    more = push(node.domain, second, remote)
+    assert 30 * PAGE_BYTES < more.moved_bytes < 31 * PAGE_BYTES, "only what is new"
+    assert more.pack_bytes > more.moved_bytes
+    assert push(node.domain, second, remote).moved_bytes == 0
+    assert [row.id for row in list_remote(remote)] == [first, second]
+    other = Other(tmp_path / "other")
+    assert other.pull(second, remote).moved_bytes == more.pack_bytes
+    assert other.pull(second, remote).moved_bytes == 0
+    assert other.contents() == [node.new]
+    assert other.pull(first, remote).moved_bytes == 0, "it has all the packs"
+    assert sorted(other.contents()) == sorted([node.old, node.new])
+    assert other.domain.verify(read_data=True) == []
+    assert other.domain.seed != node.domain.seed
+
+
+def test_a_job_goes_on_elsewhere(node: Node, remote: str, tmp_path: Path) -> None:
+    """A checkpoint of a container that was pulled is compared with it: what goes back is what changed since."""
+    _, second = ids(node)
+    push(node.domain, second, remote)
+    other = Other(tmp_path / "other")
+    other.pull(second, remote)
+    changed = pages(5, 7) + node.new[5 * PAGE_BYTES :]
+    other.dump(changed)
+    other.complete()
+    third = ids(other)[1]
+    assert 5 * PAGE_BYTES < push(other.domain, third, remote).moved_bytes < 6 * PAGE_BYTES
+    pull(node.store_dir, "team", third, remote)
+    assert node.contents() == [node.old, node.new, changed]
+    for each in (node, other):
+        each.assert_clean()
+        assert each.domain.verify(read_data=True) == []
+    prune(other.store_dir, Keep(last=1))
+    assert other.contents() == [changed]
+    other.assert_clean()
+
+
+def test_what_was_pruned_here_comes_back(node: Node, directory: Path) -> None:
+    first, second = ids(node)
+    for checkpoint_id in (first, second):
+        push(node.domain, checkpoint_id, str(directory))
+    prune(node.store_dir, Keep(last=1))
+    pull(node.store_dir, "team", first, str(directory))
+    assert sorted(node.contents()) == sorted([node.old, node.new])
+    node.assert_clean()
+    node.dump(node.old)
+    node.complete()
+    prune(node.store_dir, Keep(last=1))
+    assert node.contents() == [node.old]
+    node.assert_clean()
+
+
+def test_pruning_a_remote(node: Node, remote: str, tmp_path: Path) -> None:
+    first, second = ids(node)
+    for checkpoint_id in (first, second):
+        push(node.domain, checkpoint_id, remote)
+    (would,) = prune_remote(remote, Keep(last=1), dry_run=True)
+    assert would.removed == (first,)
+    assert len(list_remote(remote)) == 2
+    (done,) = prune_remote(remote, Keep(last=1))
+    assert done.removed == (first,)
+    other = Other(tmp_path / "other")
+    with pytest.raises(RemoteError, match=f"has no checkpoint {first} in domain team"):
+        other.pull(first, remote)
+    other.pull(second, remote)
+    assert other.contents() == [node.new]
+    node.dump(pages(9, 9))
+    node.complete()
+    push(node.domain, ids(node)[-1], remote)
+    (done,) = prune_remote(remote, Keep(last=1))
+    assert done.removed == (second,)
+    assert done.freed_bytes > 90 * PAGE_BYTES
+    assert len(RemoteCheckpoints(remote, "team").packs()) == 1
+
+
+def test_a_prune_spares_what_is_being_pushed(node: Node, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The push has sent its packs when the prune comes; then the prune announces, and the next push waits for it."""
+    remote = open_remote(str(directory), "team")
+    first, _ = ids(node)
+    layout = node.domain.layout(node.domain.read(first))
+    with remote.pushing(first, layout.packs) as known:
+        assert known == set()
+        for info in layout.packs:
+            assert sum(remote.send_pack(info, node.domain.packs_dir / info.name)) == info.size_bytes
+        assert remote.remove_rubbish(set) == 0
+    assert remote.remove_rubbish(set) > 0
+    waited = []
+    blobs = DirectoryBlobs(directory)
+    blobs.write("domains/team/removing/x", f'["{layout.packs[0].name}"]'.encode())
+
+    def removed_meanwhile(_seconds: float) -> None:
+        waited.append(1)
+        blobs.remove("domains/team/removing/x")
+
+    monkeypatch.setattr("ocihook.remote.objects.time.sleep", removed_meanwhile)
+    with remote.pushing(first, layout.packs):
+        assert waited == [1]
+    blobs.write("domains/team/removing/x", f'["{layout.packs[0].name}"]'.encode())
+    os.utime(directory / "domains/team/removing/x", (0, 0))
+    with remote.pushing(first, layout.packs):
+        assert waited == [1], "whoever announced that is dead"
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_push_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: bool) -> None:
+    first, second = ids(node)
+    before = tmp_path / "before"
+    before.mkdir()
+    push(node.domain, first, str(before))
+    number = 0
+    while True:
+        number += 1
+        there = tmp_path / f"there-{number}"
+        shutil.copytree(before, there)
+
+        def act(there: Path = there, number: int = number) -> None:
+            die_at(number, torn=torn)
+            push(node.domain, second, str(there))
+
+        status = in_child(act)
+        assert status in {0, DIED}
+        has = [row.id for row in list_remote(str(there))]
+        assert has in ([first], [first, second])
+        push(node.domain, second, str(there))
+        other = Other(tmp_path / f"other-{number}")
+        for checkpoint_id in (first, second):
+            other.pull(checkpoint_id, str(there))
+        assert sorted(other.contents()) == sorted([node.old, node.new])
+        for path in there.rglob("*"):
+            os.utime(path, (0, 0))  # so that what was announced, or begun, is found to be of long ago
+        prune_remote(str(there), Keep())
+        assert {path.name.partition(".")[2] for path in there.rglob("*") if path.is_file()} == {
+            "pack",
+            "layout",
+            "manifest",
+        }
+        shutil.rmtree(there)
+        shutil.rmtree(other.root)
+        if status == 0:
+            break
+    assert number > 12
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_pull_that_dies_at_any_write(node: Node, directory: Path, tmp_path: Path, *, torn: bool) -> None:
+    first, second = ids(node)
+    for checkpoint_id in (first, second):
+        push(node.domain, checkpoint_id, str(directory))
+    number = 0
+    while True:
+        number += 1
+        other = Other(tmp_path / f"other-{number}")
+        other.pull(first, str(directory))
+
+        def act(other: Other = other, number: int = number) -> None:
+            die_at(number, torn=torn)
+            other.pull(second, str(directory))
+
+        status = in_child(act)
+        assert status in {0, DIED}
+        assert other.contents() in ([node.old], [node.old, node.new])
+        assert other.domain.verify(read_data=True) == []
+        other.pull(second, str(directory))
+        assert other.contents() == [node.old, node.new]
+        for path in other.domain.pending_dir.iterdir():
+            os.utime(path, (0, 0))
+        other.assert_clean()
+        assert list(other.domain.pending_dir.iterdir()) == []
+        shutil.rmtree(other.root)
+        if status == 0:
+            break
+    assert number > 12
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_remote_prune_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: bool) -> None:
+    first, second = ids(node)
+    before = tmp_path / "before"
+    before.mkdir()
+    for checkpoint_id in (first, second):
+        push(node.domain, checkpoint_id, str(before))
+    number = 0
+    while True:
+        number += 1
+        there = tmp_path / f"there-{number}"
+        shutil.copytree(before, there)
+
+        def act(there: Path = there, number: int = number) -> None:
+            die_at(number, torn=torn)
+            prune_remote(str(there), Keep(last=1))
+
+        status = in_child(act)
+        assert status in {0, DIED}
+        assert list_remote(str(there))[-1].id == second
+        other = Other(tmp_path / f"other-{number}")
+        other.pull(second, str(there))
+        assert other.contents() == [node.new]
+        prune_remote(str(there), Keep(last=1))
+        assert [row.id for row in list_remote(str(there))] == [second]
+        assert len(list(there.rglob("*.layout"))) == 1
+        shutil.rmtree(there)
+        shutil.rmtree(other.root)
+        if status == 0:
+            break
+    assert number > 5
+
+
+def test_an_interrupted_pull_goes_on(node: Node, directory: Path, tmp_path: Path) -> None:
+    _, second = ids(node)
+    push(node.domain, second, str(directory))
+    other = Other(tmp_path / "other")
+    packs = sorted((directory / "domains/team/packs").iterdir())
+    half = packs[0].read_bytes()[: packs[0].stat().st_size // 2]
+    Domain.open(other.store_dir, "team", create=True)
+    pending = other.domain.pending_dir / second
+    pending.mkdir()
+    (pending / packs[0].name).write_bytes(half)
+    fetched: list[int] = []
+
+    def count(blobs: Any, name: str, path: Path) -> Iterator[int]:
+        for size in real(blobs, name, path):
+            fetched.append(size)
+            yield size
+
+    real = DirectoryBlobs.fetch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectoryBlobs, "fetch", count)
+        patch.setattr(transfer, "TRANSFERS", 1)
+        other.pull(second, str(directory))
+    assert sum(fetched) == sum(path.stat().st_size for path in packs) - len(half)
+    assert other.contents() == [node.new]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["packs/*.pack", "checkpoints/*.layout", "checkpoints/*.manifest"])
+@pytest.mark.parametrize("act", [flip, lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink])
+def test_a_remote_that_lies(
+    node: Node, directory: Path, tmp_path: Path, kind: str, act: Callable[[Path], object]
+) -> None:
+    _, second = ids(node)
+    push(node.domain, second, str(directory))
+    good = tmp_path / "good"
+    shutil.copytree(directory, good)
+    act(next((directory / "domains/team").glob(kind)))
+    other = Other(tmp_path / "other")
+    with pytest.raises((IntegrityError, RemoteError)):
+        other.pull(second, str(directory))
+    if other.store_dir.exists():
+        assert other.contents() == []
+    other.pull(second, str(good))
+    assert other.contents() == [node.new]
+
+
+def test_an_exchanged_checkpoint(node: Node, directory: Path, tmp_path: Path) -> None:
+    first, second = ids(node)
+    for checkpoint_id in (first, second):
+        push(node.domain, checkpoint_id, str(directory))
+    there = directory / "domains/team/checkpoints"
+    shutil.copy(there / f"{first}.manifest", there / f"{second}.manifest")
+    with pytest.raises(IntegrityError, match=f"has checkpoint {first} of domain team where {second} of team should"):
+        Other(tmp_path / "other").pull(second, str(directory))
+    with pytest.raises(RemoteError, match=f"has another checkpoint {second} in domain team"):
+        push(node.domain, second, str(directory))
+
+
+def test_a_damaged_pack_does_not_travel(node: Node, remote: str) -> None:
+    flip(next(node.domain.packs_dir.iterdir()))
+    with pytest.raises(IntegrityError, match="is damaged"):
+        push(node.domain, ids(node)[1], remote)
+    assert list_remote(remote) == []
+
+
+def test_a_remote_that_is_gone(node: Node, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ids(node)[0]
+    with pytest.raises(RemoteError, match=r"is no directory. Is it mounted\?"):
+        push(node.domain, first, str(tmp_path / "not-there"))
+    with pytest.raises(RemoteError, match="specified bucket does not exist"):
+        push(node.domain, first, bucket.replace("//bucket-", "//other-"))
+    monkeypatch.setattr("ocihook.remote.s3._CONFIG", Config(retries={"max_attempts": 0}))
+    with pytest.raises(RemoteError, match="Could not connect"):
+        push(node.domain, first, re.sub(":[0-9]+&", ":1&", bucket))
+    assert node.domain.verify(read_data=True) == []
+
+
+@pytest.mark.parametrize("location", ["", "relative/path", "ftp://host/x", "s3://", "s3://bucket?speed=9"])
+def test_what_is_no_remote(location: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no remote\. Use an absolute path"):
+        open_remote(location, "team")
+
+
+def test_a_full_remote(node: Node, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ocihook.remote.directory.os.posix_fadvise", full)
+        with pytest.raises(RemoteError, match=r"No space left on device. Make room there"):
+            push(node.domain, ids(node)[0], str(directory))
+    assert not [path for path in directory.rglob("*") if path.is_file()]
+
+
+def test_pushes_by_policy(node: Node, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from ocihook.config import Settings
+
+    first, _ = ids(node)
+    node.domain.note_push(first)
+    settings = Settings(store_dir=str(node.store_dir), remote=str(directory / "gone"))
+    transfer.push_due(settings)
+    assert "was not pushed" in caplog.text
+    assert transfer.due(node.store_dir) == [("team", first)]
+    transfer.push_due(Settings(store_dir=str(node.store_dir), remote=str(directory)))
+    assert transfer.due(node.store_dir) == []
+    assert [row.id for row in list_remote(str(directory))] == [first]
+    node.domain.note_push(first)
+    prune(node.store_dir, Keep(last=1))
+    assert list(node.domain.pushes_dir.iterdir()) == []
+    with contextlib.suppress(OcihookError):
+        node.domain.read(first)
+        pytest.fail("it was pruned")
