@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from integration.journals import last_session
+from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, image_names
 from integration.podman.test_faults import end_dying_agent, start_dying_agent
@@ -141,12 +142,39 @@ def test_a_thin_archive_without_its_store(podman: Podman) -> None:
     podman.restore(archive, check=False)
     assert not podman.is_running("c")
     message = last_session(podman.namespace, "pre-restore")["stages"]["pre-restore"]["message"]
-    assert "has no domain '_node'" in message
+    assert "of domain _node is not in this node's store. Configure the remote" in message
     assert "nothing was started" in message
     podman.remove("c")
     configure(podman, podman.scratch / "store")
     podman.restore(archive)
     podman.assert_goes_on("c", before)
+
+
+def test_restore_on_another_node_pulls(podman: Podman) -> None:
+    """Pushed by policy, as soon as it is complete; what the other node's store lacks comes from the remote."""
+    remote, here, there = (podman.scratch / name for name in ("remote", "here", "there"))
+    remote.mkdir()
+    settings = f'[agent]\nidle_timeout_s = 2\nremote = "{remote}"\n'
+    podman.configure(f'{settings}store_dir = "{here}"\n')
+    podman.start("c", 24, mode="store", push="always")
+    archive = podman.scratch / "c.tar"
+    podman.checkpoint("c", archive)
+    before = podman.count("c")
+    podman.remove("c")
+
+    def at_remote() -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = json.loads(podman.ocihook("store", "list", "--remote", "--json"))["checkpoints"]
+        return rows
+
+    wait_for("the push", lambda: bool(at_remote()))
+    podman.configure(f'{settings}store_dir = "{there}"\n')
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+    restore = last_session(podman.namespace, "pre-restore")
+    phases = {phase["name"]: phase.get("bytes", 0) for phase in restore["phases"]}
+    assert phases["pull"] > 4 << 20
+    assert [row["id"] for row in listed(podman)] == [row["id"] for row in at_remote()]
+    assert "every byte right" in podman.ocihook("store", "verify", "--read-data")
 
 
 def test_a_store_that_cannot_be_written(podman: Podman) -> None:

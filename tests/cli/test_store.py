@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from ocihook.cli import store as module
 from ocihook.cli.main import cli
 from ocihook.config import Settings
+from ocihook.store.thin import Thin, write_thin
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.unit.test_store_crash import Node
 
@@ -118,6 +119,40 @@ def test_numbers_that_are_none(node: Node, option: str, value: str) -> None:
     result = run("store", "prune", option, value)
     assert result.exit_code == 2
     assert "is not a number with one of the units" in result.output
+
+
+def test_push_and_pull(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    result = run("store", "push", "--all")
+    assert str(result.exception).startswith("no remote is configured. Set [agent] remote")
+    settings = Settings(store_dir=str(node.store_dir), remote=str(remote), workers=1)
+    monkeypatch.setattr(module, "load_settings", lambda: settings)
+    node.complete()
+    first, second = (row["id"] for row in as_json("store", "list")["checkpoints"])
+    assert as_json("store", "push")["checkpoints"] == []
+    node.domain.note_push(first)
+    (row,) = as_json("store", "push")["checkpoints"]
+    assert (row["checkpoint_id"], row["moved_bytes"]) == (first, row["pack_bytes"])
+    assert f"{second}: " in run("store", "push", second).output
+    assert [row["moved_bytes"] for row in as_json("store", "push", "--all")["checkpoints"]] == [0, 0]
+    assert [row["id"] for row in as_json("store", "list", "--remote")["checkpoints"]] == [first, second]
+    monkeypatch.setattr(module, "load_settings", lambda: Settings(store_dir=str(tmp_path / "other")))
+    assert f"{second}: " in run("store", "pull", second, "--from", str(remote)).output
+    write_thin(node.images, Thin("team", first), durable=False)
+    for path in node.images.glob("pages-*"):
+        path.unlink()
+    make_archive(tmp_path / "thin.tar", node.images, "containerd")
+    (row,) = as_json("store", "pull", str(tmp_path / "thin.tar"), "--from", str(remote))["checkpoints"]
+    assert row["checkpoint_id"] == first
+    assert {row["id"] for row in as_json("store", "list")["checkpoints"]} == {first, second}
+    missing = run("store", "pull", "20200101T000000Z-00000000", "--from", str(remote))
+    assert str(missing.exception) == f"{remote} has no checkpoint 20200101T000000Z-00000000"
+    assert (
+        f"would remove {first}" in run("store", "prune", "--keep-last=1", "--remote", str(remote), "--dry-run").output
+    )
+    (pruned,) = as_json("store", "prune", "--keep-last", "1", "--remote", str(remote))["pruned"]
+    assert pruned["removed"] == [first]
 
 
 def test_repair(node: Node) -> None:
