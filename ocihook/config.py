@@ -54,6 +54,8 @@ class Settings:
     max_store_bytes: int = 0  # of a domain's packs, by removing the oldest checkpoints; 0: any number
     archive_dir: str = ""  # where the same holds for archives: /var/lib/kubelet/checkpoints
     remote: str = ""  # where `store push` and `pull` go: /DIRECTORY or s3://BUCKET/PREFIX
+    key_file: str = ""  # keys of the store's domains, {domain} in it is a domain's name; "": nothing is encrypted
+    key_command: str = ""  # prints them instead, {domain} likewise; split into words as a shell does, run without one
     store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
 
 
@@ -162,7 +164,7 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
-    if key in {"store_dir", "archive_dir"} and not str(value or "/").startswith("/"):
+    if key in {"store_dir", "archive_dir", "key_file"} and not str(value or "/").startswith("/"):
         raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
     if key == "remote" and value and not _REMOTE.match(str(value)):
         raise ConfigError(f"{where}: {key} must be /DIRECTORY or s3://BUCKET/PREFIX, not {value!r}")

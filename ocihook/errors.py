@@ -15,7 +15,8 @@ OcihookError
 ├─ ImageError               CRIU's own images are missing, truncated or not what they say
 ├─ StoreError
 │  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
-│  └─ StoreFull             no space left for packs or for rehydrated images
+│  ├─ StoreFull             no space left for packs or for rehydrated images
+│  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
 ├─ ArchiveError             a checkpoint archive is malformed or hostile
 ├─ AgentError               the agent cannot be reached, or gave no verdict
@@ -138,6 +139,12 @@ class StoreFull(StoreError):
 
     code = "store-full"
     exit_code = 9
+
+
+class KeyMissing(StoreError):
+    """A domain is encrypted, and its key cannot be got."""
+
+    code = "key-missing"
 
 
 class RemoteError(OcihookError):

@@ -28,6 +28,7 @@ from ocihook.ops.lock import lock_agent
 from ocihook.ops.prune import prune_by_policy
 from ocihook.ops.store import complete_all, has_work
 from ocihook.ops.transfer import push_due
+from ocihook.store.store import Store
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
@@ -102,7 +103,7 @@ class Agent:
             return
         try:
             settings = self._load()
-            if not has_work(Path(settings.store_dir)):
+            if not has_work(Store.of(settings)):
                 return
         except (OcihookError, OSError) as error:
             log.error("pending checkpoints: %s", error)

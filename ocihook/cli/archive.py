@@ -12,6 +12,7 @@ from ocihook.cli.render import F, format_bytes, json_option, print_json, print_t
 from ocihook.config import load_settings
 from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
 from ocihook.ops import archive as ops
+from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -114,8 +115,8 @@ def inspect(*, path: Path, as_json: bool) -> None:
 def verify(*, path: Path, workers: int, as_json: bool) -> None:
     """Read an archive to its end and check every checksum and size in it. Exit status 4: it is damaged."""
     with progress_bar("verifying", lambda: ops.memory_bytes(path)) as progress:
-        store_dir = Path(load_settings().store_dir)
-        manifest = ops.verify_archive(path, store_dir=store_dir, workers=_count(workers), progress=progress)
+        store = Store.of(load_settings())
+        manifest = ops.verify_archive(path, store=store, workers=_count(workers), progress=progress)
     if as_json:
         print_json({"archive": str(path), "ok": True, "packed": manifest is not None})
     elif manifest is None:
@@ -144,16 +145,16 @@ def _conversion(command: F) -> F:
 @click.option("--store", "into_store", is_flag=True, help="Put the memory into this node's store: OUTPUT is thin then.")
 def pack(*, source: Path, output: Path, as_json: bool, into_store: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
     """Write OUTPUT, a packed archive, from SOURCE, a plain one."""
-    store_dir = Path(load_settings().store_dir) if into_store else None
-    _convert("packing", partial(ops.pack_archive, into_store=store_dir), source, output, as_json=as_json, **options)
+    store = Store.of(load_settings()) if into_store else None
+    _convert("packing", partial(ops.pack_archive, into_store=store), source, output, as_json=as_json, **options)
 
 
 @archive.command()
 @_conversion
 def unpack(*, source: Path, output: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
     """Write OUTPUT, a plain archive that restores on a node without ocihook, from SOURCE, a packed or thin one."""
-    store_dir = Path(load_settings().store_dir)
-    _convert("unpacking", partial(ops.unpack_archive, store_dir=store_dir), source, output, as_json=as_json, **options)
+    store = Store.of(load_settings())
+    _convert("unpacking", partial(ops.unpack_archive, store=store), source, output, as_json=as_json, **options)
 
 
 def _convert(

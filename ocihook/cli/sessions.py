@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +13,7 @@ from ocihook.errors import AgentError
 from ocihook.ops.journal import Journal, finished_journals, open_journals
 from ocihook.ops.recover import recover as recover_sessions
 from ocihook.ops.store import list_checkpoints
+from ocihook.store.store import Store
 
 
 @click.command()
@@ -25,7 +25,7 @@ def ps(*, show_all: bool, as_json: bool) -> None:
     for path in (finished_journals() if show_all else []) + open_journals():
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             journals.append(Journal.load(path))
-    pending = [row for row in list_checkpoints(Path(load_settings().store_dir)) if row.state == "pending"]
+    pending = [row for row in list_checkpoints(Store.of(load_settings())) if row.state == "pending"]
     if as_json:
         found = [{"id": journal.session_id, **journal.to_json()} for journal in journals]
         print_json({"sessions": found, "pending": [row._asdict() for row in pending]})

@@ -15,15 +15,16 @@ from ocihook.ops import transfer
 from ocihook.ops.archive import read_thin_archive
 from ocihook.ops.prune import Keep, prune_archives
 from ocihook.ops.prune import prune as prune_store
-from ocihook.store.domain import Domain
+from ocihook.store.cipher import Keyring
+from ocihook.store.store import Store
 from ocihook.store.stored import CHECKPOINT_ID
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def _directory() -> Path:
-    return Path(load_settings().store_dir)
+def _store() -> Store:
+    return Store.of(load_settings())
 
 
 @click.group()
@@ -35,7 +36,7 @@ def store() -> None:
 @json_option
 def status(*, as_json: bool) -> None:
     """Show what the store takes, by domain."""
-    found = ops.usage(_directory())
+    found = ops.usage(_store())
     if as_json:
         print_json({"domains": {name: usage._asdict() for name, usage in found.items()}})
         return
@@ -64,7 +65,7 @@ _remote_option = click.option(
 @json_option
 def list_command(*, remote: str | None, as_json: bool) -> None:
     """List checkpoints: complete ones, and those that are still being stored."""
-    rows = ops.list_checkpoints(_directory()) if remote is None else transfer.list_remote(_location(remote))
+    rows = ops.list_checkpoints(_store()) if remote is None else transfer.list_remote(_location(remote), _store().keys)
     if as_json:
         print_json({"checkpoints": [row._asdict() for row in rows]})
         return
@@ -93,22 +94,22 @@ def _added(row: ops.Listed) -> str:
 @json_option
 def verify(*, read_data: bool, as_json: bool) -> None:
     """Check every checkpoint. Exit status 4: something is damaged; it is said what."""
-    root = _directory()
+    found = _store()
 
     def total() -> int:
-        return sum(row.raw_bytes for row in ops.list_checkpoints(root) if row.state == "complete")
+        return sum(row.raw_bytes for row in ops.list_checkpoints(found) if row.state == "complete")
 
     with progress_bar("verifying", total) as progress:
-        wrong = ops.verify(root, read_data=read_data, progress=progress)
+        wrong = ops.verify(found, read_data=read_data, progress=progress)
     if as_json:
         print_json({"ok": not wrong, "wrong": wrong})
     else:
         for sentence in wrong:
             click.echo(sentence)
     if wrong:
-        raise IntegrityError(f"the store in {root} is damaged, see above")
+        raise IntegrityError(f"the store in {found.root} is damaged, see above")
     if not as_json:
-        click.echo(f"{root}: {'every byte' if read_data else 'all records'} right")
+        click.echo(f"{found.root}: {'every byte' if read_data else 'all records'} right")
 
 
 @store.command()
@@ -149,9 +150,9 @@ def prune(
     if remote is not None:
         if keep.max_bytes:
             raise click.BadParameter("--max-size is of this node's store; a remote has no bound")
-        done = transfer.prune_remote(_location(remote), keep, dry_run=dry_run)
+        done = transfer.prune_remote(_location(remote), keep, _store().keys, dry_run=dry_run)
     else:
-        done = prune_store(Path(settings.store_dir), keep, dry_run=dry_run)
+        done = prune_store(Store.of(settings), keep, dry_run=dry_run)
     if archives and remote is None:
         done.append(prune_archives(archives, keep, dry_run=dry_run))
     if as_json:
@@ -181,16 +182,16 @@ def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as
 
     Without CHECKPOINT or --all, what is to be pushed by policy and has not been.
     """
-    root, location = _directory(), _location(location)
+    found, location = _store(), _location(location)
     if is_all:
-        chosen = [(row.domain, row.id) for row in ops.list_checkpoints(root) if row.state == "complete"]
+        chosen = [(row.domain, row.id) for row in ops.list_checkpoints(found) if row.state == "complete"]
     elif checkpoints:
-        chosen = [(ops.find(root, checkpoint_id).name, checkpoint_id) for checkpoint_id in checkpoints]
+        chosen = [(ops.find(found, checkpoint_id).name, checkpoint_id) for checkpoint_id in checkpoints]
     else:
-        chosen = transfer.due(root)
+        chosen = transfer.due(found)
     moved = []
     for name, checkpoint_id in chosen:
-        domain = Domain.open(root, name)
+        domain = found.open(name)
         total = partial(transfer.pack_bytes, domain, checkpoint_id)
         with progress_bar(f"pushing {checkpoint_id}", total) as progress:
             moved.append(transfer.push(domain, checkpoint_id, location, progress=progress))
@@ -205,15 +206,15 @@ def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as
 @json_option
 def pull(*, what: str, location: str | None, domain: str | None, as_json: bool) -> None:
     """Fetch a checkpoint from a remote, by its id or by the thin archive that stands for it. All of it is verified."""
-    root, location = _directory(), _location(location)
+    found, location = _store(), _location(location)
     if CHECKPOINT_ID.fullmatch(what):
         name, checkpoint_id = domain or transfer.find_remote(location, what), what
     else:
         thin = read_thin_archive(Path(what))
         name, checkpoint_id = thin.domain, thin.checkpoint_id
-    total = partial(transfer.remote_bytes, location, name, checkpoint_id)
+    total = partial(transfer.remote_bytes, location, Keyring(found.keys, name), checkpoint_id)
     with progress_bar(f"pulling {checkpoint_id}", total) as progress:
-        moved = transfer.pull(root, name, checkpoint_id, location, progress=progress)
+        moved = transfer.pull(found, name, checkpoint_id, location, progress=progress)
     _print_moved([moved], "fetched from", location, as_json=as_json)
 
 
@@ -230,9 +231,24 @@ def _print_moved(rows: list[transfer.Moved], how: str, location: str, *, as_json
 
 @store.command()
 @json_option
+def rekey(*, as_json: bool) -> None:
+    """Encrypt everything with the newest key: after a new one was put first, or where nothing was encrypted.
+
+    Checkpoints stay as they are. The old keys are needed until this has ended, and for what was pushed before.
+    """
+    done = ops.rekey(_store())
+    if as_json:
+        print_json({"domains": {name: {"packs": packs} for name, packs in done.items()}})
+        return
+    for name, packs in done.items():
+        click.echo(f"domain {name}: wrote {packs} packs anew; all is encrypted with the newest key")
+
+
+@store.command()
+@json_option
 def repair(*, as_json: bool) -> None:
     """Make the index anew from the packs. Needed after a message that says so; no checkpoint is changed."""
-    done = ops.repair(_directory())
+    done = ops.repair(_store())
     if as_json:
         print_json({"done": done})
     for sentence in () if as_json else done:
@@ -249,13 +265,13 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     What nobody else is at is completed here.
     """
     settings = load_settings()
-    root, workers = Path(settings.store_dir), ops.store_workers(settings)
+    found, workers = Store.of(settings), ops.store_workers(settings)
     began = time.monotonic()
-    ids = [checkpoint] if checkpoint else [row.id for row in ops.list_checkpoints(root) if row.state == "pending"]
+    ids = [checkpoint] if checkpoint else [row.id for row in ops.list_checkpoints(found) if row.state == "pending"]
     complete = []
     for checkpoint_id in ids:
         try:
-            domain = ops.find(root, checkpoint_id)
+            domain = ops.find(found, checkpoint_id)
         except StoreError:
             if checkpoint:
                 raise

@@ -36,14 +36,14 @@ from ocihook.ops.image_set import (
     verify_image_set,
 )
 from ocihook.ops.store import rehydrate_stored, store_image_set, wait_complete
-from ocihook.store.domain import Domain
 from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, Region, decode_manifest, read_manifest
 from ocihook.store.pack import PackFile
 from ocihook.store.packing import Packs, Progress, no_progress
+from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
 from ocihook.store.thin import THIN_NAME, Thin, decode_thin, read_thin, write_thin
 
-_STORE_DIR = Path(Settings().store_dir)
+_STORE = Store.of(Settings())
 _COPY_BYTES = 1 << 20  # whole pages
 _MAX_SMALL_BYTES = 64 << 20  # far above any manifest, pagemap or list of processes; a limit for hostile ones
 _PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
@@ -226,7 +226,7 @@ def _pieces(member: Member) -> Iterator[bytes]:
 
 
 def verify_archive(
-    path: Path, *, workers: int, store_dir: Path = _STORE_DIR, progress: Progress = no_progress
+    path: Path, *, workers: int, store: Store = _STORE, progress: Progress = no_progress
 ) -> Manifest | StoredManifest | None:
     """Read an archive to its end and check everything in it that can be checked; None if it is not packed.
 
@@ -249,7 +249,7 @@ def verify_archive(
         images.complete()
         thin = read_thin(scratch)
         if thin is not None:
-            domain = Domain.open(store_dir, thin.domain)
+            domain = store.open(thin.domain)
             stored = domain.read(thin.checkpoint_id)
             check_other_images(scratch, stored.other_images)
             check_page_sizes(read_pagemaps(scratch), {**facts.sizes, **{i.name: i.size_bytes for i in stored.images}})
@@ -269,7 +269,7 @@ def pack_archive(
     compression: str,
     force: bool,
     workers: int,
-    into_store: Path | None = None,
+    into_store: Store | None = None,
     progress: Progress = no_progress,
 ) -> None:
     """Write a packed archive from a plain one, as if it had been dumped with ocihook.
@@ -321,7 +321,7 @@ def unpack_archive(
     compression: str,
     force: bool,
     workers: int,
-    store_dir: Path = _STORE_DIR,
+    store: Store = _STORE,
     progress: Progress = no_progress,
 ) -> None:
     """Write a plain archive from a packed or thin one, its images byte for byte as CRIU wrote them.
@@ -337,7 +337,7 @@ def unpack_archive(
         images.complete()
         thin = read_thin(output.scratch)
         if thin is not None:
-            domain = Domain.open(store_dir, thin.domain)
+            domain = store.open(thin.domain)
             stored = wait_complete(domain, thin.checkpoint_id, workers=workers)
             _refuse_gpu_state(source, stored.gpu)
             check_other_images(output.scratch, stored.other_images)

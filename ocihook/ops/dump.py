@@ -25,8 +25,10 @@ from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import ask_to_quiesce
 from ocihook.ops.staging import EFFECT, STAGED_NAME, begin, finish_staging, stage
 from ocihook.ops.undo import FREEZE_TIMEOUT_S
+from ocihook.store.cipher import KeySource
 from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import Progress, workers_within
+from ocihook.store.store import Store
 from ocihook.store.thin import read_thin
 from ocihook.wire import Request
 
@@ -45,7 +47,9 @@ def pre_dump(journal: Journal, request: Request, directory: Path, load_settings:
     settings = load_settings()
     policy = identify(journal, request, call, settings.policy)
     journal.note(
-        workers=pack_workers(settings), criu_version=criu_version(request.criu_pid), store_dir=settings.store_dir
+        workers=pack_workers(settings),
+        criu_version=criu_version(request.criu_pid),
+        store=[settings.store_dir, *KeySource.of(settings)],
     )
     has_gpu = bool(find_gpu_processes(request.init_pid))
     if not policy.quiesce_signal and not has_gpu:
@@ -64,9 +68,14 @@ def _checkpoint_gpus(journal: Journal, request: Request, directory: Path, policy
     if policy.mode != "store" or policy.gpu_memory != "packs" or journal.container is None:
         checkpoint_gpus(journal, request.init_pid, image_dir, directory, progress)
         return
-    place = begin(journal, journal.container, image_dir, directory, store_dir=Path(journal.facts["store_dir"]))
+    place = begin(journal, journal.container, image_dir, directory, store=_store(journal))
     (directory / STAGED_NAME).touch(mode=0o600)
     checkpoint_gpus(journal, request.init_pid, str(place), place, progress)
+
+
+def _store(journal: Journal) -> Store:
+    root, *keys = journal.facts["store"]
+    return Store(Path(root), KeySource(*keys))
 
 
 def identify(journal: Journal, request: Request, call: RuntimeCall, node_policy: Policy) -> Policy:
@@ -135,16 +144,15 @@ def _stage(journal: Journal, container: ContainerRef, request: Request, director
             journal.pop(EFFECT)
         return f"container {container}: its memory is on its way into the store as {thin.checkpoint_id}"
     moved = moved_regions(journal)
-    store_dir = Path(journal.facts["store_dir"])
     try:
         with journal.phase("stage") as phase:
             if journal.effect(EFFECT) is None:
-                begin(journal, container, os.readlink(request.image_dir), directory, store_dir=store_dir)
+                begin(journal, container, os.readlink(request.image_dir), directory, store=_store(journal))
             job = stage(
                 journal,
                 container,
                 directory,
-                store_dir=store_dir,
+                store=_store(journal),
                 host=host_facts(str(journal.facts.get("criu_version", ""))),
                 durable=not journal.facts.get("leave_running"),
                 moved=moved,

@@ -12,8 +12,10 @@ from ocihook.engine.archive import read_facts
 from ocihook.errors import IntegrityError, OcihookError
 from ocihook.ops.staging import discard_staged, pins_of
 from ocihook.ops.store import claimed
-from ocihook.store.domain import Domain, domain_names, lineage
+from ocihook.store.domain import Domain, lineage
 from ocihook.store.pending import check_taken, read_job
+from ocihook.store.rewrite import drop_unneeded
+from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
 
 _TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
@@ -52,7 +54,7 @@ class _Candidate(NamedTuple):
     name: str
 
 
-def prune(root: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> list[Pruned]:
+def prune(store: Store, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> list[Pruned]:
     """Remove checkpoints of a store that nothing keeps, and what no checkpoint needs.
 
     Raises:
@@ -60,18 +62,17 @@ def prune(root: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None 
         IntegrityError: if a checkpoint is damaged; nothing of its domain is removed then.
     """
     result = []
-    for name in domain_names(root):
-        domain = Domain.open(root, name)
+    for domain in store.domains():
         with domain.alone():
             removed = choose(domain.checkpoints(), keep, time.time() if now_s is None else now_s)
             freed = 0
             if not dry_run:
                 domain.remove(removed)
-                freed = domain.remove_rubbish() + _discard_lost(domain)
+                freed = domain.remove_rubbish() + _discard_lost(domain) + drop_unneeded(domain)
                 if keep.max_bytes:
                     more = _shrink(domain, keep.max_bytes)
                     removed, freed = [*removed, *more[0]], freed + more[1]
-            result.append(Pruned(name, tuple(removed), freed))
+            result.append(Pruned(domain.name, tuple(removed), freed))
     return result
 
 
@@ -102,7 +103,7 @@ def prune_by_policy(settings: Settings) -> None:
     keep = Keep.of(settings)
     if not any(keep):
         return
-    done = prune(Path(settings.store_dir), keep)
+    done = prune(Store.of(settings), keep)
     if settings.archive_dir:
         done.append(prune_archives(Path(settings.archive_dir), keep))
     for pruned in done:
@@ -141,14 +142,14 @@ def _shrink(domain: Domain, max_bytes: int) -> tuple[list[str], int]:
     """Remove the oldest checkpoints until the packs are within a bound; of each container the newest stays."""
     removed: list[str] = []
     freed = 0
-    while sum(path.stat().st_size for path in domain.packs_dir.glob("*.pack")) > max_bytes:
+    while domain.pack_bytes() > max_bytes:
         manifests = domain.checkpoints()
         newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
         oldest = next((manifest.id for manifest in manifests if manifest.id not in newest), None)
         if oldest is None:
             break
         domain.remove([oldest])
-        freed += domain.remove_rubbish()
+        freed += domain.remove_rubbish() + drop_unneeded(domain)
         removed.append(oldest)
     return removed, freed
 

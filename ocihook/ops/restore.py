@@ -22,8 +22,8 @@ from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
 from ocihook.ops.store import rehydrate_stored, store_workers, wait_complete, write_stored_regions
 from ocihook.ops.transfer import is_here, pull
-from ocihook.store.domain import Domain
 from ocihook.store.manifest import read_manifest
+from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin
 from ocihook.wire import Request
 
@@ -73,16 +73,16 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     """Write the page images of a checkpoint that is in the store, once it is complete."""
     alive = while_criu_lives(journal)
     workers = pack_workers(settings)
-    root = Path(settings.store_dir)
-    if not is_here(root, thin):
+    store = Store.of(settings)
+    if not is_here(store, thin):
         if not settings.remote:
             raise StoreError(
                 f"checkpoint {thin.checkpoint_id} of domain {thin.domain} is not in this node's store",
                 hint="configure the remote that it was pushed to, or fetch it by `ocihook store pull`",
             )
         with journal.phase("pull") as phase:
-            phase["bytes"] = pull(root, thin.domain, thin.checkpoint_id, settings.remote, progress=alive).moved_bytes
-    domain = Domain.open(root, thin.domain)
+            phase["bytes"] = pull(store, thin.domain, thin.checkpoint_id, settings.remote, progress=alive).moved_bytes
+    domain = store.open(thin.domain)
     with journal.phase("wait for the store"):
         manifest = wait_complete(domain, thin.checkpoint_id, workers=store_workers(settings), check=lambda: alive(0))
     _check_criu(manifest.host, criu_version(request.criu_pid))
@@ -95,7 +95,7 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
         phase["bytes"] = manifest.image_bytes
         rehydrate_stored(domain, manifest, directory, workers=workers, progress=alive)
     check_page_images(directory)
-    journal.note(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id, workers=workers, store_dir=settings.store_dir)
+    journal.note(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id, workers=workers)
     return f"container {manifest.container}: {manifest.raw_bytes} bytes of memory from checkpoint {manifest.id}"
 
 
@@ -124,7 +124,7 @@ def setup_namespaces(journal: Journal, request: Request, _directory: Path, _load
     return ""
 
 
-def post_restore(journal: Journal, request: Request, directory: Path, _load_settings: Callable[[], Settings]) -> str:
+def post_restore(journal: Journal, request: Request, directory: Path, load_settings: Callable[[], Settings]) -> str:
     """Write GPU memory that went past CRIU into the new processes, which wait in CRIU's restorer.
 
     Here and not in pre-resume, where CRIU takes no veto: memory is mapped already, and nothing runs.
@@ -137,7 +137,7 @@ def post_restore(journal: Journal, request: Request, directory: Path, _load_sett
     thin = read_thin(directory)
     names: set[str] = set()
     if thin is not None:
-        domain = Domain.open(Path(journal.facts["store_dir"]), thin.domain)
+        domain = Store.of(load_settings()).open(thin.domain)
         stored = domain.read(thin.checkpoint_id)
         names = {region.process for region in stored.regions}
         write = partial(write_stored_regions, domain, stored, workers=workers, progress=progress)

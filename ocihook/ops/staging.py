@@ -15,9 +15,10 @@ from ocihook.linux.mounts import pin_file, unpin_directory
 from ocihook.model import ContainerRef
 from ocihook.ops.image_set import MovedRegions, discard_packs, list_other_images, list_packable
 from ocihook.ops.journal import Journal
-from ocihook.store.domain import Domain, new_checkpoint_id
+from ocihook.store.domain import new_checkpoint_id
 from ocihook.store.manifest import Manifest, write_manifest
 from ocihook.store.pending import Job, directory_of, this_boot, write_job
+from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin, write_thin
 
 EFFECT = "staging"
@@ -37,7 +38,7 @@ def pins_of(checkpoint_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> P
     return runtime_dir / "staged" / checkpoint_id
 
 
-def begin(journal: Journal, container: ContainerRef, image_dir: str, directory: Path, *, store_dir: Path) -> Path:
+def begin(journal: Journal, container: ContainerRef, image_dir: str, directory: Path, *, store: Store) -> Path:
     """Make a place in the store for what a dump will bring; return it. The journal has an effect that removes it.
 
     Args:
@@ -45,13 +46,13 @@ def begin(journal: Journal, container: ContainerRef, image_dir: str, directory: 
         container: whose dump it is.
         image_dir: the image directory as the journal is to name it.
         directory: the same.
-        store_dir: the store.
+        store: where it goes.
 
     Raises:
         OcihookError: if the store cannot be used.
         OSError: from the file system.
     """
-    domain = Domain.open(store_dir, domain_name(container), create=True)
+    domain = store.open(domain_name(container), create=True)
     checkpoint_id = new_checkpoint_id()
     pending = directory_of(domain, checkpoint_id)
     facts = {"pending": str(pending), "pins": str(pins_of(checkpoint_id)), "domain": domain.name}
@@ -66,7 +67,7 @@ def stage(
     container: ContainerRef,
     directory: Path,
     *,
-    store_dir: Path,
+    store: Store,
     host: Mapping[str, str],
     durable: bool,
     moved: MovedRegions | None = None,
@@ -78,7 +79,7 @@ def stage(
         journal: of the dump that has begun; its effect is ended.
         container: whose they are.
         directory: an image set that CRIU has finished.
-        store_dir: the store.
+        store: where it goes.
         host: recorded.
         durable: return only when the page images are on stable storage: of a container that is about to be killed.
         moved: memory that went into packs at the place made by `begin`; the checkpoint is complete only with it.
@@ -118,7 +119,7 @@ def stage(
         is_pushed=is_pushed,
         boot_id="" if durable and is_linked else this_boot(),
     )
-    write_job(Domain.open(store_dir, effect["domain"]), job, durable=durable)
+    write_job(store.open(effect["domain"]), job, durable=durable)
     write_thin(directory, Thin(effect["domain"], job.id), durable=durable)
     for name in (*names, STAGED_NAME):
         (directory / name).unlink(missing_ok=True)

@@ -20,9 +20,10 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops.image_set import list_other_images, list_packable, open_packs
 from ocihook.ops.staging import discard_staged, domain_name, pins_of
+from ocihook.store import rewrite
 from ocihook.store.assemble import Target, assemble
 from ocihook.store.deduplicate import WORKER_BYTES, Before, deduplicate
-from ocihook.store.domain import Domain, Usage, digest_of_file, domain_names, lineage, new_checkpoint_id
+from ocihook.store.domain import Domain, Usage, lineage, new_checkpoint_id
 from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress, workers_within
 from ocihook.store.pending import (
@@ -34,6 +35,7 @@ from ocihook.store.pending import (
     read_progress,
     write_progress,
 )
+from ocihook.store.store import Store
 from ocihook.store.stored import StoredImage, StoredManifest, StoredRegion
 
 _PROGRESS_S = 1.0
@@ -99,7 +101,7 @@ def claimed(pending: Path) -> Iterator[bool]:
 
 
 def store_image_set(
-    root: Path,
+    store: Store,
     directory: Path,
     container: ContainerRef,
     *,
@@ -118,7 +120,7 @@ def store_image_set(
     names = list_packable(directory)
     if not names:
         raise StoreError("there is no memory that could be stored", hint="CRIU itself may have compressed it")
-    domain = Domain.open(root, domain_name(container), create=True)
+    domain = store.open(domain_name(container), create=True)
     job = Job(
         id=new_checkpoint_id(),
         created=created,
@@ -164,9 +166,9 @@ def _store(
     try:
         taken = deduplicate(
             sources,
-            packs_dir=domain.packs_dir,
+            packs=domain.packs,
             index_dir=domain.index_dir,
-            seed=domain.seed,
+            page_ids=domain.page_ids,
             ids_fd=ids_fd,
             before=_before(domain, newest),
             workers=workers,
@@ -190,7 +192,7 @@ def _store(
         regions=regions,
         gpu=moved.gpu if moved else {},
         other_images=job.other_images,
-        page_ids_digest=digest_of_file(ids),
+        page_ids_digest=domain.page_ids.digest_of_file(ids),
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
     )
     domain.commit(manifest, taken.layout, ids, replaced=newest.id if newest else None)
@@ -232,10 +234,9 @@ def _before(domain: Domain, newest: StoredManifest | None) -> dict[str, Before]:
         return {}
 
 
-def has_work(root: Path) -> bool:
+def has_work(store: Store) -> bool:
     """Tell whether a checkpoint is waiting to be completed, or to be pushed."""
-    domains = [Domain.open(root, name) for name in domain_names(root)]
-    return any(pending_ids(domain) or domain.due_pushes() for domain in domains)
+    return any(pending_ids(domain) or domain.due_pushes() for domain in store.domains())
 
 
 def store_workers(settings: Settings) -> int:
@@ -246,11 +247,11 @@ def store_workers(settings: Settings) -> int:
 
 def complete_all(settings: Settings) -> None:
     """Complete every pending checkpoint, also those that come meanwhile. What fails is logged, and tried once."""
-    root, workers = Path(settings.store_dir), store_workers(settings)
+    store, workers = Store.of(settings), store_workers(settings)
     tried: set[str] = set()
     while waiting := [
         (domain, checkpoint_id)
-        for domain in (Domain.open(root, name) for name in domain_names(root))
+        for domain in store.domains()
         for checkpoint_id in pending_ids(domain)
         if checkpoint_id not in tried
     ]:
@@ -316,7 +317,7 @@ def rehydrate_stored(
             finally:
                 os.close(fd)
             targets[image.name] = Target(partial(ImageFile, path, writable=True), 0)
-        assemble(layout, domain.packs_dir, targets, workers=workers, progress=progress)
+        assemble(layout, domain.packs, targets, workers=workers, progress=progress)
 
 
 def write_stored_regions(
@@ -338,38 +339,36 @@ def write_stored_regions(
         for region in manifest.regions
     }
     with domain.shared():
-        assemble(domain.layout(manifest), domain.packs_dir, targets, workers=workers, progress=progress)
+        assemble(domain.layout(manifest), domain.packs, targets, workers=workers, progress=progress)
     return sum(region.size_bytes for region in manifest.regions)
 
 
 # --- what people ask
 
 
-def find(root: Path, checkpoint_id: str) -> Domain:
+def find(store: Store, checkpoint_id: str) -> Domain:
     """Return the domain of a checkpoint.
 
     Raises:
         StoreError: if there is no such checkpoint.
     """
-    for name in domain_names(root):
-        domain = Domain.open(root, name)
+    for domain in store.domains():
         if checkpoint_id in domain.checkpoint_ids() or checkpoint_id in pending_ids(domain):
             return domain
-    raise StoreError(f"the store in {root} has no checkpoint {checkpoint_id}")
+    raise StoreError(f"the store in {store.root} has no checkpoint {checkpoint_id}")
 
 
-def list_checkpoints(root: Path) -> list[Listed]:
+def list_checkpoints(store: Store) -> list[Listed]:
     """Return all checkpoints of all domains, the oldest of each first; then what is pending.
 
     Raises:
         IntegrityError: if one is damaged.
     """
     rows = []
-    for name in domain_names(root):
-        domain = Domain.open(root, name)
+    for domain in store.domains():
         complete_ids = set(domain.checkpoint_ids())
         rows += [
-            Listed(name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
+            Listed(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
             for m in domain.checkpoints()
         ]
         for checkpoint_id in pending_ids(domain):
@@ -382,38 +381,53 @@ def list_checkpoints(root: Path) -> list[Listed]:
             except IntegrityError:
                 state = "lost"
             done = read_progress(domain, checkpoint_id)
-            rows.append(Listed(name, checkpoint_id, state, str(job.container), job.created, job.raw_bytes, 0, done))
+            rows.append(
+                Listed(domain.name, checkpoint_id, state, str(job.container), job.created, job.raw_bytes, 0, done)
+            )
     return rows
 
 
-def usage(root: Path) -> dict[str, Usage]:
+def usage(store: Store) -> dict[str, Usage]:
     """Return what each domain takes.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.
     """
-    return {name: Domain.open(root, name).usage() for name in domain_names(root)}
+    return {domain.name: domain.usage() for domain in store.domains()}
 
 
-def verify(root: Path, *, read_data: bool, progress: Progress = no_progress) -> list[str]:
+def verify(store: Store, *, read_data: bool, progress: Progress = no_progress) -> list[str]:
     """Return what is wrong with a store, a sentence each."""
     wrong = []
-    for name in domain_names(root):
-        domain = Domain.open(root, name)
+    for domain in store.domains():
         with domain.shared():
-            wrong += [f"domain {name}: {line}" for line in domain.verify(read_data=read_data, progress=progress)]
+            wrong += [f"domain {domain.name}: {line}" for line in domain.verify(read_data=read_data, progress=progress)]
     return wrong
 
 
-def repair(root: Path) -> list[str]:
+def rekey(store: Store) -> dict[str, int]:
+    """Encrypt every domain with its newest key; return by domain how many packs were written anew.
+
+    Raises:
+        KeyMissing: if there is no key.
+        IntegrityError: if something is damaged.
+        OSError: from the file system, a full one included; what is done is done.
+    """
+    done = {}
+    for domain in store.domains():
+        with domain.alone():
+            done[domain.name] = rewrite.rekey(domain)
+    return done
+
+
+def repair(store: Store) -> list[str]:
     """Make the index of every domain anew; return what was done.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.
     """
     done = []
-    for name in domain_names(root):
-        domain = Domain.open(root, name)
+    for domain in store.domains():
         with domain.alone():
-            done += [f"domain {name}: {line}" for line in domain.repair()]
+            done += [f"domain {domain.name}: {line}" for line in domain.repair()]
     return done

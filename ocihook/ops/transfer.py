@@ -15,12 +15,13 @@ from ocihook.ops.prune import Keep, Pruned, choose
 from ocihook.ops.staging import discard_staged, pins_of
 from ocihook.ops.store import Listed, claimed
 from ocihook.remote.location import open_remote, remote_domains
-from ocihook.store.domain import Domain, decode_parts_layout, domain_names, index_pack
-from ocihook.store.extents import encode_layout
+from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
+from ocihook.store.domain import Domain, index_pack, read_layout, read_manifest
 from ocihook.store.pack import PackFile, PackInfo, PackReader
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.pending import directory_of, pending_ids
-from ocihook.store.stored import StoredManifest, decode_stored
+from ocihook.store.store import Store
+from ocihook.store.stored import StoredManifest
 from ocihook.store.thin import Thin
 
 TRANSFERS = 4  # packs that travel at a time
@@ -57,7 +58,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
         size = sum(info.size_bytes for info in layout.packs)
         data = domain.manifest_bytes(checkpoint_id)
         there = remote.manifest(checkpoint_id)
-        if there is not None and there != data:
+        if there is not None and read_manifest(domain.keyring, checkpoint_id, there) != manifest:
             raise RemoteError(
                 f"{location} has another checkpoint {checkpoint_id} in domain {domain.name}",
                 hint="one of them was exchanged: `ocihook store verify --read-data` tells whether it is this one",
@@ -70,23 +71,23 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
             _in_parallel(lacking, lambda info: _send(domain, location, info), progress)
-            remote.commit(checkpoint_id, data, encode_layout(layout), layout.packs)
+            remote.commit(checkpoint_id, data, domain.layout_bytes(checkpoint_id), layout.packs)
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
 
 
 def _send(domain: Domain, location: str, info: PackInfo) -> Iterator[int]:
     path = domain.packs_dir / info.name
-    with contextlib.closing(PackReader(PackFile(path), info)) as reader:
+    with contextlib.closing(PackReader(PackFile(path), info, domain.keyring)) as reader:
         for chunk in reader.chunks(0, info.chunks):
-            reader.read(chunk)  # verifies it: no damage travels
+            reader.read_stored(chunk)  # verifies it: no damage travels
     yield from open_remote(location, domain.name).send_pack(info, path)
 
 
-def pull(root: Path, name: str, checkpoint_id: str, location: str, *, progress: Progress = no_progress) -> Moved:
+def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress: Progress = no_progress) -> Moved:
     """Fetch a checkpoint into the store, and verify all of it. What an interrupted attempt has brought is kept an hour.
 
     Args:
-        root: the store.
+        store: where it comes to.
         name: the domain, there and here.
         checkpoint_id: which.
         location: of the remote.
@@ -98,20 +99,15 @@ def pull(root: Path, name: str, checkpoint_id: str, location: str, *, progress: 
         StoreError: if another process is pulling it.
         OSError: from the file system, a full one included.
     """
-    remote = open_remote(location, name)
+    remote, keyring = open_remote(location, name), Keyring(store.keys, name)
     data = remote.manifest(checkpoint_id)
     layout_data = remote.layout(checkpoint_id)
     if data is None or layout_data is None:
         raise RemoteError(f"{location} has no checkpoint {checkpoint_id} in domain {name}")
-    manifest = decode_stored(data)
-    if manifest.id != checkpoint_id or manifest.domain != name:
-        raise IntegrityError(
-            f"{location} has checkpoint {manifest.id} of domain {manifest.domain} where {checkpoint_id} of {name} "
-            "should be"
-        )
-    layout = decode_parts_layout(layout_data, manifest)
+    manifest = read_manifest(keyring, checkpoint_id, data)
+    layout = read_layout(keyring, manifest, layout_data)
     size = sum(info.size_bytes for info in layout.packs)
-    domain = Domain.open(root, name, create=True)
+    domain = store.open(name, create=True)
     pending = directory_of(domain, checkpoint_id)
     if checkpoint_id in domain.checkpoint_ids():
         progress(size)
@@ -125,7 +121,7 @@ def pull(root: Path, name: str, checkpoint_id: str, location: str, *, progress: 
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
             _in_parallel(lacking, lambda info: _fetch(domain, location, info, pending), progress)
-            domain.adopt(data, layout_data, pending / "ids")
+            domain.adopt(checkpoint_id, data, layout_data, pending / "ids")
         discard_staged(pending, pins_of(checkpoint_id))
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
 
@@ -134,7 +130,7 @@ def _has(domain: Domain, info: PackInfo) -> bool:
     path = domain.packs_dir / info.name
     if not path.exists():
         return False
-    PackReader(PackFile(path), info).close()  # else another pack has its name
+    PackReader(PackFile(path), info, domain.keyring).close()  # else another pack has its name
     return True
 
 
@@ -165,8 +161,8 @@ def _in_parallel(
 
 def push_due(settings: Settings) -> None:
     """Push what is to be pushed by policy. What fails is logged, and tried again the next time."""
-    root = Path(settings.store_dir)
-    for domain in (Domain.open(root, name) for name in domain_names(root)):
+    store = Store.of(settings)
+    for domain in store.domains():
         for checkpoint_id in domain.due_pushes():
             try:
                 if not settings.remote:
@@ -178,11 +174,11 @@ def push_due(settings: Settings) -> None:
                 log.error("checkpoint %s in domain %s was not pushed: %s", checkpoint_id, domain.name, error)
 
 
-def is_here(root: Path, thin: Thin) -> bool:
+def is_here(store: Store, thin: Thin) -> bool:
     """Tell whether a store has a checkpoint, complete or on its way."""
-    if thin.domain not in domain_names(root):
+    if thin.domain not in store.names():
         return False
-    domain = Domain.open(root, thin.domain)
+    domain = store.open(thin.domain)
     return thin.checkpoint_id in domain.checkpoint_ids() or thin.checkpoint_id in pending_ids(domain)
 
 
@@ -194,7 +190,7 @@ class RemoteCheckpoints:
     """The complete checkpoints of a domain of a remote. Reads each manifest once."""
 
     location: str
-    domain: str
+    keyring: Keyring  # of the domain
     _known: dict[str, StoredManifest] = field(default_factory=dict)
     _packs: dict[str, list[str]] = field(default_factory=dict)
 
@@ -205,14 +201,14 @@ class RemoteCheckpoints:
             RemoteError: if the remote cannot be reached.
             IntegrityError: if one is damaged.
         """
-        remote = open_remote(self.location, self.domain)
+        remote = open_remote(self.location, self.keyring.domain)
         found = {}
         for checkpoint_id in remote.checkpoint_ids():
             if checkpoint_id not in self._known:
                 data = remote.manifest(checkpoint_id)
                 if data is None:  # removed meanwhile
                     continue
-                self._known[checkpoint_id] = decode_stored(data)
+                self._known[checkpoint_id] = read_manifest(self.keyring, checkpoint_id, data)
             found[checkpoint_id] = self._known[checkpoint_id]
         return sorted(found.values(), key=lambda manifest: (manifest.created, manifest.sequence))
 
@@ -222,19 +218,21 @@ class RemoteCheckpoints:
         Raises:
             IntegrityError: if the layout of one is missing or damaged.
         """
-        remote = open_remote(self.location, self.domain)
+        remote = open_remote(self.location, self.keyring.domain)
         names: set[str] = set()
         for manifest in self.all():
             if manifest.id not in self._packs:
                 data = remote.layout(manifest.id)
                 if data is None:
                     raise IntegrityError(f"{self.location} has lost the layout of checkpoint {manifest.id}")
-                self._packs[manifest.id] = [info.name for info in decode_parts_layout(data, manifest).packs]
+                self._packs[manifest.id] = [info.name for info in read_layout(self.keyring, manifest, data).packs]
             names.update(self._packs[manifest.id])
         return names
 
 
-def prune_remote(location: str, keep: Keep, *, now_s: float | None = None, dry_run: bool = False) -> list[Pruned]:
+def prune_remote(
+    location: str, keep: Keep, keys: KeySource = NO_KEYS, *, now_s: float | None = None, dry_run: bool = False
+) -> list[Pruned]:
     """Remove checkpoints of a remote that nothing keeps, and packs that no checkpoint needs.
 
     Raises:
@@ -244,7 +242,7 @@ def prune_remote(location: str, keep: Keep, *, now_s: float | None = None, dry_r
     result = []
     for domain in remote_domains(location):
         remote = open_remote(location, domain)
-        checkpoints = RemoteCheckpoints(location, domain)
+        checkpoints = RemoteCheckpoints(location, Keyring(keys, domain))
         checkpoints.packs()
         removed = choose(checkpoints.all(), keep, time.time() if now_s is None else now_s)
         freed = 0
@@ -255,7 +253,7 @@ def prune_remote(location: str, keep: Keep, *, now_s: float | None = None, dry_r
     return result
 
 
-def list_remote(location: str) -> list[Listed]:
+def list_remote(location: str, keys: KeySource = NO_KEYS) -> list[Listed]:
     """Return all complete checkpoints of a remote.
 
     Raises:
@@ -265,7 +263,7 @@ def list_remote(location: str) -> list[Listed]:
     return [
         Listed(name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
         for name in remote_domains(location)
-        for m in RemoteCheckpoints(location, name).all()
+        for m in RemoteCheckpoints(location, Keyring(keys, name)).all()
     ]
 
 
@@ -281,11 +279,9 @@ def find_remote(location: str, checkpoint_id: str) -> str:
     raise RemoteError(f"{location} has no checkpoint {checkpoint_id}")
 
 
-def due(root: Path) -> list[tuple[str, str]]:
+def due(store: Store) -> list[tuple[str, str]]:
     """Return domain and id of the checkpoints that are to be pushed by policy."""
-    return [
-        (name, checkpoint_id) for name in domain_names(root) for checkpoint_id in Domain.open(root, name).due_pushes()
-    ]
+    return [(domain.name, checkpoint_id) for domain in store.domains() for checkpoint_id in domain.due_pushes()]
 
 
 def pack_bytes(domain: Domain, checkpoint_id: str) -> int:
@@ -293,10 +289,11 @@ def pack_bytes(domain: Domain, checkpoint_id: str) -> int:
     return sum(info.size_bytes for info in domain.layout(domain.read(checkpoint_id)).packs)
 
 
-def remote_bytes(location: str, name: str, checkpoint_id: str) -> int:
+def remote_bytes(location: str, keyring: Keyring, checkpoint_id: str) -> int:
     """Return the same of one that is at a remote; 0 if there is none."""
-    remote = open_remote(location, name)
+    remote = open_remote(location, keyring.domain)
     data, layout = remote.manifest(checkpoint_id), remote.layout(checkpoint_id)
     if data is None or layout is None:
         return 0
-    return sum(info.size_bytes for info in decode_parts_layout(layout, decode_stored(data)).packs)
+    manifest = read_manifest(keyring, checkpoint_id, data)
+    return sum(info.size_bytes for info in read_layout(keyring, manifest, layout).packs)

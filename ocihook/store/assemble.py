@@ -2,14 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.packing import BATCH_BYTES, PageWriter, Progress, WritablePages, no_progress
-from ocihook.store.places import StoredPack, StoredPacks, pack_number
+from ocihook.store.places import PackDirectory, StoredPack, StoredPacks, pack_number
 
 _RANGE_PAGES = 4096  # what a worker takes at a time
 
@@ -23,7 +22,7 @@ class Target(NamedTuple):
 
 def assemble(
     layout: Layout,
-    packs_dir: Path,
+    directory: PackDirectory,
     targets: Mapping[str, Target],
     *,
     workers: int,
@@ -44,7 +43,7 @@ def assemble(
     pack_numbers = [pack_number(info.name) for info in layout.packs]
 
     def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
-        with contextlib.closing(StoredPacks(packs_dir, layout.packs)) as packs:
+        with contextlib.closing(StoredPacks(directory, layout.packs)) as packs:
             for task in task_numbers:
                 name, first, pages = ranges[task]
                 with contextlib.closing(targets[name].open()) as target:
@@ -62,13 +61,13 @@ def assemble(
         progress(ranges[task][2] * PAGE_BYTES)
 
 
-def read_image(extents: Extents, layout: Layout, packs_dir: Path) -> Iterator[bytes | memoryview]:
+def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> Iterator[bytes | memoryview]:
     """Yield the content of an image in pieces of whole pages, a batch at most.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
     """
-    with contextlib.closing(StoredPacks(packs_dir, layout.packs)) as packs:
+    with contextlib.closing(StoredPacks(directory, layout.packs)) as packs:
         for number, first, pages in extents:
             if number == ZERO:
                 for done in range(0, pages * PAGE_BYTES, BATCH_BYTES):

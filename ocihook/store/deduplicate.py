@@ -12,23 +12,21 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import lz4.block
-from xxhash import xxh3_128_digest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
+from ocihook.store.identity import ID_BYTES, PageIds
 from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
-from ocihook.store.pack import LZ4, PAGE_BYTES, RAW, PackInfo, PackWriter, read_info
+from ocihook.store.pack import LZ4, PAGE_BYTES, RAW, Buffer, PackInfo, PackWriter
 from ocihook.store.packing import Progress, ReadablePages, Source, no_progress
-from ocihook.store.places import StoredPacks, pack_name, pack_number
+from ocihook.store.places import PackDirectory, StoredPacks, pack_number
 
-ID_BYTES = 16
 GROUP_PAGES = 16  # new pages compressed together: 64 KiB, see README.md
 RANGE_BYTES = 64 << 20  # what a worker takes at a time
 PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole packs
@@ -99,9 +97,9 @@ class _Range(NamedTuple):
 def deduplicate(
     sources: Mapping[str, Source],
     *,
-    packs_dir: Path,
+    packs: PackDirectory,
     index_dir: Path,
-    seed: int,
+    page_ids: PageIds,
     ids_fd: int,
     before: Mapping[str, Before],
     workers: int,
@@ -111,9 +109,9 @@ def deduplicate(
 
     Args:
         sources: the images, of whole pages each, by name.
-        packs_dir: where packs are; new ones are complete and on stable storage when this returns.
+        packs: those of the domain; new ones are complete and on stable storage when this returns.
         index_dir: the domain's index, which learns what is in new packs as soon as they are complete.
-        seed: of the domain's page ids.
+        page_ids: makes the domain's.
         ids_fd: a file for the ids of all pages, image after image.
         before: images of the checkpoint before by name.
         workers: processes to use.
@@ -136,13 +134,13 @@ def deduplicate(
     def worker(number: int, task_numbers: Iterator[int]) -> Iterator[tuple[int, int, int, int] | PackInfo]:
         with contextlib.ExitStack() as stack:
             index = stack.enter_context(contextlib.closing(Index(index_dir)))
-            stored = stack.enter_context(contextlib.closing(StoredPacks(packs_dir)))
-            output = stack.enter_context(contextlib.closing(_NewPacks(packs_dir, index_dir)))
+            stored = stack.enter_context(contextlib.closing(StoredPacks(packs)))
+            output = stack.enter_context(contextlib.closing(_NewPacks(packs, index_dir)))
             for task in task_numbers:
                 job = ranges[task]
                 name = names[job.image]
                 with contextlib.closing(sources[name].open()) as pages:
-                    taker = _Taker(output, index, stored, before.get(name), partial(xxh3_128_digest, seed=seed))
+                    taker = _Taker(output, index, stored, before.get(name), page_ids)
                     taker.take(pages, sources[name].start, job, ids_fd, starts[name])
                 offset = os.lseek(spools[number], 0, os.SEEK_CUR)
                 data = b"".join(taker.rows)
@@ -160,7 +158,7 @@ def deduplicate(
                 rows[result[0]] = result[1:]
                 progress(ranges[result[0]].pages * PAGE_BYTES)
         data = (os.pread(spools[spool], size, offset) for spool, offset, size in (rows[n] for n in range(len(ranges))))
-        layout = _layout(names, ranges, data, {pack_number(p.name): p for p in new_packs}, packs_dir)
+        layout = _layout(names, ranges, data, {pack_number(p.name): p for p in new_packs}, packs)
     finally:
         for spool in spools:
             os.close(spool)
@@ -179,7 +177,7 @@ def _layout(
     ranges: Sequence[_Range],
     rows: Iterator[bytes],
     new_packs: Mapping[int, PackInfo],
-    packs_dir: Path,
+    packs: PackDirectory,
 ) -> Layout:
     images = {name: Extents() for name in names}
     numbers: dict[int, int] = {}
@@ -187,7 +185,7 @@ def _layout(
         extents = images[names[job.image]]
         for pack, first, pages in _ROW.iter_unpack(data):
             extents.append(ZERO if pack == _NO_PACK else numbers.setdefault(pack, len(numbers)), first, pages)
-    infos = [new_packs.get(pack) or read_info(packs_dir / pack_name(pack)) for pack in numbers]
+    infos = [new_packs.get(pack) or packs.info(pack) for pack in numbers]
     return Layout(tuple(infos), images)
 
 
@@ -199,10 +197,17 @@ def _run_length(ids: list[bytes], at: int) -> int:
     return taken
 
 
+def compress_group(content: Buffer) -> tuple[int, Buffer]:
+    """Return the kind and the encoded bytes of pages that are stored together."""
+    compressed: bytes = lz4.block.compress(content, store_size=False)
+    pays = len(compressed) < len(content) - len(content) // 16  # as in packing.py
+    return (LZ4, compressed) if pays else (RAW, content)
+
+
 class _NewPacks:
     """What one worker adds to a domain: packs of groups of new pages, one after the other."""
 
-    def __init__(self, directory: Path, index_dir: Path) -> None:
+    def __init__(self, directory: PackDirectory, index_dir: Path) -> None:
         self._directory, self._index_dir = directory, index_dir
         self._writer: PackWriter | None = None
         self._number = secrets.randbits(63)
@@ -219,7 +224,7 @@ class _NewPacks:
     def add(self, ids: Sequence[bytes], content: memoryview) -> None:
         """Add pages in a row, of which `recent` tells already. They must stay unchanged until the next `flush`."""
         if self._writer is None:
-            self._writer = PackWriter(self._directory / pack_name(self._number))
+            self._writer = self._directory.create(self._number)
         self._keys += [page_id[:KEY_BYTES] for page_id in ids]
         while content:
             room = GROUP_PAGES * PAGE_BYTES - self._group_bytes
@@ -258,9 +263,8 @@ class _NewPacks:
         pages = self._group_bytes // PAGE_BYTES
         self._group.clear()
         self._group_bytes = 0
-        compressed = lz4.block.compress(content, store_size=False)
-        pays = len(compressed) < len(content) - len(content) // 16  # as in packing.py
-        self._writer.append(LZ4 if pays else RAW, pages, (1 << pages) - 1, compressed if pays else content)
+        kind, stored = compress_group(content)
+        self._writer.append(kind, pages, (1 << pages) - 1, stored)
 
     def _finish_pack(self) -> None:
         if self._writer is None:
@@ -282,12 +286,12 @@ class _Taker:
         index: Index,
         stored: StoredPacks,
         before: Before | None,
-        id_of: Callable[[memoryview], bytes],
+        page_ids: PageIds,
     ) -> None:
-        self._output, self._index, self._stored, self._before, self._id_of = output, index, stored, before, id_of
+        self._output, self._index, self._stored, self._before, self._page_ids = output, index, stored, before, page_ids
         self._at = 0  # the page in the checkpoint before that the next one is expected to be
         self._far_searches = _FAR_SEARCHES
-        self._zero_id = id_of(memoryview(_ZERO_PAGE))
+        self._zero_id = page_ids.of(_ZERO_PAGE)
         self._buffer = bytearray(_BATCH_PAGES * PAGE_BYTES)
         self._view = memoryview(self._buffer)
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
@@ -309,8 +313,7 @@ class _Taker:
             size = pages * PAGE_BYTES
             if source.read_into(self._view[:size], offset + first * PAGE_BYTES) != size:
                 raise StoreError(f"an image ended before page {first + pages} while it was stored")
-            ids = list(map(self._id_of, self._slices[:pages]))
-            joined = b"".join(ids)
+            ids, joined = self._page_ids.of_pages(self._slices[:pages])
             os.pwrite(ids_fd, joined, (ids_start + first) * ID_BYTES)
             self._take_batch(ids, joined)
             self._output.flush()

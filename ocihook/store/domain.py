@@ -15,23 +15,24 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
-
-from xxhash import xxh3_128_digest
 
 from ocihook.errors import IntegrityError, OcihookError, StoreError
 from ocihook.linux.files import replace_file, sync_directory
 from ocihook.model import ContainerRef
 from ocihook.store.assemble import read_image
-from ocihook.store.deduplicate import ID_BYTES, Before
+from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal, unseal
+from ocihook.store.deduplicate import Before
 from ocihook.store.extents import ZERO, Layout, decode_layout, encode_layout
-from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.frame import as_name, as_number, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.identity import ID_BYTES, PageIds
 from ocihook.store.index import KEY_BYTES, add_to_index, merge_index
 from ocihook.store.pack import PAGE_BYTES, PackInfo
 from ocihook.store.packing import Progress, no_progress
-from ocihook.store.places import StoredPack, pack_number
+from ocihook.store.places import PackDirectory, StoredPack, pack_number
 from ocihook.store.stored import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest, encode_stored
 
 LOCK_TIMEOUT_S = 3600.0
@@ -70,42 +71,90 @@ class Usage(NamedTuple):
 class Domain:
     """A directory with packs, index and checkpoints."""
 
-    def __init__(self, directory: Path, name: str, seed: int) -> None:
-        self.directory, self.name, self.seed = directory, name, seed
+    def __init__(self, directory: Path, name: str, keyring: Keyring, record: bytes) -> None:
+        self.directory, self.name, self.keyring = directory, name, keyring
+        self._record = record
+        self.is_encrypted = is_sealed(record)
         self.packs_dir = directory / "packs"
+        self.packs = PackDirectory(self.packs_dir, keyring, self.is_encrypted, self._must_be_encrypted)
         self.checkpoints_dir = directory / "checkpoints"
         self.pending_dir = directory / "pending"
         self.index_dir = directory / "index"
         self.pushes_dir = directory / "pushes"
 
     @classmethod
-    def open(cls, root: Path, name: str, *, create: bool = False) -> "Domain":
-        """Open a domain of the store in `root`.
+    def open(cls, root: Path, name: str, keys: KeySource = NO_KEYS, *, create: bool = False) -> "Domain":
+        """Open a domain of the store in `root`; keys are asked for when something is to be read or written.
+
+        Args:
+            root: the store.
+            name: of the domain.
+            keys: where its keys come from; if it comes from anywhere, a new domain is encrypted.
+            create: make it if it is not there.
 
         Raises:
             StoreError: if there is none, or it cannot be made.
-            IntegrityError: if its record is damaged.
+            KeyMissing: if it is to be made, and the key cannot be got.
         """
         if not _NAME.fullmatch(name):
             raise StoreError(f"{name!r} is no name for a domain", hint="use a Kubernetes namespace's name")
         directory = root / "domains" / name
         record = directory / "domain"
+        keyring = Keyring(keys, name)
         if create and not record.exists():
             for part in ("packs", "index", "checkpoints", "pending", "pushes"):
                 (directory / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-            body = json.dumps({"name": name, "seed": f"{secrets.randbits(64):016x}"}).encode()
-            replace_file(record, encode_frame("domain", 1, body), mode=0o600)
+            ids_key = secrets.token_bytes(16) if keyring.is_configured else None
+            _write_identity(record, keyring, _Identity(secrets.randbits(64), ids_key, is_converting=False))
             sync_directory(directory.parent)
         data = read_record(record, _MAX_RECORD_BYTES, "domain")
         if data is None:
             raise StoreError(f"{root} has no domain {name!r}")
-        _, body = decode_frame("domain", (1,), data)
+        domain = cls(directory, name, keyring, data)
+        if create and keyring.is_configured and not domain.is_encrypted:
+            raise StoreError(
+                f"domain {name} is not encrypted, and keys are configured", hint="`ocihook store rekey` encrypts it"
+            )
+        return domain
+
+    @cached_property
+    def _identity(self) -> "_Identity":
+        record = unseal(self.keyring, "domain", self._record) if self.is_encrypted else self._record
+        _, body = decode_frame("domain", (1,), record)
         try:
             value = load_json(body)
-            domain = cls(directory, as_text(value["name"]), int(value["seed"], 16))
+            ids_key = bytes.fromhex(value["ids_key"])
+            return _Identity(int(value["seed"], 16), ids_key or None, is_converting=value["is_converting"] is True)
         except (ValueError, TypeError, KeyError) as error:
             raise IntegrityError(f"the domain's record is malformed: {error!r}") from error
-        return domain
+
+    @cached_property
+    def page_ids(self) -> PageIds:
+        """What makes the ids of its pages.
+
+        Raises:
+            IntegrityError: if the domain's record is damaged.
+            KeyMissing: if it is encrypted, and there is no key.
+        """
+        return PageIds(self._identity.seed, self._identity.ids_key)
+
+    def _must_be_encrypted(self) -> bool:
+        """Tell whether nothing that is not encrypted may be read; asked for when something is not."""
+        return self.is_encrypted and not self._identity.is_converting
+
+    @property
+    def seed(self) -> int:
+        """Of the ids of its pages."""
+        return self.page_ids.seed
+
+    def _sealed(self, name: str, data: bytes) -> bytes:
+        return seal(self.keyring, name, data) if self.is_encrypted else data
+
+    def _manifest_of(self, checkpoint_id: str, data: bytes) -> StoredManifest:
+        return read_manifest(self.keyring, checkpoint_id, data, must_be_encrypted=self._must_be_encrypted)
+
+    def _layout_of(self, manifest: StoredManifest, data: bytes) -> Layout:
+        return read_layout(self.keyring, manifest, data, must_be_encrypted=self._must_be_encrypted)
 
     # --- locks
 
@@ -156,7 +205,7 @@ class Domain:
             StoreError: if there is no such checkpoint.
             IntegrityError: if it is damaged.
         """
-        return decode_stored(self.manifest_bytes(checkpoint_id))
+        return self._manifest_of(checkpoint_id, self.manifest_bytes(checkpoint_id))
 
     def manifest_bytes(self, checkpoint_id: str) -> bytes:
         """Return a checkpoint's manifest as it is written.
@@ -197,10 +246,18 @@ class Domain:
         Raises:
             IntegrityError: if that is missing or damaged.
         """
-        data = read_record(self._layout_path(manifest.id), _MAX_LAYOUT_BYTES, f"layout of {manifest.id}")
+        return self._layout_of(manifest, self.layout_bytes(manifest.id))
+
+    def layout_bytes(self, checkpoint_id: str) -> bytes:
+        """Return a checkpoint's layout as it is written.
+
+        Raises:
+            IntegrityError: if it is missing.
+        """
+        data = read_record(self._layout_path(checkpoint_id), _MAX_LAYOUT_BYTES, f"layout of {checkpoint_id}")
         if data is None:
-            raise IntegrityError(f"the layout of checkpoint {manifest.id} is missing")
-        return decode_parts_layout(data, manifest)
+            raise IntegrityError(f"the layout of checkpoint {checkpoint_id} is missing")
+        return data
 
     def before(self, manifest: StoredManifest) -> dict[str, Before]:
         """Return a checkpoint's images, to be compared with a later one's; none if its page ids are gone.
@@ -220,11 +277,10 @@ class Domain:
             ids = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        if digest_of_file(path) != self._page_ids_digest(manifest):
-            raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
+        self._verify_ids(manifest)
         layout = self.layout(manifest)
         for info in layout.packs:
-            StoredPack(self.packs_dir / info.name, info).close()
+            self.packs.open(info.name, info).close()
         packs = [pack_number(info.name) for info in layout.packs]
         images, first = {}, 0
         for name, extents in layout.images.items():
@@ -263,23 +319,27 @@ class Domain:
             OSError: from the file system, a full one included.
             StoreError: if the index cannot be written.
         """
-        self._put_parts(manifest.id, encode_layout(layout), ids)
+        self._put_parts(manifest.id, self._sealed(f"layout {manifest.id}", encode_layout(layout)), ids)
         with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
             linked = dataclasses.replace(
                 manifest, sequence=head.sequence + 1 if head else 0, previous=head.link if head else None
             )
-            data = encode_stored(linked)
+            record = encode_stored(linked)
+            data = self._sealed(f"manifest {manifest.id}", record)
             replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
-            self._write_head(Entry(Link(manifest.id, digest(data)), linked.sequence, linked.previous))
+            self._write_head(_entry_of(linked, record))
         merge_index(self.index_dir)
         if replaced is not None:  # only the newest is compared with
             self._ids_path(replaced).unlink(missing_ok=True)
 
-    def adopt(self, data: bytes, layout: bytes, ids: Path, progress: Progress = no_progress) -> StoredManifest:
+    def adopt(
+        self, checkpoint_id: str, data: bytes, layout: bytes, ids: Path, progress: Progress = no_progress
+    ) -> StoredManifest:
         """Make a checkpoint from elsewhere part of the domain; its packs are here. Call it with the lock shared.
 
         Args:
+            checkpoint_id: which it is to be.
             data: its manifest, as it is elsewhere.
             layout: likewise.
             ids: file to be, in the pending directory, for its page ids; moved away.
@@ -289,19 +349,65 @@ class Domain:
             IntegrityError: if the packs do not hold what the manifest says.
             OSError: from the file system, a full one included.
         """
-        manifest = decode_stored(data)
-        decoded = decode_parts_layout(layout, manifest)
+        manifest = self._manifest_of(checkpoint_id, data)
+        decoded = self._layout_of(manifest, layout)
         self._verify_layout(manifest, decoded, {}, read_data=False)
         with ids.open("wb") as file:
             self._verify_content(manifest, decoded, progress, file)
         self._put_parts(manifest.id, layout, ids)
         with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
-            pulled = Pulled(head.sequence if head else -1, digest_of_file(self._ids_path(manifest.id)))
+            pulled = Pulled(head.sequence if head else -1, self.page_ids.digest_of_file(self._ids_path(manifest.id)))
             replace_file(self._pulled_path(manifest.id), _encode_pulled(pulled), mode=0o600)
             replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
         merge_index(self.index_dir)
         return manifest
+
+    # --- keys
+
+    def begin_rekey(self) -> "Domain":
+        """Encrypt the domain's record with the newest key; return the domain as it is then; with the lock alone.
+
+        If it was not encrypted, the ids of its pages are others now: those that were are gone, with the index.
+
+        Raises:
+            KeyMissing: if there is no key.
+        """
+        identity = self._identity
+        if identity.ids_key is None:
+            for path in [*self.index_dir.iterdir(), *self.checkpoints_dir.glob("*.ids")]:
+                path.unlink()
+            identity = _Identity(identity.seed, secrets.token_bytes(16), is_converting=True)
+        return self._with(identity)
+
+    def end_rekey(self) -> "Domain":
+        """Encrypt all records that are not with the newest key; then everything in the domain is encrypted.
+
+        Raises:
+            KeyMissing: if there is no key.
+            IntegrityError: if one is damaged.
+        """
+        for checkpoint_id in self.checkpoint_ids():
+            for kind in ("layout", "manifest"):
+                path = self.checkpoints_dir / f"{checkpoint_id}.{kind}"
+                data = self.layout_bytes(checkpoint_id) if kind == "layout" else self.manifest_bytes(checkpoint_id)
+                if key_id_of(data) != self.keyring.newest.id:
+                    name = f"{kind} {checkpoint_id}"
+                    replace_file(path, self._sealed(name, self._opened(name, data)), mode=0o600)
+        return self._with(self._identity._replace(is_converting=False))
+
+    def _with(self, identity: "_Identity") -> "Domain":
+        record = self.directory / "domain"
+        _write_identity(record, self.keyring, identity)
+        return Domain(self.directory, self.name, self.keyring, record.read_bytes())
+
+    # --- layouts
+
+    def replace_layout(self, manifest: StoredManifest, layout: Layout) -> None:
+        """Say where a checkpoint's pages are now; new packs are on stable storage then. Call it with the lock alone."""
+        sync_directory(self.packs_dir)
+        data = self._sealed(f"layout {manifest.id}", encode_layout(layout))
+        replace_file(self._layout_path(manifest.id), data, mode=0o600)
 
     def _put_parts(self, checkpoint_id: str, layout: bytes, ids: Path) -> None:
         """Put all that a manifest needs to its place, on stable storage."""
@@ -355,9 +461,11 @@ class Domain:
         return entries
 
     def _entry(self, checkpoint_id: str) -> Entry:
-        data = self.manifest_bytes(checkpoint_id)
-        manifest = decode_stored(data)
-        return Entry(Link(checkpoint_id, digest(data)), manifest.sequence, manifest.previous)
+        data = self._opened(f"manifest {checkpoint_id}", self.manifest_bytes(checkpoint_id))
+        return _entry_of(decode_stored(data), data)
+
+    def _opened(self, name: str, data: bytes) -> bytes:
+        return opened(self.keyring, name, data, must_be_sealed=self._must_be_encrypted)
 
     def check_chain(self) -> list[str]:
         """Return what is wrong with the chain, a sentence each: checkpoints that were removed or exchanged."""
@@ -420,7 +528,7 @@ class Domain:
     ) -> None:
         for info in layout.packs:
             if info.name not in pages:
-                with contextlib.closing(StoredPack(self.packs_dir / info.name, info)) as pack:
+                with contextlib.closing(self.packs.open(info.name, info)) as pack:
                     if read_data:
                         pack.verify()
                     pages[info.name] = pack.pages
@@ -431,7 +539,7 @@ class Domain:
 
     def _verify_ids(self, manifest: StoredManifest) -> None:
         path = self._ids_path(manifest.id)
-        if path.exists() and digest_of_file(path) != self._page_ids_digest(manifest):
+        if path.exists() and self.page_ids.digest_of_file(path) != self._page_ids_digest(manifest):
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
 
     def _verify_content(
@@ -439,12 +547,12 @@ class Domain:
     ) -> None:
         """Read all pages; write their ids by this domain's seed into a file, if one is given."""
         found = hashlib.blake2b(digest_size=32)
+        theirs = PageIds(manifest.seed)
         for extents in layout.images.values():
-            for content in read_image(extents, layout, self.packs_dir):
-                page_ids = _ids_of(content, manifest.seed)
-                found.update(page_ids)
+            for content in read_image(extents, layout, self.packs):
+                found.update(theirs.of(content))
                 if ids is not None:
-                    ids.write(page_ids if manifest.seed == self.seed else _ids_of(content, self.seed))
+                    ids.write(self.page_ids.of(content))
                 progress(len(content))
         if found.hexdigest() != manifest.page_ids_digest:
             raise IntegrityError(f"checkpoint {manifest.id} does not hold the pages that were checkpointed")
@@ -526,14 +634,18 @@ class Domain:
             path.unlink()
         pages = 0
         for name, info in sorted(needed.items()):
-            with contextlib.closing(StoredPack(self.packs_dir / name, info)) as pack:
-                add_to_index(self.index_dir, pack_number(name), list(_keys_of(pack, self.seed)))
+            with contextlib.closing(self.packs.open(name, info)) as pack:
+                add_to_index(self.index_dir, pack_number(name), list(_keys_of(pack, self.page_ids)))
                 pages += pack.pages
             merge_index(self.index_dir)
         head = self._head()
         if head is not None:
             self._write_head(head)
         return [f"made the index anew: {pages} pages of {len(needed)} packs"]
+
+    def pack_bytes(self) -> int:
+        """Return what all packs take."""
+        return sum(path.stat().st_size for path in self.packs_dir.glob("*.pack"))
 
     def usage(self) -> Usage:
         """Return what the domain takes.
@@ -553,14 +665,66 @@ class Domain:
         )
 
 
+def read_manifest(
+    keyring: Keyring, checkpoint_id: str, data: bytes, *, must_be_encrypted: Callable[[], bool] = lambda: False
+) -> StoredManifest:
+    """Read a manifest as it is written, here or at a remote.
+
+    Args:
+        keyring: of its domain.
+        checkpoint_id: whose it must be.
+        data: the manifest.
+        must_be_encrypted: tells whether it must be, as all of its domain.
+
+    Raises:
+        IntegrityError: if it is damaged, or another one's, or not encrypted and should be.
+        KeyMissing: if it is encrypted, and there is no key.
+    """
+    manifest = decode_stored(opened(keyring, f"manifest {checkpoint_id}", data, must_be_sealed=must_be_encrypted))
+    if manifest.id != checkpoint_id or manifest.domain != keyring.domain:
+        raise IntegrityError(
+            f"where checkpoint {checkpoint_id} of domain {keyring.domain} should be is {manifest.id} of "
+            f"{manifest.domain}"
+        )
+    return manifest
+
+
+def read_layout(
+    keyring: Keyring, manifest: StoredManifest, data: bytes, *, must_be_encrypted: Callable[[], bool] = lambda: False
+) -> Layout:
+    """Read a checkpoint's layout as it is written, here or at a remote; arguments and errors as of `read_manifest`."""
+    record = opened(keyring, f"layout {manifest.id}", data, must_be_sealed=must_be_encrypted)
+    return decode_layout(record, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
+
+
+class _Identity(NamedTuple):
+    """What a domain's record holds."""
+
+    seed: int
+    ids_key: bytes | None
+    is_converting: bool  # to an encrypted one: some of it is not yet
+
+
+def _write_identity(record: Path, keyring: Keyring, identity: _Identity) -> None:
+    ids_key = identity.ids_key.hex() if identity.ids_key else ""
+    body = {"seed": f"{identity.seed:016x}", "ids_key": ids_key, "is_converting": identity.is_converting}
+    data = encode_frame("domain", 1, json.dumps(body).encode())
+    replace_file(record, seal(keyring, "domain", data) if identity.ids_key else data, mode=0o600)
+
+
+def _entry_of(manifest: StoredManifest, record: bytes) -> Entry:
+    """Return a checkpoint's link; its digest is of the record, however it is encrypted."""
+    return Entry(Link(manifest.id, digest(record)), manifest.sequence, manifest.previous)
+
+
 def index_pack(domain: Domain, path: Path, info: PackInfo) -> None:
     """Verify every byte of a pack that is to become one of the domain, and let its index know the pages.
 
     Raises:
         IntegrityError: if it is damaged, or another one.
     """
-    with contextlib.closing(StoredPack(path, info)) as pack:
-        add_to_index(domain.index_dir, pack_number(info.name), list(_keys_of(pack, domain.seed)))
+    with contextlib.closing(domain.packs._replace(path=path.parent).open(info.name, info)) as pack:
+        add_to_index(domain.index_dir, pack_number(info.name), list(_keys_of(pack, domain.page_ids)))
 
 
 def lineage(container: ContainerRef) -> str:
@@ -568,24 +732,9 @@ def lineage(container: ContainerRef) -> str:
     return f"{container.pod_namespace}/{container.pod_name}/{container.name}" if container.pod_name else container.id
 
 
-def domain_names(root: Path) -> list[str]:
-    """Return the names of a store's domains."""
-    found = (root / "domains").glob("*/domain") if root.exists() else iter(())
-    return sorted(path.parent.name for path in found)
-
-
 def new_checkpoint_id() -> str:
     """Return an id that no other checkpoint has."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
-
-
-def digest_of_file(path: Path) -> str:
-    """Return the BLAKE2b-256 of a file of page ids, as a manifest has it."""
-    found = hashlib.blake2b(digest_size=32)
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(1 << 20):
-            found.update(data)
-    return found.hexdigest()
 
 
 @contextlib.contextmanager
@@ -596,27 +745,12 @@ def _collecting(wrong: list[str]) -> Iterator[None]:
         wrong.append(str(error))
 
 
-def decode_parts_layout(data: bytes, manifest: StoredManifest) -> Layout:
-    """Read the layout of a checkpoint.
-
-    Raises:
-        IntegrityError: if it is damaged, or another one's.
-    """
-    return decode_layout(data, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
-
-
-def _ids_of(content: bytes | memoryview, seed: int) -> bytes:
-    return b"".join(
-        xxh3_128_digest(content[at : at + PAGE_BYTES], seed=seed) for at in range(0, len(content), PAGE_BYTES)
-    )
-
-
-def _keys_of(pack: StoredPack, seed: int) -> Iterator[bytes]:
+def _keys_of(pack: StoredPack, page_ids: PageIds) -> Iterator[bytes]:
     done = 0
     while done < pack.pages:
         content, taken = pack.read(done, pack.pages)
-        page_ids = _ids_of(content, seed)
-        yield from (page_ids[at : at + KEY_BYTES] for at in range(0, len(page_ids), ID_BYTES))
+        ids = page_ids.of(content)
+        yield from (ids[at : at + KEY_BYTES] for at in range(0, len(ids), ID_BYTES))
         done += taken
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from cryptography.exceptions import InvalidTag
 from xxhash import xxh3_64_intdigest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import open_regular
+from ocihook.store.cipher import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Keyring, PackCipher
 
 PAGE_BYTES = 4096
 CHUNK_PAGES = 64  # one bit each in Chunk.present
@@ -19,11 +21,13 @@ ZERO, RAW, LZ4 = 0, 1, 2
 
 _MAGIC = b"OCIHPACK"
 _TAIL_MAGIC = b"OCIHTAIL"
-VERSION = 1
+VERSION, ENCRYPTED_VERSION = 1, 2
 _HEADER = struct.Struct("<8sHHI")  # magic, version, 0, 0
 _RECORD = struct.Struct("<QQQIHBx")  # Chunk in its own order, and a zero byte
 _TRAILER = struct.Struct("<8sQQII")  # magic, table offset, table xxh3-64, chunks, 0
 _HEADER_BYTES = _HEADER.pack(_MAGIC, VERSION, 0, 0)
+_ENCRYPTED_HEADER_BYTES = _HEADER.pack(_MAGIC, ENCRYPTED_VERSION, 0, 0)  # then the key's id and a salt
+_ASSOCIATED = struct.Struct("<QHB")  # present, pages, kind: what of a record its chunk's tag vouches for
 _GATHER_MAX = 1000  # below IOV_MAX (1024 on Linux)
 
 Buffer = bytes | memoryview
@@ -59,13 +63,15 @@ class PackWriter:
     Leaving its `with` block any earlier leaves a file without a table, which no reader takes for a pack.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cipher: PackCipher | None = None) -> None:
         self.path = path
+        self._cipher = cipher
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
-        self._offset = _HEADER.size
+        header = _ENCRYPTED_HEADER_BYTES + cipher.key_id + cipher.salt if cipher else _HEADER_BYTES
+        self._offset = len(header)
         self._table = bytearray()
-        self._pending: list[Buffer] = [_HEADER_BYTES]
+        self._pending: list[Buffer] = [header]
         self.chunks = 0
 
     def __enter__(self) -> Self:
@@ -81,6 +87,8 @@ class PackWriter:
         if stored is None:
             self._table += _RECORD.pack(self._offset, 0, 0, 0, pages, ZERO)
         else:
+            if self._cipher is not None:
+                stored = self._cipher.encrypt(self._offset, stored, _ASSOCIATED.pack(present, pages, kind))
             size = len(stored)
             self._table += _RECORD.pack(self._offset, present, xxh3_64_intdigest(stored), size, pages, kind)
             self._offset += size
@@ -160,13 +168,15 @@ def read_info(path: Path) -> PackInfo:
 class PackReader:
     """A pack whose header, table and trailer have been checked against what the manifest says of it."""
 
-    def __init__(self, file: PackFile, info: PackInfo) -> None:
-        """Open and check.
+    def __init__(self, file: PackFile, info: PackInfo, keyring: Keyring | None = None) -> None:
+        """Open and check; the keys are asked for when an encrypted pack is read.
 
         Raises:
             IntegrityError: if the pack is missing, truncated, foreign, or its table is damaged.
         """
         self.info = info
+        self._keyring = keyring
+        self._cipher: PackCipher | None = None
         self._base = file.offset
         self.fd = file.open()
         try:
@@ -184,8 +194,14 @@ class PackReader:
         table_offset = size - _TRAILER.size - info.chunks * _RECORD.size
         if table_offset < _HEADER.size:
             raise IntegrityError(f"pack {name} is too small for its {info.chunks} chunks")
-        if os.pread(self.fd, _HEADER.size, self._base) != _HEADER_BYTES:
-            raise IntegrityError(f"pack {name} does not begin with the header of version {VERSION}")
+        header = os.pread(self.fd, _HEADER.size + KEY_ID_BYTES + SALT_BYTES, self._base)
+        self.is_encrypted = header.startswith(_ENCRYPTED_HEADER_BYTES)
+        self.key_id = header[_HEADER.size : _HEADER.size + KEY_ID_BYTES] if self.is_encrypted else b""
+        self._header = header if self.is_encrypted else _HEADER_BYTES
+        if self.is_encrypted and self._keyring is None:
+            raise IntegrityError(f"pack {name} is encrypted, which only those of a store may be")
+        if not header.startswith(self._header):
+            raise IntegrityError(f"pack {name} does not begin with the header of a version that this ocihook knows")
         table = read_at(self.fd, info.chunks * _RECORD.size, self._base + table_offset)
         trailer = os.pread(self.fd, _TRAILER.size, self._base + size - _TRAILER.size)
         expected = _TRAILER.pack(_TAIL_MAGIC, table_offset, info.table_checksum, info.chunks, 0)
@@ -216,7 +232,7 @@ class PackReader:
         expected_offset = None
         for record in self._records(first, count):
             chunk = Chunk(*record)
-            if not _is_sane(chunk, end_of_chunks) or chunk.offset != (expected_offset or chunk.offset):
+            if not self._is_sane(chunk, end_of_chunks) or chunk.offset != (expected_offset or chunk.offset):
                 raise IntegrityError(f"pack {self.info.name} has an impossible record: {chunk}")
             expected_offset = chunk.offset + chunk.stored_bytes
             yield chunk
@@ -231,10 +247,47 @@ class PackReader:
             raise IntegrityError(f"pack {self.info.name} ends early")
 
     def read(self, chunk: Chunk) -> bytes:
+        """Return the bytes of one chunk as they are decoded, checksum verified, decrypted.
+
+        Raises:
+            IntegrityError: if they are not what was written.
+            KeyMissing: if they are encrypted, and there is no key.
+        """
+        stored = self.read_stored(chunk)
+        if not self.is_encrypted:
+            return stored
+        if self._cipher is None:
+            assert self._keyring is not None
+            salt_at = _HEADER.size + KEY_ID_BYTES
+            self._cipher = PackCipher(self._keyring.get(self.key_id), self._header[salt_at:])
+        try:
+            return self._cipher.decrypt(chunk.offset, stored, _ASSOCIATED.pack(chunk.present, chunk.pages, chunk.kind))
+        except InvalidTag as error:
+            raise IntegrityError(
+                f"pack {self.info.name}: the chunk at byte {chunk.offset} was not encrypted with the domain's key"
+            ) from error
+
+    def read_stored(self, chunk: Chunk) -> bytes:
         """Return the stored bytes of one chunk, checksum verified."""
         stored = read_at(self.fd, chunk.stored_bytes, self._base + chunk.offset)
         self.verify(chunk, stored)
         return stored
+
+    def _is_sane(self, chunk: Chunk, end_of_chunks: int) -> bool:
+        if not len(self._header) <= chunk.offset <= end_of_chunks - chunk.stored_bytes:
+            return False
+        if chunk.kind == ZERO:
+            return chunk.pages > 0 and chunk.present == chunk.stored_bytes == chunk.checksum == 0
+        content_bytes = chunk.present.bit_count() * PAGE_BYTES
+        encoded_bytes = chunk.stored_bytes - (TAG_BYTES if self.is_encrypted else 0)
+        return (
+            0 < chunk.pages <= CHUNK_PAGES
+            and 0 < chunk.present < 1 << chunk.pages
+            and (
+                (chunk.kind == RAW and encoded_bytes == content_bytes)
+                or (chunk.kind == LZ4 and 0 < encoded_bytes < content_bytes)
+            )
+        )
 
     def verify(self, chunk: Chunk, stored: Buffer) -> None:
         """Check stored bytes.
@@ -251,22 +304,6 @@ class PackReader:
     def close(self) -> None:
         """Close the file."""
         os.close(self.fd)
-
-
-def _is_sane(chunk: Chunk, end_of_chunks: int) -> bool:
-    if not _HEADER.size <= chunk.offset <= end_of_chunks - chunk.stored_bytes:
-        return False
-    if chunk.kind == ZERO:
-        return chunk.pages > 0 and chunk.present == chunk.stored_bytes == chunk.checksum == 0
-    content_bytes = chunk.present.bit_count() * PAGE_BYTES
-    return (
-        0 < chunk.pages <= CHUNK_PAGES
-        and 0 < chunk.present < 1 << chunk.pages
-        and (
-            (chunk.kind == RAW and chunk.stored_bytes == content_bytes)
-            or (chunk.kind == LZ4 and 0 < chunk.stored_bytes < content_bytes)
-        )
-    )
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:

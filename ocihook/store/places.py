@@ -2,11 +2,13 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
-from ocihook.store.pack import PAGE_BYTES, ZERO, PackFile, PackInfo, PackReader, read_info
+from ocihook.store.cipher import Keyring, PackCipher
+from ocihook.store.pack import PAGE_BYTES, ZERO, PackFile, PackInfo, PackReader, PackWriter, read_info
 from ocihook.store.packing import decode_chunk
 
 _OPEN_PACKS = 64
@@ -25,13 +27,14 @@ def pack_number(name: str) -> int:
 class StoredPack:
     """A pack with random access to its pages. Keeps the chunk that it read last."""
 
-    def __init__(self, path: Path, info: PackInfo | None = None) -> None:
-        """Open it; without `info`, as it says of itself what it is.
+    def __init__(self, path: Path, keyring: Keyring, info: PackInfo | None = None) -> None:
+        """Open it; without `info`, as it says of itself what it is. The keys are asked for when they are needed.
 
         Raises:
             IntegrityError: if it is missing, damaged, or not what `info` says.
         """
-        self._reader = PackReader(PackFile(path), info or read_info(path))
+        self._reader = PackReader(PackFile(path), info or read_info(path), keyring)
+        self.is_encrypted, self.key_id = self._reader.is_encrypted, self._reader.key_id
         self._starts = array("I")  # and not the chunks themselves: there are thousands of packs
         self.pages = 0
         for chunk in self._reader.chunks(0, self._reader.info.chunks):
@@ -71,10 +74,48 @@ class StoredPack:
         self._reader.close()
 
 
+class PackDirectory(NamedTuple):
+    """Where the packs of a domain are, and how they are read and written."""
+
+    path: Path
+    keyring: Keyring
+    is_encrypted: bool
+    must_be_encrypted: Callable[[], bool]  # whether nothing else may be read; asked for when something is not
+
+    def open(self, name: str, info: PackInfo | None = None) -> StoredPack:
+        """Open a pack; without `info`, as it says of itself what it is.
+
+        Raises:
+            IntegrityError: if it is missing, damaged, or not encrypted where all are.
+        """
+        pack = StoredPack(self.path / name, self.keyring, info)
+        if not pack.is_encrypted and self.must_be_encrypted():
+            pack.close()
+            raise IntegrityError(f"pack {name} is not encrypted, as all of its domain are")
+        return pack
+
+    def create(self, number: int) -> PackWriter:
+        """Begin a new pack.
+
+        Raises:
+            KeyMissing: if it is to be encrypted, and there is no key.
+            OSError: from the file system.
+        """
+        return PackWriter(self.path / pack_name(number), PackCipher.new(self.keyring) if self.is_encrypted else None)
+
+    def info(self, number: int) -> PackInfo:
+        """Return what a pack says of itself.
+
+        Raises:
+            IntegrityError: if it is missing, or incomplete.
+        """
+        return read_info(self.path / pack_name(number))
+
+
 class StoredPacks:
     """The packs in a directory; the last ones used stay open."""
 
-    def __init__(self, directory: Path, infos: Iterable[PackInfo] = ()) -> None:
+    def __init__(self, directory: PackDirectory, infos: Iterable[PackInfo] = ()) -> None:
         """Take the directory, and what is known of some of them."""
         self._directory = directory
         self._infos = {pack_number(info.name): info for info in infos}
@@ -88,7 +129,7 @@ class StoredPacks:
         """
         pack = self._open.pop(number, None)
         if pack is None:
-            pack = StoredPack(self._directory / pack_name(number), self._infos.get(number))
+            pack = self._directory.open(pack_name(number), self._infos.get(number))
             if len(self._open) >= _OPEN_PACKS:
                 self._open.pop(next(iter(self._open))).close()
         self._open[number] = pack  # the last one is the newest used

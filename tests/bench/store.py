@@ -17,6 +17,7 @@ from ocihook.ops.journal import Journal
 from ocihook.ops.staging import begin, stage
 from ocihook.ops.store import complete, rehydrate_stored
 from ocihook.store.domain import Domain
+from ocihook.store.store import Store
 from tests.fakes.images import make_image_set
 
 _WORKLOAD = Path("integration/workload.c")
@@ -42,8 +43,8 @@ class OurStore:
         assert criu is not None
         journal = Journal.create(self._root / "run", criu)
         store = self._root / "store"
-        begin(journal, ContainerRef(id="c"), str(self._images), self._images, store_dir=store)
-        job = stage(journal, ContainerRef(id="c"), self._images, store_dir=store, host={}, durable=False)
+        begin(journal, ContainerRef(id="c"), str(self._images), self._images, store=Store(store))
+        job = stage(journal, ContainerRef(id="c"), self._images, store=Store(store), host={}, durable=False)
         assert job is not None
         journal.finish()
         assert complete(self.domain, job.id, workers=self._workers)
@@ -51,7 +52,7 @@ class OurStore:
     @property
     def domain(self) -> Domain:
         """The only one."""
-        return Domain.open(self._root / "store", "_node")
+        return Store(self._root / "store").open("_node")
 
     def get(self, out: Path) -> None:
         """Restore the newest checkpoint's memory into `out`."""

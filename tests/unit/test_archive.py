@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ocihook.engine.archive import compression_of, read_facts
 from ocihook.errors import ArchiveError, ImageError, IntegrityError, OcihookError, StoreFull
 from ocihook.ops import archive as ops
+from ocihook.store.store import Store
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 
 MEMORY = {1: mixed_pages(500), 9: mixed_pages(70, seed=3)}
@@ -404,13 +405,13 @@ def test_one_unreadable_file_does_not_end_a_list(tmp_path: Path, plain: Path, mo
 
 def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
     store, thin, again = tmp_path / "store", tmp_path / "thin.tar", tmp_path / "again.tar"
-    ops.pack_archive(plain, thin, into_store=store, compression="none", force=False, workers=2)
+    ops.pack_archive(plain, thin, into_store=Store(store), compression="none", force=False, workers=2)
     assert thin.stat().st_size < plain.stat().st_size / 10
     found = ops.inspect_archive(thin)
     assert ops.is_thin(found.facts)
     assert found.thin is not None
     assert ops.to_json(found)["thin"] == {"domain": "_node", "checkpoint_id": found.thin.checkpoint_id}
-    stored = ops.verify_archive(thin, store_dir=store, workers=1)
+    stored = ops.verify_archive(thin, store=Store(store), workers=1)
     assert stored is not None
     assert stored.raw_bytes == sum(map(len, MEMORY.values()))
     with pytest.raises(ArchiveError, match="packed already"):
@@ -419,8 +420,8 @@ def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
         ops.diff_archives(thin, plain)
     elsewhere = tmp_path / "elsewhere"
     with pytest.raises(OcihookError, match="no domain"):
-        ops.unpack_archive(thin, again, store_dir=elsewhere, compression="none", force=False, workers=2)
-    ops.unpack_archive(thin, again, store_dir=store, compression="none", force=False, workers=2)
+        ops.unpack_archive(thin, again, store=Store(elsewhere), compression="none", force=False, workers=2)
+    ops.unpack_archive(thin, again, store=Store(store), compression="none", force=False, workers=2)
     assert members(again) == members(plain)
     assert not list((store / "domains/_node/pending").iterdir())
     for pack_file in (store / "domains/_node/packs").iterdir():
@@ -428,4 +429,4 @@ def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
         data[100] ^= 1
         pack_file.write_bytes(data)
     with pytest.raises(IntegrityError, match="is damaged"):
-        ops.verify_archive(thin, store_dir=store, workers=1)
+        ops.verify_archive(thin, store=Store(store), workers=1)

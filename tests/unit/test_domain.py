@@ -12,20 +12,24 @@ import pytest
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.model import ContainerRef
 from ocihook.store.assemble import Target, assemble, read_image
+from ocihook.store.cipher import NO_KEYS
 from ocihook.store.deduplicate import Before, deduplicate
-from ocihook.store.domain import Domain, domain_names, new_checkpoint_id
+from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.index import MAX_RUNS, Index
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.packing import ImageFile, Source
+from ocihook.store.store import Store
 from ocihook.store.stored import StoredImage, StoredManifest
 from tests.fakes.images import mixed_pages
+from tests.fakes.keys import make_keys
 
 CONTAINER = ContainerRef(id="c1", name="trainer", pod_name="pod", pod_namespace="team")
 
 
-@pytest.fixture
-def domain(tmp_path: Path) -> Domain:
-    return Domain.open(tmp_path / "store", "team", create=True)
+@pytest.fixture(params=["plain", "encrypted"])
+def domain(request: pytest.FixtureRequest, tmp_path: Path) -> Domain:
+    keys = make_keys(tmp_path) if request.param == "encrypted" else NO_KEYS
+    return Domain.open(tmp_path / "store", "team", keys, create=True)
 
 
 def take(
@@ -48,9 +52,9 @@ def take(
     try:
         taken = deduplicate(
             sources,
-            packs_dir=domain.packs_dir,
+            packs=domain.packs,
             index_dir=domain.index_dir,
-            seed=domain.seed,
+            page_ids=domain.page_ids,
             ids_fd=ids_fd,
             before=known,
             workers=workers,
@@ -69,7 +73,7 @@ def take(
         host={},
         images=tuple(StoredImage(name, len(content)) for name, content in images.items()),
         other_images=(),
-        page_ids_digest=digest_file(scratch / "ids"),
+        page_ids_digest=domain.page_ids.digest_of_file(scratch / "ids"),
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
     )
     with domain.shared():
@@ -80,16 +84,10 @@ def take(
     return domain.read(manifest.id)
 
 
-def digest_file(path: Path) -> str:
-    from ocihook.store.stored import digest
-
-    return digest(path.read_bytes())
-
-
 def content_of(domain: Domain, manifest: StoredManifest) -> dict[str, bytes]:
     layout = domain.layout(manifest)
     return {
-        name: b"".join(bytes(piece) for piece in read_image(extents, layout, domain.packs_dir))
+        name: b"".join(bytes(piece) for piece in read_image(extents, layout, domain.packs))
         for name, extents in layout.images.items()
     }
 
@@ -111,10 +109,10 @@ def test_what_is_taken_comes_back(domain: Domain, tmp_path: Path, workers: int) 
     for name, content in images.items():
         (tmp_path / name).write_bytes(bytes(len(content)))
         targets[name] = Target(partial(ImageFile, tmp_path / name, writable=True), 0)
-    assemble(domain.layout(manifest), domain.packs_dir, targets, workers=workers)
+    assemble(domain.layout(manifest), domain.packs, targets, workers=workers)
     assert {name: (tmp_path / name).read_bytes() for name in images} == images
     assert domain.verify(read_data=True) == []
-    assert domain_names(tmp_path / "store") == ["team"]
+    assert Store(tmp_path / "store").names() == ["team"]
 
 
 def test_the_same_again_takes_nothing(domain: Domain) -> None:
@@ -148,7 +146,7 @@ def test_only_what_changed_is_added(domain: Domain, *, with_before: bool) -> Non
 
 def test_a_page_that_only_looks_the_same_is_stored(domain: Domain, monkeypatch: pytest.MonkeyPatch) -> None:
     """No id is trusted with another container's memory: here all pages have the same one."""
-    from ocihook.store import deduplicate as module
+    from ocihook.store import identity as module
 
     monkeypatch.setattr(module, "xxh3_128_digest", lambda data, **_: bytes(16) if not any(data[:64]) else b"\1" * 16)
     one, other = random_pages(1, 1), random_pages(1, 2)
@@ -169,9 +167,9 @@ def test_a_source_that_ends_early(domain: Domain, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="ended before page 2"):
         deduplicate(
             {"pages-1.img": source},
-            packs_dir=domain.packs_dir,
+            packs=domain.packs,
             index_dir=domain.index_dir,
-            seed=domain.seed,
+            page_ids=domain.page_ids,
             ids_fd=fd,
             before={},
             workers=1,

@@ -17,9 +17,11 @@ from ocihook.ops.journal import Journal
 from ocihook.ops.prune import Keep, prune
 from ocihook.ops.staging import begin, stage
 from ocihook.ops.undo import undo_all
+from ocihook.store.cipher import NO_KEYS, KeySource
 from ocihook.store.domain import Domain
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.pending import pending_ids
+from ocihook.store.store import Store
 from ocihook.store.thin import read_thin
 from tests.fakes.images import make_image_set
 
@@ -73,8 +75,8 @@ def pages(count: int, seed: int) -> bytes:
 class Node:
     """A store with one checkpoint, and a dump that is to become the second."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store_dir = root, root / "store"
+    def __init__(self, root: Path, keys: KeySource = NO_KEYS) -> None:
+        self.root, self.store_dir, self.keys = root, root / "store", keys
         root.mkdir()
         self.old = pages(60, 1)
         self.new = self.old[: 40 * PAGE_BYTES] + pages(30, 2)
@@ -84,12 +86,17 @@ class Node:
     def copy(self, to: Path) -> "Node":
         shutil.copytree(self.root, to)
         node = object.__new__(Node)
+        node.keys = self.keys
         node.root, node.store_dir, node.old, node.new = to, to / "store", self.old, self.new
         return node
 
     @property
+    def store(self) -> Store:
+        return Store(self.store_dir, self.keys)
+
+    @property
     def domain(self) -> Domain:
-        return Domain.open(self.store_dir, "team")
+        return self.store.open("team")
 
     @property
     def images(self) -> Path:
@@ -103,8 +110,8 @@ class Node:
         self.take(Journal.create(self.root / "run", criu))
 
     def take(self, journal: Journal) -> None:
-        begin(journal, CONTAINER, str(self.images), self.images, store_dir=self.store_dir)
-        stage(journal, CONTAINER, self.images, store_dir=self.store_dir, host={}, durable=True)
+        begin(journal, CONTAINER, str(self.images), self.images, store=self.store)
+        stage(journal, CONTAINER, self.images, store=self.store, host={}, durable=True)
         journal.finish()
 
     def complete(self) -> None:
@@ -118,7 +125,7 @@ class Node:
     def assert_clean(self) -> None:
         domain = self.domain
         assert domain.verify(read_data=True) == []
-        prune(self.store_dir, Keep())
+        prune(self.store, Keep())
         assert domain.verify(read_data=True) == []
         assert domain.rubbish() == ([], [])
 
@@ -128,7 +135,7 @@ def _read(domain: Domain, manifest: Any) -> Iterator[bytes]:
 
     layout = domain.layout(manifest)
     for extents in layout.images.values():
-        yield from map(bytes, read_image(extents, layout, domain.packs_dir))
+        yield from map(bytes, read_image(extents, layout, domain.packs))
 
 
 def recover(node: Node) -> None:
@@ -197,13 +204,13 @@ def test_a_prune_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: boo
 
         def act(copy: Node = copy, number: int = number) -> None:
             die_at(number, torn=torn)
-            prune(copy.store_dir, Keep(last=1))
+            prune(copy.store, Keep(last=1))
 
         status = in_child(act)
         assert status in {0, DIED}
         assert copy.domain.verify(read_data=True) == []
         assert copy.contents()[-1] == third
-        prune(copy.store_dir, Keep(last=1))
+        prune(copy.store, Keep(last=1))
         assert copy.contents() == [third]
         copy.assert_clean()
         copy.dump(node.old)
@@ -240,11 +247,11 @@ def test_a_node_that_went_down_says_what_is_lost(node: Node, monkeypatch: pytest
     node.dump(node.new)
     (checkpoint_id,) = pending_ids(node.domain)
     (node.domain.pending_dir / checkpoint_id / "pages-1.img").write_bytes(node.new[:-PAGE_BYTES])
-    assert [row.state for row in ops.list_checkpoints(node.store_dir)] == ["complete", "lost"]
+    assert [row.state for row in ops.list_checkpoints(node.store)] == ["complete", "lost"]
     with pytest.raises(Exception, match=r"was lost: pages-1.img has .* bytes of"):
         ops.complete(node.domain, checkpoint_id, workers=1)
     assert node.contents() == [node.old]
-    prune(node.store_dir, Keep())
+    prune(node.store, Keep())
     assert pending_ids(node.domain) == []
     with pytest.raises(Exception, match=f"no checkpoint {checkpoint_id}"):
         ops.wait_complete(node.domain, checkpoint_id, workers=1)

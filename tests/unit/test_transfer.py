@@ -18,7 +18,7 @@ from ocihook.ops.prune import Keep, prune
 from ocihook.ops.transfer import RemoteCheckpoints, list_remote, prune_remote, pull, push
 from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.location import open_remote
-from ocihook.store.domain import Domain
+from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.store.pack import PAGE_BYTES
 from tests.fakes.object_storage import make_bucket, object_storage
 from tests.unit.test_store_crash import DIED, Node, die_at, in_child, pages
@@ -69,12 +69,12 @@ def ids(node: Node) -> list[str]:
 class Other(Node):
     """Another node, with an empty store."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store_dir = root, root / "store"
+    def __init__(self, root: Path, keys: KeySource = NO_KEYS) -> None:
+        self.root, self.store_dir, self.keys = root, root / "store", keys
         root.mkdir()
 
     def pull(self, checkpoint_id: str, location: str) -> transfer.Moved:
-        return pull(self.store_dir, "team", checkpoint_id, location)
+        return pull(self.store, "team", checkpoint_id, location)
 
 
 def test_there_and_back(node: Node, remote: str, tmp_path: Path) -> None:
@@ -107,12 +107,12 @@ def test_a_job_goes_on_elsewhere(node: Node, remote: str, tmp_path: Path) -> Non
     other.complete()
     third = ids(other)[1]
     assert 5 * PAGE_BYTES < push(other.domain, third, remote).moved_bytes < 6 * PAGE_BYTES
-    pull(node.store_dir, "team", third, remote)
+    pull(node.store, "team", third, remote)
     assert node.contents() == [node.old, node.new, changed]
     for each in (node, other):
         each.assert_clean()
         assert each.domain.verify(read_data=True) == []
-    prune(other.store_dir, Keep(last=1))
+    prune(other.store, Keep(last=1))
     assert other.contents() == [changed]
     other.assert_clean()
 
@@ -121,13 +121,13 @@ def test_what_was_pruned_here_comes_back(node: Node, directory: Path) -> None:
     first, second = ids(node)
     for checkpoint_id in (first, second):
         push(node.domain, checkpoint_id, str(directory))
-    prune(node.store_dir, Keep(last=1))
-    pull(node.store_dir, "team", first, str(directory))
+    prune(node.store, Keep(last=1))
+    pull(node.store, "team", first, str(directory))
     assert sorted(node.contents()) == sorted([node.old, node.new])
     node.assert_clean()
     node.dump(node.old)
     node.complete()
-    prune(node.store_dir, Keep(last=1))
+    prune(node.store, Keep(last=1))
     assert node.contents() == [node.old]
     node.assert_clean()
 
@@ -152,7 +152,7 @@ def test_pruning_a_remote(node: Node, remote: str, tmp_path: Path) -> None:
     (done,) = prune_remote(remote, Keep(last=1))
     assert done.removed == (second,)
     assert done.freed_bytes > 90 * PAGE_BYTES
-    assert len(RemoteCheckpoints(remote, "team").packs()) == 1
+    assert len(RemoteCheckpoints(remote, Keyring(NO_KEYS, "team")).packs()) == 1
 
 
 def test_a_prune_spares_what_is_being_pushed(node: Node, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_an_interrupted_pull_goes_on(node: Node, directory: Path, tmp_path: Path
     other = Other(tmp_path / "other")
     packs = sorted((directory / "domains/team/packs").iterdir())
     half = packs[0].read_bytes()[: packs[0].stat().st_size // 2]
-    Domain.open(other.store_dir, "team", create=True)
+    other.store.open("team", create=True)
     pending = other.domain.pending_dir / second
     pending.mkdir()
     (pending / packs[0].name).write_bytes(half)
@@ -344,9 +344,9 @@ def test_an_exchanged_checkpoint(node: Node, directory: Path, tmp_path: Path) ->
         push(node.domain, checkpoint_id, str(directory))
     there = directory / "domains/team/checkpoints"
     shutil.copy(there / f"{first}.manifest", there / f"{second}.manifest")
-    with pytest.raises(IntegrityError, match=f"has checkpoint {first} of domain team where {second} of team should"):
+    with pytest.raises(IntegrityError, match=f"where checkpoint {second} of domain team should be is {first} of team"):
         Other(tmp_path / "other").pull(second, str(directory))
-    with pytest.raises(RemoteError, match=f"has another checkpoint {second} in domain team"):
+    with pytest.raises(IntegrityError, match=f"where checkpoint {second} of domain team should be is {first}"):
         push(node.domain, second, str(directory))
 
 
@@ -394,12 +394,12 @@ def test_pushes_by_policy(node: Node, directory: Path, caplog: pytest.LogCapture
     settings = Settings(store_dir=str(node.store_dir), remote=str(directory / "gone"))
     transfer.push_due(settings)
     assert "was not pushed" in caplog.text
-    assert transfer.due(node.store_dir) == [("team", first)]
+    assert transfer.due(node.store) == [("team", first)]
     transfer.push_due(Settings(store_dir=str(node.store_dir), remote=str(directory)))
-    assert transfer.due(node.store_dir) == []
+    assert transfer.due(node.store) == []
     assert [row.id for row in list_remote(str(directory))] == [first]
     node.domain.note_push(first)
-    prune(node.store_dir, Keep(last=1))
+    prune(node.store, Keep(last=1))
     assert list(node.domain.pushes_dir.iterdir()) == []
     with contextlib.suppress(OcihookError):
         node.domain.read(first)

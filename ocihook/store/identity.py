@@ -1,0 +1,44 @@
+"""What a page is found by: an id of 16 bytes, by the seed of its domain; in an encrypted one, enciphered."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from xxhash import xxh3_128_digest
+
+from ocihook.store.cipher import permute
+from ocihook.store.pack import PAGE_BYTES
+
+ID_BYTES = 16
+_PIECE_BYTES = 1 << 20
+
+
+class PageIds:
+    """Makes ids: XXH3-128 with a seed, then AES with a key if there is one."""
+
+    def __init__(self, seed: int, key: bytes | None = None) -> None:
+        self.seed, self._key = seed, key
+
+    def of_pages(self, pages: Sequence[bytes | memoryview]) -> tuple[list[bytes], bytes]:
+        """Return the ids of pages, each, and one after the other."""
+        seed = self.seed
+        ids = [xxh3_128_digest(page, seed=seed) for page in pages]
+        joined = b"".join(ids)
+        if self._key is not None:
+            joined = permute(self._key, joined)
+            ids = [joined[at : at + ID_BYTES] for at in range(0, len(joined), ID_BYTES)]
+        return ids, joined
+
+    def of(self, content: bytes | memoryview) -> bytes:
+        """Return the ids of the pages of some content, one after the other."""
+        return self.of_pages([content[at : at + PAGE_BYTES] for at in range(0, len(content), PAGE_BYTES)])[1]
+
+    def digest_of_file(self, path: Path) -> str:
+        """Return the BLAKE2b-256 of the ids in a file, as a manifest has it: of what they are without a key."""
+        found = hashlib.blake2b(digest_size=32)
+        with path.open("rb", buffering=0) as file:
+            while data := file.read(_PIECE_BYTES):
+                if self._key is not None:
+                    data = permute(self._key, data[: len(data) // ID_BYTES * ID_BYTES], back=True)
+                found.update(data)
+        return found.hexdigest()

@@ -1,0 +1,38 @@
+"""A node's store: domains in a directory, and where their keys are."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.config import Settings
+from ocihook.store.cipher import NO_KEYS, KeySource
+from ocihook.store.domain import Domain
+
+
+class Store(NamedTuple):
+    """Domains in a directory."""
+
+    root: Path
+    keys: KeySource = NO_KEYS
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Store":
+        """Return the one that the node's configuration names."""
+        return cls(Path(settings.store_dir), KeySource.of(settings))
+
+    def names(self) -> list[str]:
+        """Return the names of all domains."""
+        found = (self.root / "domains").glob("*/domain") if self.root.exists() else iter(())
+        return sorted(path.parent.name for path in found)
+
+    def domains(self) -> list[Domain]:
+        """Return all domains."""
+        return [self.open(name) for name in self.names()]
+
+    def open(self, name: str, *, create: bool = False) -> Domain:
+        """Open a domain.
+
+        Raises:
+            StoreError: if there is none, or it cannot be made.
+            KeyMissing: if it is to be made and encrypted, and there is no key.
+        """
+        return Domain.open(self.root, name, self.keys, create=create)
