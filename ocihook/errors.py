@@ -19,6 +19,7 @@ OcihookError
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
 ├─ ArchiveError             a checkpoint archive is malformed or hostile
+├─ RegistryError            a registry cannot be reached, refuses, or sent something wrong (`status` is HTTP's)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 └─ WorkerDied               a forked worker was killed, or ran out of memory (linux/workers.py)
 
@@ -159,6 +160,20 @@ class ArchiveError(OcihookError):
 
     code = "archive"
     exit_code = 4
+
+
+class RegistryError(OcihookError):
+    """A registry cannot be reached, refuses what was asked, or sent something wrong.
+
+    `status` is the answer's HTTP status; 0 if there was no answer, or if its content was the fault.
+    """
+
+    code = "registry"
+    exit_code = 8
+
+    def __init__(self, message: str, *, status: int = 0, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
 
 
 class AgentError(OcihookError):

@@ -51,7 +51,7 @@ def cli() -> None:
 
     \b
     Exit status: 0 done, 1 error, 2 usage or configuration, 4 damaged checkpoint,
-    5 not possible on this node, 7 agent, 9 no space, 130 interrupted.
+    5 not possible on this node, 7 agent, 8 registry, 9 no space, 130 interrupted.
     """
 
 
