@@ -19,6 +19,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "uninstall": ("ocihook.cli.install:uninstall", "Take back what install changed."),
     "doctor": ("ocihook.cli.doctor:doctor", "Tell whether a checkpoint will work here, and what to do if not."),
     "archive": ("ocihook.cli.archive:archive", "List, inspect, verify, pack, unpack and compare checkpoint archives."),
+    "image": ("ocihook.cli.image:image", "Make OCI images of checkpoint archives, and push them."),
     "store": ("ocihook.cli.store:store", "Show, verify and prune the checkpoints of this node's store."),
     "wait": ("ocihook.cli.store:wait", "Wait until checkpoints are complete in the store."),
     "ps": ("ocihook.cli.sessions:ps", "Show the dumps and restores that are going on."),

@@ -6,6 +6,7 @@ All three keep CRIU's image set flat below `checkpoint/`, and beside it config.d
 import contextlib
 import errno
 import gzip
+import hashlib
 import json
 import re
 import sys
@@ -110,6 +111,7 @@ class ArchiveFacts(NamedTuple):
     runtime: str
     created: str
     sizes: Mapping[str, int]  # of every file in the image set
+    config: Mapping[str, Any]  # config.dump
 
 
 class _Header(tarfile.TarInfo):
@@ -262,6 +264,7 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
         runtime=str(config.get("runtime") or config.get("ociRuntime") or ""),
         created=str(config.get("checkpointedTime") or config.get("createdTime") or ""),
         sizes=sizes,
+        config=config,
     )
 
 
@@ -279,6 +282,28 @@ def _document(member: Member, path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ArchiveError(f"{path}: {member.name} is not a JSON object")
     return value
+
+
+def content_digest(path: Path, progress: Callable[[int], object]) -> str:
+    """Return the SHA-256 of an archive without its compression; progress is told the bytes of the file read.
+
+    Raises:
+        ArchiveError: if its compression is damaged.
+    """
+    hasher = hashlib.sha256()
+    with path.open("rb") as file, _errors_told(str(path)):
+        compression = compression_of(path)
+        stream = file if compression == "none" else _decompressed(file, compression)
+        told = 0
+        while piece := stream.read(1 << 20):
+            hasher.update(piece)
+            progress(file.tell() - told)
+            told = file.tell()
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def _decompressed(file: IO[bytes], compression: str) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(file) if compression == "gzip" else zstd.open(file))
 
 
 @contextlib.contextmanager

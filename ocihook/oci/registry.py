@@ -16,11 +16,11 @@ from urllib.parse import urlencode, urljoin, urlsplit
 from urllib3.exceptions import HTTPError
 
 from ocihook.errors import ConfigError, RegistryError
+from ocihook.oci.layout import MANIFEST_TYPE
 from ocihook.oci.transport import DOCKER_HUB, RETRIED, Access, Answer, Transport
 
 __all__ = ["Access", "Manifest", "Reference", "Repository", "digest_of"]
 
-MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 _DOCKER_TYPES = (
     "application/vnd.docker.distribution.manifest.v2+json",
@@ -228,33 +228,46 @@ class Repository:
                 path.unlink()
                 raise
 
-    def upload_bytes(self, data: bytes) -> str:
-        """Add a small blob, unless it is there; return its digest."""
-        digest = digest_of(data)
-        self._upload(digest, len(data), lambda offset, size_bytes: [data[offset : offset + size_bytes]], _no_progress)
-        return digest
+    def upload_bytes(self, data: bytes, *, progress: Progress = _no_progress) -> bool:
+        """Add a small blob, its name being `digest_of(data)`, unless it is there; tell whether it was sent."""
 
-    def upload_file(self, path: Path, digest: str, *, progress: Progress = _no_progress) -> bool:
-        """Add a file as a blob, unless it is there; tell whether it was sent.
+        def read(offset: int, size_bytes: int) -> list[bytes]:
+            return [data[offset : offset + size_bytes]]
+
+        return self._upload(digest_of(data), len(data), read, progress)
+
+    def upload_file(
+        self,
+        path: Path,
+        digest: str,
+        *,
+        start: int = 0,
+        size_bytes: int | None = None,
+        progress: Progress = _no_progress,
+    ) -> bool:
+        """Add a file, or a part of it, as a blob, unless it is there; tell whether it was sent.
 
         What breaks is taken up where it was.
 
         Args:
             path: of the file.
-            digest: of its content.
+            digest: of the blob.
+            start: of the blob in the file.
+            size_bytes: of the blob; None: up to the end of the file.
             progress: told the bytes that the registry has got; all of them also if it had them.
         """
         with path.open("rb") as file:
 
-            def read(offset: int, size_bytes: int) -> Iterator[bytes]:
-                while size_bytes:
-                    piece = os.pread(file.fileno(), min(size_bytes, _PIECE_BYTES), offset)
+            def read(offset: int, left_bytes: int) -> Iterator[bytes]:
+                while left_bytes:
+                    piece = os.pread(file.fileno(), min(left_bytes, _PIECE_BYTES), start + offset)
                     if not piece:
                         raise RegistryError(f"{path} became shorter while it was sent to {self}", hint="push it again")
                     yield piece
-                    offset, size_bytes = offset + len(piece), size_bytes - len(piece)
+                    offset, left_bytes = offset + len(piece), left_bytes - len(piece)
 
-            return self._upload(digest, os.fstat(file.fileno()).st_size, read, progress)
+            size = os.fstat(file.fileno()).st_size - start if size_bytes is None else size_bytes
+            return self._upload(digest, size, read, progress)
 
     def _upload(self, digest: str, size_bytes: int, read: Read, progress: Progress) -> bool:
         told = failures = 0

@@ -235,7 +235,7 @@ def verify_archive(
     Raises:
         OcihookError: naming what is missing or damaged.
     """
-    with _scratch(_place_to_read(path)) as scratch:
+    with scratch_directory(place_to_read(path)) as scratch:
         images = _ImageSet(path, scratch, in_place=True, pages=False)
 
         def visit(member: Member) -> None:
@@ -394,7 +394,7 @@ class _Output(NamedTuple):
 def _output(source: Path, target: Path, *, force: bool) -> Iterator[_Output]:
     if target.exists() and not force:
         raise ArchiveError(f"{target} exists", hint="name another output, or use --force")
-    with _scratch(target.absolute().parent) as scratch:
+    with scratch_directory(target.absolute().parent) as scratch:
         yield _Output(source, target, scratch)
 
 
@@ -409,21 +409,25 @@ def _add(tar: tarfile.TarFile, path: Path, template: tarfile.TarInfo) -> None:
 
 
 @contextlib.contextmanager
-def _scratch(place: Path) -> Iterator[Path]:
-    """Yield a private directory in `place`, and say so if the file system there has no room for what is needed."""
+def scratch_directory(place: Path) -> Iterator[Path]:
+    """Yield a private directory in `place`, and say so if the file system there has no room for what is needed.
+
+    Raises:
+        StoreFull: if the context ends for want of room.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix=".ocihook-", dir=place) as scratch:
             yield Path(scratch)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(
-                f"no space left in {place} for the new archive and the images it is made of",
+                f"no space left in {place} for what is written and the images it is made of",
                 hint="free space there, or name another place",
             ) from error
         raise
 
 
-def _place_to_read(path: Path) -> Path:
+def place_to_read(path: Path) -> Path:
     """Return where images of an archive may be put: beside it, since there is room, or else where all may write."""
     parent = path.absolute().parent
     return parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
@@ -441,7 +445,7 @@ def diff_archives(first: Path, second: Path, *, progress: Progress = no_progress
 
 
 def _taken_memory(stack: contextlib.ExitStack, path: Path, progress: Progress) -> "_Memory":
-    directory = stack.enter_context(_scratch(_place_to_read(path)))
+    directory = stack.enter_context(scratch_directory(place_to_read(path)))
     images = _ImageSet(path, directory, in_place=True, pages=True)
     read_facts(path, images.take)
     images.complete()
