@@ -19,7 +19,7 @@ ANNOTATION_PREFIX = "ocihook.io/"
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
-_REMOTE = re.compile(r"/|s3://[^/?#]")
+_REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 
 
@@ -53,7 +53,7 @@ class Settings:
     keep_within_s: float = 0.0  # and what is younger
     max_store_bytes: int = 0  # of a domain's packs, by removing the oldest checkpoints; 0: any number
     archive_dir: str = ""  # where the same holds for archives: /var/lib/kubelet/checkpoints
-    remote: str = ""  # where `store push` and `pull` go: /DIRECTORY or s3://BUCKET/PREFIX
+    remote: str = ""  # of `store push` and `pull`: /DIRECTORY, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY
     key_file: str = ""  # keys of the store's domains, {domain} in it is a domain's name; "": nothing is encrypted
     key_command: str = ""  # prints them instead, {domain} likewise; split into words as a shell does, run without one
     store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
@@ -167,7 +167,9 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
     if key in {"store_dir", "archive_dir", "key_file"} and not str(value or "/").startswith("/"):
         raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
     if key == "remote" and value and not _REMOTE.match(str(value)):
-        raise ConfigError(f"{where}: {key} must be /DIRECTORY or s3://BUCKET/PREFIX, not {value!r}")
+        raise ConfigError(
+            f"{where}: {key} must be /DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY, not {value!r}"
+        )
     if key == "gpu_map" and not _GPU_MAP.fullmatch(str(value)):
         raise ConfigError(f"{where}: {key} must be OLD=NEW,... of GPU UUIDs, not {value!r}")
     return value

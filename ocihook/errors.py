@@ -18,8 +18,8 @@ OcihookError
 │  ├─ StoreFull             no space left for packs or for rehydrated images
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
+│  └─ RegistryError         a registry cannot be reached, refuses, or sent something wrong (`status` is HTTP's)
 ├─ ArchiveError             a checkpoint archive is malformed or hostile
-├─ RegistryError            a registry cannot be reached, refuses, or sent something wrong (`status` is HTTP's)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 └─ WorkerDied               a forked worker was killed, or ran out of memory (linux/workers.py)
 
@@ -162,14 +162,13 @@ class ArchiveError(OcihookError):
     exit_code = 4
 
 
-class RegistryError(OcihookError):
+class RegistryError(RemoteError):
     """A registry cannot be reached, refuses what was asked, or sent something wrong.
 
     `status` is the answer's HTTP status; 0 if there was no answer, or if its content was the fault.
     """
 
     code = "registry"
-    exit_code = 8
 
     def __init__(self, message: str, *, status: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)

@@ -10,6 +10,7 @@ from ocihook.config import load_settings
 from ocihook.oci.registry import Reference
 from ocihook.ops import image as ops
 from ocihook.ops.store import store_workers
+from ocihook.store.store import Store
 
 _thin = click.option(
     "--thin",
@@ -26,7 +27,7 @@ def image() -> None:
 
 def _thin_rule(is_kept: bool) -> ops.ThinRule:  # noqa: FBT001 - the only one
     settings = load_settings()
-    return ops.ThinRule(is_kept, Path(settings.store_dir), store_workers(settings))
+    return ops.ThinRule(is_kept, Store.of(settings), store_workers(settings))
 
 
 @image.command()

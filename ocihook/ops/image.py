@@ -29,6 +29,7 @@ from ocihook.oci.layout import (
 from ocihook.oci.registry import Access, Reference, Repository
 from ocihook.ops.archive import Inspection, inspect_archive, place_to_read, scratch_directory, unpack_archive
 from ocihook.store.packing import Progress, no_progress
+from ocihook.store.store import Store
 
 _CRIO_NAME = "io.kubernetes.cri-o.annotations.checkpoint.name"
 _PODMAN = "io.podman.annotations.checkpoint."
@@ -66,7 +67,7 @@ class ThinRule(NamedTuple):
     """What to do with an archive whose memory is in a store."""
 
     is_kept: bool  # for nodes that have the same store; else the image gets the memory, too
-    store_dir: Path
+    store: Store
     workers: int
 
 
@@ -192,7 +193,7 @@ def _image_of(source: Path, scratch: Path, thin: ThinRule, progress: Progress) -
     archive = source
     if inspection.thin and not thin.is_kept:
         archive = scratch / "complete"
-        unpack_archive(source, archive, compression="none", force=False, workers=thin.workers, store_dir=thin.store_dir)
+        unpack_archive(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
     compression = compression_of(archive)
     diff_id = content_digest(archive, progress)
     digest = diff_id if compression == "none" else _file_digest(archive, progress)

@@ -71,7 +71,8 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
             _in_parallel(lacking, lambda info: _send(domain, location, info), progress)
-            remote.commit(checkpoint_id, data, domain.layout_bytes(checkpoint_id), layout.packs)
+            files = {info: domain.packs_dir / info.name for info in layout.packs}
+            remote.commit(checkpoint_id, data, domain.layout_bytes(checkpoint_id), files)
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
 
 

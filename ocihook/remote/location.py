@@ -1,6 +1,7 @@
 """Opens a remote by its name."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 from ocihook.errors import ConfigError
@@ -9,9 +10,15 @@ from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.objects import ObjectRemote
 from ocihook.remote.remote import Remote
 
+if TYPE_CHECKING:
+    from ocihook.oci.registry import Repository
+
 FORMS = (
-    "an absolute path, or s3://BUCKET/PREFIX?endpoint=URL&region=NAME&profile=NAME, of which all but BUCKET may lack"
+    "an absolute path, s3://BUCKET/PREFIX?endpoint=URL&region=NAME&profile=NAME, or "
+    "oci://REGISTRY/REPOSITORY?authfile=PATH&ca_file=PATH&plain_http=yes; what follows ? may lack"
 )
+_S3_OPTIONS = {"endpoint", "region", "profile"}
+_OCI_OPTIONS = {"authfile", "ca_file", "plain_http"}
 
 
 def open_remote(location: str, domain: str) -> Remote:
@@ -21,7 +28,11 @@ def open_remote(location: str, domain: str) -> Remote:
         ConfigError: if no remote can have such a name.
         RemoteError: if what it needs is not installed, or not configured.
     """
-    return ObjectRemote(_open_blobs(location), domain)
+    if location.startswith("oci://"):
+        from ocihook.remote.registry import RegistryRemote
+
+        return RegistryRemote(_repository(location), domain)
+    return ObjectRemote(_blobs(location), domain)
 
 
 def remote_domains(location: str) -> list[str]:
@@ -31,17 +42,43 @@ def remote_domains(location: str) -> list[str]:
         ConfigError: if no remote can have such a name.
         RemoteError: if it cannot be reached.
     """
-    return _open_blobs(location).folders("domains/")
+    if location.startswith("oci://"):
+        from ocihook.remote.registry import registry_domains
+
+        return registry_domains(_repository(location))
+    return _blobs(location).folders("domains/")
 
 
-def _open_blobs(location: str) -> Blobs:
+def _blobs(location: str) -> Blobs:
+    if location.startswith("/"):
+        return DirectoryBlobs(Path(location))
     parts = urlsplit(location)
-    if parts.scheme in {"", "file"} and not parts.netloc and parts.path.startswith("/"):
-        return DirectoryBlobs(Path(parts.path))
     if parts.scheme == "s3" and parts.netloc:
         from ocihook.remote.s3 import S3Blobs
 
-        options = parse_qs(parts.query, strict_parsing=bool(parts.query))
-        if options.keys() <= {"endpoint", "region", "profile"}:
-            return S3Blobs(parts.netloc, parts.path.strip("/"), **{key: row[0] for key, row in options.items()})
-    raise ConfigError(f"{location!r} is no remote", hint=f"use {FORMS}")
+        return S3Blobs(parts.netloc, parts.path.strip("/"), **_options(location, parts.query, _S3_OPTIONS))
+    raise _no_remote(location)
+
+
+def _repository(location: str) -> "Repository":
+    from ocihook.oci.registry import Access, Reference, Repository
+
+    parts = urlsplit(location)
+    options = _options(location, parts.query, _OCI_OPTIONS)
+    reference = Reference.parse(parts.netloc + parts.path)
+    if reference.tag or reference.digest or options.get("plain_http", "yes") != "yes":
+        raise _no_remote(location)
+    auth_file, ca_file = (Path(options[key]) if key in options else None for key in ("authfile", "ca_file"))
+    access = Access(auth_file, ca_file, plain_http="plain_http" in options)
+    return Repository(reference.registry, reference.repository, access)
+
+
+def _options(location: str, query: str, known: set[str]) -> dict[str, str]:
+    options = parse_qs(query)
+    if not options.keys() <= known or bool(query) != bool(options):
+        raise _no_remote(location)
+    return {key: row[0] for key, row in options.items()}
+
+
+def _no_remote(location: str) -> ConfigError:
+    return ConfigError(f"{location!r} is no remote", hint=f"use {FORMS}")

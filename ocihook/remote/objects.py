@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from ocihook.errors import RemoteError
@@ -80,7 +80,7 @@ class ObjectRemote:
         """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit."""
         return self._blobs.fetch(f"{self._prefix}packs/{info.name}", path)
 
-    def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Collection[PackInfo]) -> None:
+    def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
         """Make a checkpoint complete whose packs have been sent.
 
         Raises:

@@ -1,7 +1,7 @@
 """What a remote can do, whatever keeps it: hold packs, and checkpoints that are there only with all of their packs."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -37,8 +37,8 @@ class Remote(Protocol):
             RemoteError: if the remote cannot be reached, or has no such pack.
         """
 
-    def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Collection[PackInfo]) -> None:
-        """Make a checkpoint complete whose packs have been sent."""
+    def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
+        """Make a checkpoint complete whose packs have been sent from these files."""
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""

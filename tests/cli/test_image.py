@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backports import zstd
 from click.testing import CliRunner, Result
 
 from ocihook.cli.main import cli
@@ -72,8 +73,6 @@ def test_build(tmp_path: Path, plain: Path, compression: str) -> None:
     config = json.loads(blobs[manifest["config"]["digest"]])
     content = tmp_path / "content.tar"
     if compression == "zstd":
-        from ocihook.engine.archive import zstd
-
         content.write_bytes(zstd.decompress(archive.read_bytes()))
     else:
         content.write_bytes(gzip.decompress(archive.read_bytes()) if compression == "gzip" else archive.read_bytes())

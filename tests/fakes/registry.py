@@ -246,7 +246,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(201)
 
     def _delete_manifests(self, reference: str, _query: object) -> None:
-        self.answer(202 if self.served.manifests.pop(reference, None) else 404)
+        found = self.served.manifests.pop(reference, None)
+        for name in [name for name, manifest in self.served.manifests.items() if manifest == found]:
+            del self.served.manifests[name]  # its tags
+        self.answer(202 if found else 404)
 
     def _get_tags(self, _list: str, query: dict[str, list[str]]) -> None:
         tags = sorted(name for name in self.served.manifests if ":" not in name)

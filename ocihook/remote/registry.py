@@ -1,0 +1,187 @@
+"""A remote in a repository of an OCI registry: each checkpoint is an artifact, its packs are blobs.
+
+    tag <domain>.<checkpoint id>   a manifest: config is the checkpoint's manifest, layers are its layout and its packs,
+                                   each by its name (org.opencontainers.image.title)
+
+The tag is the commit. Blobs that no manifest names are the registry's to remove, in its own time.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ocihook.errors import RegistryError, RemoteError
+from ocihook.oci.layout import MANIFEST_TYPE
+from ocihook.oci.registry import Repository, digest_of
+from ocihook.remote.blobs import PIECE_BYTES
+from ocihook.store.pack import PackInfo
+
+ARTIFACT_TYPE = "application/vnd.ocihook.checkpoint.v1"
+_TYPES = {"manifest": f"{ARTIFACT_TYPE}.manifest", "layout": f"{ARTIFACT_TYPE}.layout", "pack": f"{ARTIFACT_TYPE}.pack"}
+_TITLE = "org.opencontainers.image.title"
+_TAG = re.compile(r"(.+)\.([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MAX_RECORD_BYTES = 4 << 30
+
+
+class _Blob(NamedTuple):
+    name: str
+    digest: str
+    size_bytes: int
+
+
+class _Artifact(NamedTuple):
+    manifest: _Blob
+    layout: _Blob
+    packs: tuple[_Blob, ...]
+
+
+class RegistryRemote:
+    """A domain in a repository."""
+
+    def __init__(self, repository: Repository, domain: str) -> None:
+        """Take the repository, and the name of the domain."""
+        self._repository, self._domain = repository, domain
+        self._artifacts: dict[str, _Artifact] = {}
+
+    def checkpoint_ids(self) -> list[str]:
+        """Return the ids of all complete checkpoints."""
+        found = (_TAG.fullmatch(tag) for tag in self._repository.tags())
+        return sorted(match[2] for match in found if match and match[1] == self._domain)
+
+    def manifest(self, checkpoint_id: str) -> bytes | None:
+        """Return a checkpoint's manifest; None if there is none."""
+        artifact = self._artifact(checkpoint_id)
+        return self._read(artifact.manifest) if artifact else None
+
+    def layout(self, checkpoint_id: str) -> bytes | None:
+        """Return its layout."""
+        artifact = self._artifact(checkpoint_id)
+        return self._read(artifact.layout) if artifact else None
+
+    def _read(self, blob: _Blob) -> bytes:
+        if blob.size_bytes > _MAX_RECORD_BYTES:
+            raise RemoteError(f"{blob.name} in {self._repository} is larger than {_MAX_RECORD_BYTES} bytes")
+        return b"".join(self._repository.read_blob(blob.digest, blob.size_bytes))
+
+    @contextlib.contextmanager
+    def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> Iterator[set[str]]:
+        """Give the names of packs that are there. A registry keeps what a manifest names, and what was just sent."""
+        del checkpoint_id
+        known = self._packs()
+        there = {info.name for info in packs if info.name in known and known[info.name].size_bytes == info.size_bytes}
+        yield {name for name in there if self._repository.exists(known[name].digest)}
+
+    def send_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+        """Store a pack; yield its bytes when it is there."""
+        self._repository.upload_file(path, _digest_of_file(path))
+        yield info.size_bytes
+
+    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+        """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit."""
+        blob = self._packs().get(info.name)
+        if blob is None:
+            raise RemoteError(f"{self._repository} has no pack {info.name}")
+        with path.open("ab", buffering=0) as target:
+            while (at := target.tell()) < blob.size_bytes:
+                data = self._repository.read_range(blob.digest, at, min(PIECE_BYTES, blob.size_bytes - at))
+                written = 0
+                while written < len(data):
+                    written += target.write(data[written:])
+                yield len(data)
+
+    def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
+        """Make a checkpoint complete whose packs have been sent. The registry refuses it if one is not there."""
+        known = self._packs()
+        rows = [_descriptor("layout", _Blob("layout", digest_of(layout), len(layout)))]
+        for info, path in packs.items():
+            blob = known.get(info.name)
+            if blob is None or blob.size_bytes != info.size_bytes or not self._repository.exists(blob.digest):
+                blob = _Blob(info.name, _digest_of_file(path), info.size_bytes)
+            rows.append(_descriptor("pack", blob))
+        self._repository.upload_bytes(manifest)
+        self._repository.upload_bytes(layout)
+        body = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "artifactType": ARTIFACT_TYPE,
+            "config": _descriptor("manifest", _Blob("manifest", digest_of(manifest), len(manifest))),
+            "layers": rows,
+        }
+        self._repository.put_manifest(f"{self._domain}.{checkpoint_id}", json.dumps(body).encode())
+
+    def remove(self, checkpoint_ids: Collection[str]) -> None:
+        """Remove checkpoints; the registry removes their packs."""
+        for checkpoint_id in checkpoint_ids:
+            with _unless_missing():
+                self._repository.delete_manifest(self._repository.get_manifest(self._tag(checkpoint_id)).digest)
+
+    def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
+        """Return 0: it is the registry's to remove."""
+        del needed
+        return 0
+
+    def _tag(self, checkpoint_id: str) -> str:
+        return f"{self._domain}.{checkpoint_id}"
+
+    def _packs(self) -> dict[str, _Blob]:
+        """Return the packs that any checkpoint of the domain names."""
+        artifacts = [self._artifact(checkpoint_id) for checkpoint_id in self.checkpoint_ids()]
+        return {blob.name: blob for artifact in artifacts if artifact for blob in artifact.packs}
+
+    def _artifact(self, checkpoint_id: str) -> _Artifact | None:
+        if checkpoint_id not in self._artifacts:
+            try:
+                data = self._repository.get_manifest(self._tag(checkpoint_id)).data
+            except RegistryError as error:
+                if error.status == 404:
+                    return None
+                raise
+            try:
+                self._artifacts[checkpoint_id] = _decode(json.loads(data))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise RemoteError(f"{self._tag(checkpoint_id)} in {self._repository} is no checkpoint") from error
+        return self._artifacts[checkpoint_id]
+
+
+def registry_domains(repository: Repository) -> list[str]:
+    """Return the domains that have checkpoints in a repository."""
+    found = (_TAG.fullmatch(tag) for tag in repository.tags())
+    return sorted({match[1] for match in found if match})
+
+
+@contextlib.contextmanager
+def _unless_missing() -> Iterator[None]:
+    try:
+        yield
+    except RegistryError as error:
+        if error.status != 404:
+            raise
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _descriptor(kind: str, blob: _Blob) -> dict[str, Any]:
+    annotations = {_TITLE: blob.name}
+    return {"mediaType": _TYPES[kind], "digest": blob.digest, "size": blob.size_bytes, "annotations": annotations}
+
+
+def _decode(value: Any) -> _Artifact:  # noqa: ANN401 - anything that JSON can say
+    if value["artifactType"] != ARTIFACT_TYPE:
+        raise ValueError("another kind of artifact")
+    layout, *packs = map(_blob, value["layers"])
+    return _Artifact(_blob(value["config"]), layout, tuple(packs))
+
+
+def _blob(value: Any) -> _Blob:  # noqa: ANN401 - likewise
+    name, digest, size = value["annotations"][_TITLE], value["digest"], value["size"]
+    if not isinstance(name, str) or not isinstance(size, int) or size < 0 or not _DIGEST.fullmatch(digest):
+        raise ValueError("a malformed descriptor")
+    return _Blob(name, digest, size)
