@@ -4,22 +4,22 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from integration import fake_driver
 from integration.namespace import is_required
+from integration.registry import DockerRegistry
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip everything where it cannot run; in CI let it fail instead."""
-    missing = [
-        name for name in ("criu", "podman", "runc", "crun", "gcc", "unshare", "setpriv") if not shutil.which(name)
-    ]
+    needed = ("criu", "podman", "runc", "crun", "docker-registry", "gcc", "unshare", "setpriv")
+    missing = [name for name in needed if not shutil.which(name)]
     reason = "needs root" if os.geteuid() else f"needs {', '.join(missing)}" if missing else ""
     if reason and not is_required():
         for item in items:
@@ -32,6 +32,20 @@ def scratch() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="ocihook-test-", dir="/var/tmp"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def make_registry(scratch: Path) -> Iterator[Callable[..., DockerRegistry]]:
+    """Return a function that starts a registry; all end after the test."""
+    made: list[DockerRegistry] = []
+
+    def make(*, has_auth: bool = False) -> DockerRegistry:
+        made.append(DockerRegistry(scratch / f"registry{len(made)}", has_auth=has_auth))
+        return made[-1]
+
+    yield make
+    for registry in made:
+        registry.close()
 
 
 @pytest.fixture(scope="session")

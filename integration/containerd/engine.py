@@ -106,8 +106,7 @@ class Containerd:
                 subprocess.run(["cp", HERE / "limitless-runtime", wrapper], check=True, timeout=TIMEOUT_S)
         config = self.namespace.path("/etc/containerd.toml")
         config.write_text(_CONFIG.replace("@PAUSE@", pause).replace("@RUNTIME@", runtime))
-        address = self.registry.address
-        self._write(f"/etc/containerd/certs.d/{address}/hosts.toml", f'server = "http://{address}"\n')
+        self.pull_from(self.registry.address)
         self._write("/etc/criu/runc.conf", "manage-cgroups=ignore\n" if cgroup_version == 2 else "")
         self.configure("[agent]\nidle_timeout_s = 2\n")
         self.namespace.spawn("containerd", "-c", "/etc/containerd.toml", log=scratch / "containerd.log")
@@ -139,6 +138,10 @@ class Containerd:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
+    def pull_from(self, address: str) -> None:
+        """Let containerd pull from a registry without TLS."""
+        self._write(f"/etc/containerd/certs.d/{address}/hosts.toml", f'server = "http://{address}"\n')
+
     def configure(self, text: str) -> None:
         """Write ocihook's configuration."""
         self._write("/etc/ocihook/config.toml", text)
@@ -160,6 +163,7 @@ class Containerd:
         mib: int = 24,
         runtime: str = "runc",
         gpus: Sequence[int] = (),
+        pull: bool = True,
         **annotations: str,
     ) -> str:
         """Make a pod with one container and start it; return the container's id.
@@ -170,6 +174,7 @@ class Containerd:
             mib: memory of a new workload.
             runtime: runc or crun.
             gpus: minors of those that it gets; with any, a new workload is the CUDA one.
+            pull: whether an image has to be pulled.
             annotations: of ocihook, without prefix.
         """
         notes = {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
@@ -180,7 +185,7 @@ class Containerd:
             "linux": {"cgroup_parent": "/ocihook-test", "security_context": {"namespace_options": names}},
         }
         sandbox = self.call("RunPodSandbox", config=pod, runtime_handler=runtime).pod_sandbox_id
-        if not image.startswith("/"):
+        if pull and not image.startswith("/"):
             self.call("PullImage", image={"image": image or self.image})
         config = {
             "metadata": {"name": name},

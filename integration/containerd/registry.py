@@ -6,7 +6,7 @@ import io
 import json
 import tarfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,9 +64,7 @@ class Registry:
                 return 200, body, kind, digest
         return 404, b"{}", "application/json", ""
 
-    def add(
-        self, name: str, layer: bytes, *, entrypoint: Sequence[str] = (), annotations: Mapping[str, str] | None = None
-    ) -> str:
+    def add(self, name: str, layer: bytes, *, entrypoint: Sequence[str]) -> str:
         """Add an image of one layer (a tar); return its reference."""
         compressed = gzip.compress(layer, 1, mtime=0)
         config = self._put_json(
@@ -84,7 +82,6 @@ class Registry:
                 "mediaType": _OCI + "manifest.v1+json",
                 "config": config,
                 "layers": [self._put(compressed, _OCI + "layer.v1.tar+gzip")],
-                "annotations": dict(annotations or {}),
             },
             _OCI + "manifest.v1+json",
         )

@@ -1,6 +1,7 @@
 """containerd's CRI, as the kubelet uses it: CheckpointContainer, restore from the archive and from an image."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,10 +11,11 @@ from integration.containerd.engine import Containerd
 from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.podman.engine import assert_packed, image_names
+from integration.registry import DockerRegistry
 
 
-@pytest.mark.parametrize("source", ["archive", "image"])
-def test_round_trip(containerd: Containerd, source: str) -> None:
+@pytest.mark.parametrize("source", ["archive", "registry", "layout"])
+def test_round_trip(containerd: Containerd, make_registry: Callable[..., DockerRegistry], source: str) -> None:
     container = containerd.start("c1")
     archive = containerd.checkpoint(container, "c1.tar")
     assert containerd.is_running(container)
@@ -26,10 +28,17 @@ def test_round_trip(containerd: Containerd, source: str) -> None:
     assert (dump["pod_namespace"], dump["pod_name"], dump["name"]) == ("default", "c1", "c1")
 
     image = "/scratch/c1.tar"
-    if source == "image":
-        annotations = {"org.criu.checkpoint.container.name": "c1"}
-        image = containerd.registry.add("checkpoint", archive.read_bytes(), annotations=annotations)
-    restored = containerd.start("c2", image=image)
+    if source == "registry":
+        image = f"{make_registry().address}/team/job:1"
+        containerd.pull_from(image.partition("/")[0])
+        containerd.ocihook("image", "push", "/scratch/c1.tar", image, "--plain-http")
+    elif source == "layout":
+        image = "example.org/team/job:1"
+        containerd.ocihook("image", "build", "/scratch/c1.tar", "/scratch/i.tar", "--oci-archive", "--name", image)
+        containerd.namespace.run(
+            "ctr", "-a", "/run/containerd.sock", "-n", "k8s.io", "images", "import", "/scratch/i.tar"
+        )
+    restored = containerd.start("c2", image=image, pull=source == "registry")
     wait_for("the workload to go on", lambda: containerd.count(restored)[0] > 2)
     assert containerd.count(restored)[1] == before[1]
     assert containerd.is_running(restored)

@@ -385,7 +385,7 @@ class Repository:
             self._http.fail(answer, f"manifest {digest}")
 
     def tags(self) -> list[str]:
-        """Return all tags, none for a repository that does not exist."""
+        """Return all tags, in no order; none for a repository that does not exist."""
         found: list[str] = []
         url = f"{self._http.base}tags/list?n=1000"
         for _ in range(_MAX_PAGES):
