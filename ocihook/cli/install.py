@@ -8,11 +8,12 @@ import click
 from ocihook.cli.render import json_option, print_json
 from ocihook.errors import UnsupportedError
 from ocihook.ops.install import (
-    LIBEXEC,
+    DRAIN_S,
     NODE,
     Change,
     apply_install,
     apply_uninstall,
+    default_libexec,
     other_action_scripts,
     plan_install,
     plan_uninstall,
@@ -21,7 +22,13 @@ from ocihook.ops.install import (
 _TREE = click.Path(path_type=Path, file_okay=False, exists=True)
 _PATH = click.Path(path_type=Path)
 _root = click.option("--root", type=_TREE, default=NODE, help="Work on the file system tree in DIR (for image builds).")
-_libexec = click.option("--libexec", type=_PATH, default=LIBEXEC, show_default=True, help="Where the launcher goes.")
+_libexec = click.option(
+    "--libexec",
+    type=_PATH,
+    default=default_libexec,
+    show_default=str(default_libexec()),
+    help="Where the launcher goes.",
+)
 _dry_run = click.option("--dry-run", is_flag=True, help="Show what would change, change nothing.")
 
 
@@ -49,15 +56,19 @@ def install(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
 @click.command()
 @_root
 @_libexec
+@click.option("--timeout", "timeout_s", type=float, default=DRAIN_S, show_default=True, help="Seconds to wait.")
 @_dry_run
 @json_option
-def uninstall(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
-    """Take back what install changed; what was there before is left, byte for byte."""
+def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_json: bool) -> None:
+    """Take back what install changed; what was there before is left, byte for byte.
+
+    First CRIU's configuration: no new dump or restore calls ocihook. The rest goes when those that run have ended.
+    """
     root = root.resolve()
     changes = plan_uninstall(root, libexec)
     if not dry_run:
         _check_root(root)
-        apply_uninstall(changes, root, libexec)
+        apply_uninstall(changes, root, libexec, timeout_s=timeout_s)
     _report(changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is not installed; nothing to change.")
 
 

@@ -6,7 +6,6 @@ Runs in a private mount namespace, so that neither the node's configuration nor 
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Any
 from ocihook import wire
 from ocihook.criu.images import parse_dump_stats
 from ocihook.errors import OcihookError, UnsupportedError
-from ocihook.ops import demo_workload
+from ocihook.ops import demo_workload, program
 from ocihook.ops.journal import Journal, finished_journals, open_journals
 
 PYTHON = "/usr/bin/python3"  # the container sees the node's /usr
@@ -75,7 +74,7 @@ def check_node() -> str:
 
 def enter_private_namespace(arguments: Sequence[str]) -> None:
     """Run this program again, with `arguments`, where mounts are private; does not return."""
-    command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "ocihook", *arguments]
+    command = ["unshare", "--mount", "--propagation", "private", *program.command(), *arguments]
     os.execvp(command[0], command)  # noqa: S606 - no shell
 
 
@@ -123,7 +122,7 @@ class _Demo:
         config = Path("/etc/ocihook/config.toml")
         config.parent.mkdir(exist_ok=True)
         config.write_text("[agent]\nidle_timeout_s = 1\n")
-        _run(sys.executable, "-m", "ocihook", "install", "--libexec", "/etc/ocihook/libexec")
+        _run(*program.command(), "install", "--libexec", "/etc/ocihook/libexec")
         image = self._import_image()
         try:
             return self._round_trip(image, size_mib)

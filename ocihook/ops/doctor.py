@@ -286,8 +286,8 @@ def _launcher(name: str, launcher: Path) -> Finding:
 
 def _open_to_others(launcher: Path) -> Path | None:
     """Return what others than root can change of the launcher, its interpreter, our package and all above them."""
-    named = re.findall(r"'(/[^']+)'", launcher.read_text())  # interpreter and site directory
-    for path in (launcher, *map(Path, named)):
+    named = re.findall(r"'(/[^']+)'", launcher.read_text())  # interpreters and site directory
+    for path in (launcher, *filter(Path.exists, map(Path, named))):
         for place in (path, *path.parents, path.resolve(), *path.resolve().parents):
             status = place.stat()
             is_writable = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX

@@ -1,7 +1,8 @@
 """Has CRIU call ocihook on a node, and takes that back: a launcher, a block in CRIU's configuration, systemd units.
 
 The launcher comes first and goes last: whoever is interrupted leaves nothing that points into the void. It also
-records which directories were made, so that uninstalling can leave exactly what was there before.
+records which directories were made, so that uninstalling can leave exactly what was there before. Where a package
+brought launcher and units along, those are the package's business, and only CRIU's configuration is changed.
 """
 
 import contextlib
@@ -11,17 +12,17 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import ocihook
 from ocihook.criu.conf import Block, action_scripts, add_block, read_block, remove_block
 from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in
 from ocihook.errors import UnsupportedError
 from ocihook.linux.files import replace_file
+from ocihook.ops import program
+from ocihook.ops.drain import wait_until_unused
 
 NODE = Path("/")
 LIBEXEC = Path("/usr/local/libexec/ocihook")
@@ -29,10 +30,17 @@ LAUNCHER_NAME = "criu-action"
 CRIU_CONF_DIR = Path("/etc/criu")
 CONF_NAMES = ("runc.conf", "crun.conf", "default.conf")
 UNIT_DIR = Path("/etc/systemd/system")
-WANTS_LINK = UNIT_DIR / "sockets.target.wants" / "ocihook.socket"
+# What is enabled, with the target that wants it: the agent listens, prunes once a day, and looks after a boot for
+# what the one before left.
+WANTED_BY = {
+    "ocihook.socket": "sockets.target",
+    "ocihook-prune.timer": "timers.target",
+    "ocihook.service": "multi-user.target",
+}
+PACKAGE_LIBEXEC = program.PACKAGE_PREFIX / program.LIBEXEC_BELOW_PREFIX
+DRAIN_S = 900.0  # as long as systemd lets sessions finish, too
 
-_PACKAGE = Path(ocihook.__file__).parent
-_SIGN = b"Installed by `ocihook install`"  # in the launcher: what bears it is ours to replace and to remove
+_SIGN = "Installed by `ocihook install`"  # what bears it is ours to replace and to remove
 _MADE = "# Directory made for it: "
 _MAX_LINKS = 40  # the kernel's own limit
 
@@ -62,6 +70,11 @@ class Change:
         return stat.S_IMODE(status.st_mode) != self.mode or status.st_uid not in (0, os.geteuid())
 
 
+def default_libexec() -> Path:
+    """Return where the launcher is, or goes."""
+    return PACKAGE_LIBEXEC if program.is_packaged() else LIBEXEC
+
+
 def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     """Return what is to be changed below `root`, in the order in which it must be.
 
@@ -70,23 +83,27 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
         UnsupportedError: if a path cannot be named where it must be, or a file of others is in the way.
     """
     launcher = libexec / LAUNCHER_NAME
-    for path in (launcher, Path(sys.executable), _PACKAGE.parent):
+    for path in (launcher, *map(Path, program.interpreters()), program.SITE, Path(program.command()[0])):
         _check_nameable(path)
     wanted = conf_names(root)
     confs = {name: _below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
-    units = [_written(_below(root, UNIT_DIR / unit.name), unit.read_text(), 0o644) for unit in _units(root)]
     blocks = [_with_block(path, launcher) if name in wanted else _without_block(path) for name, path in confs.items()]
-
     place = _below(root, launcher)
-    if (content := _read(place)) is not None and _SIGN not in content:
-        raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="choose another --libexec")
     launchers = _launchers(root, libexec)
+    older = [Change(path, _read(path), None) for path in launchers if path != place]
+    if libexec == PACKAGE_LIBEXEC and program.is_packaged():
+        if not place.exists():
+            raise UnsupportedError(f"{place} is missing; nothing was changed", hint="install the package in that tree")
+        changes = [*blocks, *older, *(Change(path, _read(path), None) for path in _signed_units(root))]
+        return [change for change in changes if change.is_needed()]
+    units = [_written(_below(root, UNIT_DIR / unit.name), unit.read_text(), 0o644) for unit in _units(root)]
+    if (content := _read(place)) is not None and not _is_signed(content):
+        raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="choose another --libexec")
     files = [place, *(c.path for c in (*units, *blocks) if c.after is not None)]
-    links = [_link(root)] if units and root != NODE else []
+    links = _links(root) if units and root != NODE else []
     directories = sorted({*_made_directories(launchers), *_missing_directories(root, (*files, *links))})
     record = "".join(f"{_MADE}{directory}\n" for directory in directories)
-    template = (_PACKAGE / "hook" / LAUNCHER_NAME).read_text()
-    older = [Change(path, _read(path), None) for path in launchers if path != place]
+    template = (program.PACKAGE_DIR / "hook" / LAUNCHER_NAME).read_text()
     changes = [_written(place, template + record, 0o755), *units, *blocks, *older]
     return [change for change in changes if change.is_needed()]
 
@@ -124,8 +141,7 @@ def plan_uninstall(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
         ConfigError: if a block of ours in CRIU's configuration is damaged.
     """
     changes = [_without_block(_below(root, CRIU_CONF_DIR / name)) for name in CONF_NAMES]
-    units = [_below(root, UNIT_DIR / unit.name) for unit in _unit_templates()]
-    changes += [Change(path, _read(path), None) for path in (*units, *_launchers(root, libexec))]
+    changes += [Change(path, _read(path), None) for path in (*_signed_units(root), *_launchers(root, libexec))]
     return [change for change in changes if change.is_needed()]
 
 
@@ -137,42 +153,52 @@ def apply_install(changes: list[Change], root: Path) -> None:
     """
     for change in changes:
         _apply(change)
-    if not _units(root):
-        return
-    if root == NODE:
-        hint = "checkpoints work without it: the hook then starts the agent itself"
+    units = _units(root)
+    hint = "checkpoints work without it: the hook then starts the agent itself"
+    if program.is_packaged():  # which enables its own; only such of an installation before it may have gone
+        if root == NODE and units and any(change.path.parent == UNIT_DIR for change in changes):
+            _systemctl("daemon-reload", hint=hint)
+            _systemctl("reenable", *WANTED_BY, hint=hint)
+            _systemctl("restart", "ocihook.socket", hint=hint)
+    elif units and root == NODE:
         _systemctl("daemon-reload", hint=hint)
-        _systemctl("enable", "--now", "ocihook.socket", hint=hint)
-    else:
-        link = _link(root)
-        with _explained(link), contextlib.suppress(FileExistsError):
-            _make_directories(link.parent)
-            link.symlink_to(UNIT_DIR / link.name)
+        _systemctl("enable", *WANTED_BY, hint=hint)
+        _systemctl("start", "ocihook.socket", "ocihook-prune.timer", hint=hint)
+    elif units:
+        for link in _links(root):
+            with _explained(link), contextlib.suppress(FileExistsError):
+                _make_directories(link.parent)
+                link.symlink_to(UNIT_DIR / link.name)
 
 
-def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC) -> None:
-    """Make the changes of `plan_uninstall`.
+def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, *, timeout_s: float = DRAIN_S) -> None:
+    """Make the changes of `plan_uninstall`; between configuration and launcher wait for who may still call it.
 
     Raises:
         UnsupportedError: if something cannot be removed; uninstalling again goes on.
+        AgentError: if dumps and restores that run do not end in time; uninstalling again goes on.
     """
     directories = _made_directories(_launchers(root, libexec))
     confs = {_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
     for change in changes:
         if change.path in confs:
             _apply(change)
+    if root == NODE:
+        wait_until_unused(timeout_s=timeout_s)
     hint = "CRIU no longer calls ocihook; uninstall again to remove the rest"
-    has_unit = root == NODE and bool(_units(root)) and (UNIT_DIR / WANTS_LINK.name).exists()
-    if has_unit:
-        _systemctl("disable", "--now", WANTS_LINK.name, hint=hint)
-    _remove(_link(root))
+    has_units = root == NODE and bool(_units(root)) and bool(_signed_units(root))
+    if has_units:
+        _systemctl("disable", "--now", *WANTED_BY, hint=hint)
+    if not program.is_packaged():
+        for link in _links(root):
+            _remove(link)
     for change in changes:
         if change.path not in confs:
             _apply(change)
-    units = [UNIT_DIR / unit.name for unit in _unit_templates()]
+    units = [UNIT_DIR / unit.name for unit in unit_templates()]
     for path in (*confs, *(_below(root, path) for path in (*units, libexec / LAUNCHER_NAME))):
         _remove(path.with_name(f"{path.name}.partial"))  # of an install that was killed in the middle of a file
-    if has_unit:
+    if has_units:
         _systemctl("daemon-reload", hint=hint)
     for directory in reversed(directories):
         with contextlib.suppress(OSError):  # not empty: not only ours
@@ -214,8 +240,20 @@ def _without_block(path: Path) -> Change:
 
 
 def _written(path: Path, template: str, mode: int) -> Change:
-    content = template.replace("@PYTHON@", sys.executable).replace("@SITE@", str(_PACKAGE.parent))
-    return Change(path, _read(path), content.encode(), mode)
+    return Change(path, _read(path), render(template, _SIGN, program.SITE).encode(), mode)
+
+
+def render(template: str, origin: str, site: Path) -> str:
+    """Fill in the template of a launcher or unit: who put it there, what runs it, and from which directory."""
+    values = {
+        "@ORIGIN@": origin,
+        "@PYTHONS@": " ".join(f"'{path}'" for path in program.interpreters()),
+        "@COMMAND@": " ".join(program.command()),
+        "@SITE@": str(site),
+    }
+    for name, value in values.items():
+        template = template.replace(name, value)
+    return template
 
 
 def _launchers(root: Path, libexec: Path) -> list[Path]:
@@ -226,7 +264,7 @@ def _launchers(root: Path, libexec: Path) -> list[Path]:
         block = read_block(_read(path) or b"", where=str(path))
         named += [block.action_script] if block and block.action_script.startswith("/") else []
     places = dict.fromkeys(_below(root, Path(launcher)) for launcher in named)
-    return [place for place in places if _SIGN in (_read(place) or b"")]
+    return [place for place in places if _is_signed(_read(place))]
 
 
 def _made_directories(launchers: Iterable[Path]) -> list[Path]:
@@ -247,8 +285,19 @@ def _make_directories(directory: Path) -> None:
             parent.chmod(0o755)
 
 
-def _unit_templates() -> list[Path]:
-    return sorted((_PACKAGE / "ops" / "systemd").iterdir())
+def _is_signed(content: bytes | None) -> bool:
+    return _SIGN.encode() in (content or b"")
+
+
+def _signed_units(root: Path) -> list[Path]:
+    """Return the units that `ocihook install` has written; an administrator's and a package's are none of these."""
+    places = [_below(root, UNIT_DIR / unit.name) for unit in unit_templates()]
+    return [place for place in places if _is_signed(_read(place))]
+
+
+def unit_templates() -> list[Path]:
+    """Return the templates of all systemd units."""
+    return sorted((program.PACKAGE_DIR / "ops" / "systemd").iterdir())
 
 
 def _units(root: Path) -> list[Path]:
@@ -257,11 +306,11 @@ def _units(root: Path) -> list[Path]:
         has_systemd = Path("/run/systemd/system").is_dir() and shutil.which("systemctl") is not None
     else:
         has_systemd = _below(root, Path("/usr/lib/systemd/system")).is_dir()
-    return _unit_templates() if has_systemd else []
+    return unit_templates() if has_systemd else []
 
 
-def _link(root: Path) -> Path:
-    return _below(root, WANTS_LINK.parent) / WANTS_LINK.name
+def _links(root: Path) -> list[Path]:
+    return [_below(root, UNIT_DIR / f"{target}.wants") / unit for unit, target in WANTED_BY.items()]
 
 
 def _check_nameable(path: Path) -> None:

@@ -492,7 +492,7 @@ def _engine(dataset: Path) -> Iterator[Figure]:
 def _hook(directory: Path) -> Iterator[Figure]:
     script = directory / "criu-action"
     source = Path("ocihook/hook/criu-action").read_text()
-    script.write_text(source.replace("@PYTHON@", sys.executable).replace("@SITE@", str(Path.cwd())))
+    script.write_text(source.replace("@PYTHONS@", sys.executable).replace("@SITE@", str(Path.cwd())))
     script.chmod(0o755)
     yield Figure("hook, unhandled stage", unhandled_stage_ms(script), "ms", "", 1.0, "lower")
     with _agent_that_agrees():

@@ -50,9 +50,11 @@ def test_without_an_agent_nothing_is_taken_for_complete(
 
 @pytest.mark.parametrize("stage", ["setup-namespaces", "post-restore"])
 def test_the_action_passes_on_only_where_there_is_gpu_memory(tmp_path: Path, stage: str) -> None:
-    action = tmp_path / "criu-action"
+    action, python = tmp_path / "criu-action", tmp_path / "python"
+    python.write_text("#!/bin/sh\necho called\n")
+    python.chmod(0o755)
     text = (PROJECT / "ocihook/hook/criu-action").read_text()
-    action.write_text(text.replace("'@PYTHON@'", "echo called").replace("'@SITE@'", "''"))
+    action.write_text(text.replace("@PYTHONS@", f"/missing/python3 '{python}'"))
     environment = {"CRTOOLS_SCRIPT_ACTION": stage, "CRTOOLS_IMAGE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
 
     def run() -> str:

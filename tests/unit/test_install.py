@@ -107,6 +107,7 @@ def test_what_is_installed_runs_the_hook(tmp_path: Path) -> None:
     assert f"action-script {LIBEXEC}/criu-action" in (tmp_path / "srv/runc.conf").read_text()
     assert "@" not in launcher.read_text()
     units = tmp_path / "etc/systemd/system"
+    assert {link.name for link in units.glob("*.wants/ocihook*")} == set(install.WANTED_BY)
     assert "ListenSequentialPacket=/run/ocihook/agent.sock" in (units / "ocihook.socket").read_text()
     assert "-m ocihook agent" in (units / "ocihook.service").read_text()
     assert os.readlink(units / "sockets.target.wants/ocihook.socket") == "/etc/systemd/system/ocihook.socket"
@@ -296,14 +297,14 @@ def test_systemd_is_told_at_the_right_moments(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(install, "CRIU_CONF_DIR", conf.parent)
     monkeypatch.setattr(install, "UNIT_DIR", unit.parent)
-    monkeypatch.setattr(install, "WANTS_LINK", unit.parent / "sockets.target.wants" / unit.name)
-    monkeypatch.setattr(install, "_units", lambda _root: install._unit_templates())
+    monkeypatch.setattr(install, "_units", lambda _root: install.unit_templates())
     monkeypatch.setattr(install, "conf_names", lambda _root: ["runc.conf"])
     monkeypatch.setattr(install, "_systemctl", systemctl)
+    monkeypatch.setattr(install, "wait_until_unused", lambda **_: calls.append(("wait", conf.exists(), unit.exists())))
     libexec = tmp_path / "libexec"
 
     apply_install(plan_install(install.NODE, libexec), install.NODE)
-    assert calls == [("daemon-reload", True, True), ("enable", True, True)]
+    assert calls == [("daemon-reload", True, True), ("enable", True, True), ("start", True, True)]
     calls.clear()
     fails = True
     with pytest.raises(UnsupportedError, match=r"systemd is ill. CRIU no longer calls ocihook"):
@@ -311,7 +312,8 @@ def test_systemd_is_told_at_the_right_moments(tmp_path: Path, monkeypatch: pytes
     assert not conf.exists()  # checkpoints go on without us, whatever systemd does
     fails = False
     apply_uninstall(plan_uninstall(install.NODE, libexec), install.NODE, libexec)
-    assert calls == [("disable", False, True), ("disable", False, True), ("daemon-reload", False, False)]
+    again = [("wait", False, True), ("disable", False, True)]
+    assert calls == [*again, *again, ("daemon-reload", False, False)]
     assert tree(tmp_path) == {}
 
 

@@ -1,0 +1,66 @@
+"""Waits until nothing on the node needs ocihook any more: CRIU has read its configuration long before it calls us.
+
+So whoever takes ocihook out of the configuration must not take the launcher away at once.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from ocihook import wire
+from ocihook.errors import AgentError
+from ocihook.linux.procfs import Process, command_line
+from ocihook.ops.journal import open_journals
+from ocihook.ops.lock import lock_agent
+
+_POLL_S = 0.05
+_CRIU_AT_WORK = {"swrk", "dump", "restore"}  # what runtimes and people start; `criu service` and its like stay
+
+
+def wait_until_unused(runtime_dir: Path = Path(wire.RUNTIME_DIR), *, timeout_s: float) -> None:
+    """Wait until no CRIU is at work and no session is open, then end the agent.
+
+    Raises:
+        AgentError: if that takes too long; dumps and restores that run are left to end as they would have.
+    """
+    deadline = time.monotonic() + timeout_s
+    while users := _users(runtime_dir):
+        if time.monotonic() > deadline:
+            raise AgentError(
+                f"in use after {timeout_s:g} s: {', '.join(users)}. New dumps and restores do not call ocihook now",
+                hint="see `ocihook ps`; uninstall again when they have ended",
+            )
+        time.sleep(_POLL_S)
+    while not _end_agent(runtime_dir):
+        if time.monotonic() > deadline:
+            raise AgentError(f"the agent of {runtime_dir} does not end", hint="kill it, then uninstall again")
+        time.sleep(_POLL_S)
+
+
+def _users(runtime_dir: Path) -> list[str]:
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [
+        *(f"CRIU (pid {pid})" for pid in pids if _is_criu_at_work(pid)),
+        *(f"session {path.stem}" for path in open_journals(runtime_dir)),
+    ]
+
+
+def _is_criu_at_work(pid: int) -> bool:
+    words = command_line(pid)
+    return bool(words) and Path(words[0]).name == "criu" and not _CRIU_AT_WORK.isdisjoint(words[1:3])
+
+
+def _end_agent(runtime_dir: Path) -> bool:
+    """Ask the agent to leave, which it does once its sessions have ended; True when there is none."""
+    if not runtime_dir.exists():
+        return True
+    lock = lock_agent(runtime_dir)
+    if lock is not None:
+        os.close(lock)
+        return True
+    written = (runtime_dir / "agent.lock").read_text().strip()
+    agent = Process.find(int(written)) if written.isdigit() else None
+    if agent and any("ocihook" in word for word in command_line(agent.pid)):
+        agent.send(signal.SIGTERM)
+    return False

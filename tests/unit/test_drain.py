@@ -1,0 +1,74 @@
+"""What is removed is not in use any more: CRIU that may call the hook, sessions, the agent."""
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ocihook.errors import AgentError
+from ocihook.ops import drain
+from ocihook.ops.drain import wait_until_unused
+
+
+@contextmanager
+def process_named(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A shell that reads commands from us until it is ended, with `words` as its command line."""
+    process = subprocess.Popen(words, executable="/bin/sh", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin:
+        yield process
+    process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def only_our_processes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The machine may be at work with CRIU of its own."""
+    ours: set[int] = set()
+    is_criu = drain._is_criu_at_work
+    monkeypatch.setattr(drain, "_is_criu_at_work", lambda pid: pid in ours and is_criu(pid))
+    return ours
+
+
+def test_criu_at_work_is_waited_for(tmp_path: Path, only_our_processes: set[int]) -> None:
+    with process_named("/usr/sbin/criu", "-s", "swrk") as criu, process_named("criu", "-s", "service") as service:
+        only_our_processes |= {criu.pid, service.pid}
+        with pytest.raises(AgentError, match=rf"in use after 0 s: CRIU \(pid {criu.pid}\)\. New dumps .* do not call"):
+            wait_until_unused(tmp_path, timeout_s=0)
+        criu.kill()
+        criu.wait(10)
+        wait_until_unused(tmp_path, timeout_s=0)
+
+
+def test_open_sessions_are_waited_for(tmp_path: Path) -> None:
+    journal = tmp_path / "sessions/1-2.json"
+    journal.parent.mkdir()
+    journal.touch()
+    with pytest.raises(AgentError, match="session 1-2"):
+        wait_until_unused(tmp_path, timeout_s=0)
+    journal.unlink()
+    wait_until_unused(tmp_path / "missing", timeout_s=0)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_the_agent_is_told_to_leave_and_nobody_else(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, signal, sys; lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX); import os;"
+        "lock.write(str(os.getpid())); lock.flush(); print('ready', flush=True); signal.pause()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "agent.lock"), "ocihook"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"ready\n"
+        wait_until_unused(tmp_path, timeout_s=10)
+        assert agent.wait(10) == -15
+    with process_named("sh", "-s") as other, (tmp_path / "agent.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a recovery has it; the pid is of an agent long gone
+        lock.write(str(other.pid))
+        lock.flush()
+        with pytest.raises(AgentError, match="does not end"):
+            wait_until_unused(tmp_path, timeout_s=0.2)
+        assert other.poll() is None
