@@ -1,10 +1,12 @@
 # Two commands matter: `make demo` shows it working, `make test` proves it. Both install what they need (Debian 12, root).
-.PHONY: demo test lint unit fuzz integration bench proto clean
+.PHONY: demo test lint unit fuzz integration bench proto deb rpm requirements clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 FORKY_ROOT ?= /var/cache/ocihook/forky
+PACKAGE_ROOTS ?= /var/cache/ocihook/packages
 export OCIHOOK_FORKY_ROOT := $(FORKY_ROOT)
+export OCIHOOK_PACKAGE_ROOTS := $(PACKAGE_ROOTS)
 
 demo: .venv/.ready
 	integration/node-setup trixie
@@ -23,6 +25,19 @@ proto: .venv/.ready
 	$(BIN)/python -m grpc_tools.protoc -I ocihook/criu/proto --include_imports \
 	    --descriptor_set_out=ocihook/criu/proto/criu.protoset ocihook/criu/proto/*.proto
 
+# Packages come to lie in dist/. They hold what requirements.txt pins by version and hash.
+deb: .venv/.ready
+	$(BIN)/python packaging/build.py deb dist
+
+rpm: .venv/.ready
+	command -v rpmbuild >/dev/null || apt-get install -y --no-install-recommends rpm
+	$(BIN)/python packaging/build.py rpm dist
+
+requirements: .venv/.ready
+	$(BIN)/pip install -q --group packaging
+	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --only-binary :all: --python-version 3.11 \
+	    --upgrade --no-annotate --custom-compile-command 'make requirements' -q -o packaging/requirements.txt
+
 lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -36,6 +51,7 @@ unit: .venv/.ready
 integration: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup forky $(FORKY_ROOT)
+	integration/node-setup packages $(PACKAGE_ROOTS)
 	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest integration
 
 fuzz: .venv/.ready
@@ -48,4 +64,4 @@ bench: .venv/.ready
 	$(BIN)/python -m tests.bench.run
 
 clean:
-	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results.json
+	rm -rf .venv .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results.json

@@ -35,7 +35,19 @@ class Namespace:
 
     def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         variables = [f"{key}={value}" for key, value in {"PATH": PATH, "HOME": "/root", **environment}.items()]
-        return ["nsenter", "-t", str(self._holder.pid), "-m", "--root", "--wd=/", "env", "-i", *variables, *command]
+        return [
+            "nsenter",
+            "-t",
+            str(self._holder.pid),
+            "-m",
+            "--root",
+            "--wd=/",
+            "env",
+            "-i",
+            "--chdir=/",
+            *variables,
+            *command,
+        ]
 
     def run(self, *command: str, check: bool = True, timeout_s: float = TIMEOUT_S, **environment: str) -> str:
         """Run a command inside; return what it printed (stdout and stderr).

@@ -29,6 +29,7 @@ def main() -> int:
     arguments.add_argument("out", type=Path)
     arguments.add_argument("--tree", type=Path, help="a tree that stage.py has made; default: a new one")
     arguments.add_argument("--version", default=package_version(), help="of the package; default: %(default)s")
+    arguments.add_argument("--fast", action="store_true", help="compress little, for tests")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(last_change()))
@@ -41,11 +42,11 @@ def main() -> int:
                 [sys.executable, HERE / "stage.py", tree], check=True, stdout=subprocess.DEVNULL, cwd=PROJECT
             )
         build = build_deb if options.kind == "deb" else build_rpm
-        print(build(tree, options.out.resolve(), options.version, Path(directory)))
+        print(build(tree, options.out.resolve(), options.version, Path(directory), fast=options.fast))
     return 0
 
 
-def build_deb(tree: Path, out: Path, version: str, _scratch: Path) -> Path:
+def build_deb(tree: Path, out: Path, version: str, _scratch: Path, *, fast: bool) -> Path:
     """Build a Debian package."""
     machine = subprocess.run(
         ["dpkg", "--print-architecture"], check=True, capture_output=True, text=True
@@ -80,12 +81,14 @@ def build_deb(tree: Path, out: Path, version: str, _scratch: Path) -> Path:
     (control / "md5sums").write_text(sums.stdout)
     package = out / f"ocihook_{version}_{machine}.deb"
     subprocess.run(
-        ["dpkg-deb", "--build", "--root-owner-group", "-Zxz", tree, package], check=True, stdout=subprocess.DEVNULL
+        ["dpkg-deb", "--build", "--root-owner-group", "-Zgzip" if fast else "-Zxz", *(["-z1"] * fast), tree, package],
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     return package
 
 
-def build_rpm(tree: Path, out: Path, version: str, scratch: Path) -> Path:
+def build_rpm(tree: Path, out: Path, version: str, scratch: Path, *, fast: bool) -> Path:
     """Build an RPM."""
     shutil.move(tree / "usr/share/doc/ocihook/LICENSE", scratch / "LICENSE")
     licenses = tree / "usr/share/licenses/ocihook"
@@ -98,11 +101,12 @@ def build_rpm(tree: Path, out: Path, version: str, scratch: Path) -> Path:
         "_rpmfilename": "%{name}-%{version}-%{release}.%{_arch}.rpm",
         "package_version": version.replace("-", "~"),
         "tree": tree,
+        "_binary_payload": "w1.zstdio" if fast else "w19.zstdio",
         "bundled": " ".join(f"bundled(python3dist({name}))={number}" for name, number, _ in distributions(tree)),
     }
     command = ["rpmbuild", "-bb", "--quiet", *(f"--define={name} {value}" for name, value in defines.items())]
     subprocess.run([*command, HERE / "rpm/ocihook.spec"], check=True)
-    return max(out.glob("ocihook-*.rpm"), key=lambda path: path.stat().st_mtime)
+    return next(out.glob(f"ocihook-{defines['package_version']}-*.rpm"))
 
 
 def package_version() -> str:

@@ -46,7 +46,7 @@ class Podman:
         self, scratch: Path, runtime: str, workload: Path, *, size: str = "", cuda_files: Path | None = None
     ) -> None:
         self.scratch = scratch
-        self.namespace = Namespace(_SETUP, [str(scratch), size])
+        self.namespace = self._make_namespace(size)
         self.configure("[agent]\nidle_timeout_s = 2\n")
         self.runtime = f"/usr/sbin/{runtime}"
         if runtime == "crun":
@@ -56,6 +56,9 @@ class Podman:
         if cuda_files:
             fake_driver.install_driver(self.namespace, cuda_files)
         self._import_image(workload, cuda_files)
+
+    def _make_namespace(self, size: str) -> Namespace:
+        return Namespace(_SETUP, [str(self.scratch), size])
 
     def _import_image(self, workload: Path, cuda_files: Path | None) -> None:
         archive = self.scratch / "image.tar"

@@ -1,0 +1,93 @@
+"""Packages on fresh nodes: installed, used, exchanged and removed while containers are checkpointed."""
+
+import pytest
+
+from integration.journals import last_session, sessions
+from integration.namespace import wait_for
+from integration.packages.conftest import Built, MakeNode, copy_to
+from integration.packages.engine import Node
+from integration.podman.engine import assert_packed
+
+MAX_BYTES = 12 << 20
+# CRIU runs this, too, at each stage before ours: in the middle of a dump, something happens.
+_MEANWHILE = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] && [ ! -e /run/done ] || exit 0
+tr '\\0' ' ' < "/proc/$(cat /run/ocihook/agent.lock)/cmdline" > /run/done
+{command}
+"""
+COMMANDS = {
+    "deb": ("dpkg --install", "dpkg --remove ocihook", "dpkg --purge ocihook"),
+    "rpm": ("rpm --upgrade --nodeps", "rpm --erase ocihook", "true"),
+}
+
+
+def meanwhile(node: Node, command: str) -> None:
+    """Have CRIU run a command once, in the middle of the next dump: the agent has begun and not yet packed."""
+    node.put("/usr/local/bin/meanwhile", _MEANWHILE.format(command=command), 0o755)
+    node.namespace.path("/run/done").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("kind", "suite"), [("deb", "bookworm"), ("deb", "trixie"), ("rpm", "bookworm")])
+def test_package_comes_serves_is_exchanged_and_goes(built: Built, make_node: MakeNode, kind: str, suite: str) -> None:
+    node = make_node(suite)
+    install, remove, purge = COMMANDS[kind]
+    first, second = copy_to(node, *(built.debs if kind == "deb" else built.rpms))
+    node.put("/etc/criu/runc.conf", "action-script /usr/local/bin/meanwhile\n")
+    node.put("/usr/local/bin/meanwhile", "#!/bin/sh\n", 0o755)
+    before = node.files()
+    node.run("sh", "-c", f"{install} {first}")
+    assert "BEGIN ocihook" not in node.criu_configuration()
+    assert {name for name in node.files() - before if not is_of_package(name)} == set()
+    node.ocihook("install")
+    doctor = node.ocihook("doctor")
+    assert "/usr/libexec/ocihook/criu-action, starts in" in doctor
+    assert "A checkpoint will work here." in doctor
+    assert_bytecode_is_not_checked(node, built.release)
+
+    archives = [node.scratch / f"{number}.tar" for number in range(3)]
+    node.start("c")
+    # The package is exchanged while CRIU dumps: an agent of the version before serves the hook of the next.
+    meanwhile(node, f"{install} {second} >/run/install.log 2>&1")
+    node.checkpoint("c", archives[0], "--leave-running")
+    log = node.namespace.path("/run/install.log").read_text()
+    assert node.ocihook("--version") == "ocihook, version 0.2.0\n", log
+    assert built.release in node.namespace.path("/run/done").read_text()
+    assert_packed(archives[0])
+    assert last_session(node.namespace, "post-dump")["stages"].keys() == {"pre-dump", "post-dump"}
+    node.checkpoint("c", archives[1])
+    before_restore = node.count("c")
+    node.remove("c")
+    node.restore(archives[1])
+    node.assert_goes_on("c", before_restore)
+
+    # It is removed while CRIU dumps: the dump ends as it began, then the package goes.
+    meanwhile(node, f"setsid sh -c '{remove}; echo $? >/run/removed' </dev/null >/run/remove.log 2>&1 &")
+    node.checkpoint("c", archives[2], "--leave-running")
+    assert_packed(archives[2])
+    removed = node.namespace.path("/run/removed")
+    wait_for("the package to be removed", lambda: removed.exists() and bool(removed.read_text()))
+    assert removed.read_text() == "0\n", node.namespace.path("/run/remove.log").read_text()
+    assert node.criu_configuration() == "action-script /usr/local/bin/meanwhile\n"
+    node.checkpoint("c", archives[2], "--leave-running")  # CRIU's own again
+    sessions(node.namespace)
+    node.run("sh", "-c", purge)
+    left = node.files() - before
+    assert {name for name in left if "ocihook" in name or "criu" in name} <= {"etc/criu/runc.conf"}
+
+
+def is_of_package(name: str) -> bool:
+    """Tell whether a file is where a package may have one, or where dpkg and its helpers keep their records."""
+    ours = ("usr/bin/ocihook", "usr/lib/ocihook/", "usr/libexec/ocihook/", "usr/share/doc/ocihook/", "etc/ocihook/")
+    units = ("usr/lib/systemd/", "etc/systemd/system/", "usr/lib/tmpfiles.d/ocihook", "usr/share/lintian/overrides/")
+    return name.startswith((*ours, *units, "usr/share/licenses/ocihook/", "usr/share/man/"))
+
+
+def assert_bytecode_is_not_checked(node: Node, release: str) -> None:
+    """Check that all modules have bytecode for the node's Python that holds whatever times and mode files have."""
+    site = node.namespace.path(f"/usr/lib/ocihook/{release}/site-packages")
+    modules = list(site.rglob("*.py"))
+    assert len(modules) > 100
+    for module in modules:
+        compiled = list((module.parent / "__pycache__").glob(f"{module.stem}.cpython-3*.pyc"))
+        assert compiled, module
+        assert {int.from_bytes(path.read_bytes()[4:8], "little") for path in compiled} == {1}, module  # PEP 552
