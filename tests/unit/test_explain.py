@@ -1,0 +1,155 @@
+"""Each way to fail is told from the log of a real failure, by its cause and not by CRIU's last line."""
+
+from pathlib import Path
+
+import pytest
+
+from ocihook.criu.explain import explain
+
+LOGS = Path(__file__).parents[1] / "data/criu-logs"  # made by integration/criu, OCIHOOK_RECORD_LOGS=1
+CAUSES = {
+    "dump-device_fuse": "device",
+    "dump-device_tun": "tun",
+    "dump-flock": "file-locks",
+    "dump-ghost_large": "ghost-file",
+    "dump-ghost_mapped": "ghost-file",
+    "dump-icmp": "kernel-6.16",
+    "dump-inotify_overlay": "inotify",
+    "dump-io_uring": "io-uring",
+    "dump-io_uring-4.2.1": "io-uring",
+    "dump-lease": "file-locks",
+    "dump-link_remap": "link-remap",
+    "dump-mptcp": "mptcp",
+    "dump-mptcp-4.2.1": "mptcp",
+    "dump-mqueue": "lost-mount",
+    "dump-nested_ipc": "nested-namespace",
+    "dump-nested_pid": "nested-namespace",
+    "dump-nested_time": "nested-namespace",
+    "dump-nested_user": "nested-namespace",
+    "dump-nested_uts": "nested-namespace",
+    "dump-no-network-lock": "no-network-lock",
+    "dump-no-space": "no-space",
+    "dump-packet": "kernel-6.16",
+    "dump-perf_event": "anonymous-file",
+    "dump-posix_lock": "file-locks",
+    "dump-semaphore": "link-remap",
+    "dump-session_outside": "session-leader",
+    "dump-shm_sysv": "sysv-ipc",
+    "dump-tcp_established": "tcp-established",
+    "dump-tcp_established-4.2.1": "tcp-established",
+    "dump-tcp_in_flight": "tcp-in-flight",
+    "dump-tcp_listen": "kernel-6.16",
+    "dump-terminal": "terminal",
+    "dump-traced": "traced",
+    "dump-unix-half": "unix-half",
+    "dump-unix_external": "unix-external",
+    "dump-userfaultfd": "anonymous-file",
+    "dump-vsock": "socket-kind",
+    "restore-address-gone": "address-gone",
+    "restore-address-taken": "address-taken",
+    "restore-cpu": "cpu",
+    "restore-file-missing": "file-missing",
+    "restore-file-mode": "file-mode",
+    "restore-file-size": "file-size",
+    "restore-good": "",
+    "restore-image-damaged": "image-damaged",
+    "restore-image-missing": "image-missing",
+    "restore-newer-images": "newer-images",
+    "restore-pid-taken": "pid-taken",
+    "restore-tcp-in-image": "tcp-in-image",
+    "veto-pre-dump": "ocihook",
+    "veto-pre-restore": "ocihook",
+}
+
+
+def read(name: str) -> str:
+    return (LOGS / f"{name}.log").read_text()
+
+
+def test_every_log_has_its_cause() -> None:
+    assert {path.stem for path in LOGS.glob("*.log")} == set(CAUSES)
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_real_logs(name: str) -> None:
+    explanation = explain(read(name))
+    assert (explanation.name if explanation else "") == CAUSES[name]
+    if explanation is not None:
+        assert explanation.remedy or explanation.name == "ocihook"
+        assert "{" not in str(explanation)
+        assert explanation.line in read(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dump-ghost_large", "/work/ghost is deleted but in use, and with 3145728 bytes larger than"),
+        ("dump-device_fuse", "has a device (chr 10:229) open"),
+        ("dump-nested_user", "is in a nested user namespace"),
+        ("dump-userfaultfd", "has a file of the kind userfaultfd open"),
+        ("dump-no-network-lock", "still with iptables-restore, which this node does not have. Install iptables"),
+        ("restore-file-size", "/work/data has 1 bytes, when the checkpoint was made it had 1000"),
+        ("veto-pre-dump", "pre-dump of container c: the reason. The end"),
+    ],
+)
+def test_what_is_said(name: str, said: str) -> None:
+    assert said in str(explain(read(name)))
+
+
+# Messages of failures that need a GPU, another security module or another kernel, as the issues quote them.
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        ("Can't dump file 7 of that type [20666] (chr 195:255)", "nvidia-device"),
+        ("Unknown shit 600 (anon_inode:[io_uring])", "io-uring"),
+        ("Timeout reached. Try to interrupt: 0", "freeze-timeout"),
+        ("handle_device_vma plugin failed: No such file or directory", "device-mapping"),
+        ("undefined symbol: check_and_remove_inventory_plugin", "plugin-version"),
+        ("mnt: Mount 970 ./proc/driver/nvidia/gpus/0 (master_id: 13) has unreachable sharing.", "nvidia-mount"),
+        ("mnt: Mount 9 ./data (master_id: 1) has unreachable sharing.", "mount"),
+        ("mnt: No mapping for 651:/srv/x mountpoint", "mount"),
+        ("Unable to connect a transport socket: Permission denied", "lsm"),
+        ("mnt-v2: Failed to copy sharing from 21 to 22: Invalid argument", "copy-sharing"),
+    ],
+)
+def test_quoted_messages(error: str, name: str) -> None:
+    explanation = explain(
+        f"(00.0) Version: 4.1.1\n(00.1) Error (criu/x.c:1): {error}\n(00.2) Error (criu/cr-dump.c:1): Dumping FAILED.\n"
+    )
+    assert explanation is not None
+    assert explanation.name == name
+
+
+def test_what_is_not_known_is_quoted() -> None:
+    log = read("dump-vsock").replace("BUG! Unknown socket collected", "something new of")
+    explanation = explain(log)
+    assert explanation is not None
+    assert explanation.name == "unknown"
+    assert str(explanation) == "CRIU says «sockets: something new of (family 40)»"
+
+
+def test_killed() -> None:
+    log = read("dump-no-space").partition("page-xfer")[0].rpartition("\n")[0] + "\n"
+    explanation = explain(log)
+    assert explanation is not None
+    assert explanation.name == "killed"
+    assert explanation.what.startswith("CRIU was killed after it wrote «")
+
+
+def test_what_our_hook_said_earlier_is_not_the_cause() -> None:
+    """A warning of ours does not stand for what fails after it."""
+    head, _, tail = read("dump-flock").partition("Dumping task")
+    explanation = explain(f"{head}\nocihook: warning: something harmless\n(00.1) Dumping task{tail}")
+    assert explanation is not None
+    assert explanation.name == "file-locks"
+
+
+def test_scripts_of_others() -> None:
+    explanation = explain(read("veto-pre-dump").replace("ocihook: ", "other: "))
+    assert explanation is not None
+    assert (explanation.name, "the action script /work/veto refused" in explanation.what) == ("other-script", True)
+
+
+def test_nothing_to_explain() -> None:
+    assert explain("") is None
+    assert explain("(00.1) Error (criu/x.c:1): harmless\n(00.2) Dumping finished successfully\n") is None
