@@ -1,27 +1,59 @@
-"""`ocihook doctor`: what would keep a checkpoint from working here, each with its remedy."""
+"""`ocihook doctor`: what would keep a checkpoint from working, here or of a container, each with its remedy."""
+
+import os
 
 import click
 
 from ocihook.cli.render import json_option, print_json, print_table
-from ocihook.ops.doctor import Finding, Status, run_checks
+from ocihook.errors import UnsupportedError
+from ocihook.ops.doctor.finding import Finding, Repair, Status
+from ocihook.ops.doctor.run import check_container, check_node, check_process, repair
 
 
 @click.command()
+@click.option("--container", help="Look into this running container: id, its beginning, or name.")
+@click.option("--pid", type=click.IntRange(min=1), help="Look into this process and its descendants.")
+@click.option("--fix", is_flag=True, help="Do what is safe: complete the installation, recover what was left behind.")
 @json_option
-def doctor(*, as_json: bool) -> None:
-    """Tell whether a checkpoint will work on this node, and what to do if not.
+def doctor(*, container: str | None, pid: int | None, fix: bool, as_json: bool) -> None:
+    """Tell whether a checkpoint will work on this node, or of a container, and what to do if not.
 
     Exit status 0: it will (warnings may tell of cases in which it will not); 1: it will not.
     """
-    findings = run_checks()
+    if container and pid:
+        raise click.UsageError("--container and --pid exclude one another")
+    findings = _check(container, pid)
+    done: list[str] = []
+    if fix and any(finding.repair is not Repair.NONE for finding in findings):
+        if os.geteuid() != 0:
+            raise UnsupportedError("only root can change this node", hint="use sudo")
+        done = repair(findings)
+        findings = _check(container, pid)
     will_work = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
-        print_json({"will_work": will_work, "findings": [finding._asdict() for finding in findings]})
+        print_json({"will_work": will_work, "findings": [_json(f) for f in findings], "done": done})
     else:
+        for line in done:
+            click.echo(f"fixed: {line}")
+        if fix and not done:
+            click.echo("There was nothing to fix that is safe to fix.")
         print_table(["", "CHECK", "FINDING", "REMEDY"], [_row(finding) for finding in findings])
-        click.echo("A checkpoint will work here." if will_work else "A checkpoint will not work here.")
+        what = "of this container " if container else "of this process " if pid else ""
+        click.echo(f"A checkpoint {what}will work here." if will_work else f"A checkpoint {what}will not work here.")
     if not will_work:
         raise click.exceptions.Exit(1)
+
+
+def _check(container: str | None, pid: int | None) -> list[Finding]:
+    if container:
+        return check_container(container)
+    return check_process(pid) if pid else check_node()
+
+
+def _json(finding: Finding) -> dict[str, str | bool]:
+    value = finding._asdict()
+    del value["repair"]
+    return value | {"can_fix": finding.repair is not Repair.NONE}
 
 
 def _row(finding: Finding) -> list[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ocihook.linux.procfs import Process
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
+_MEMINFO = Path("/proc/meminfo")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
@@ -23,6 +24,14 @@ for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
         ctypes.c_ulong,
     ]
     _function.restype = ctypes.c_ssize_t
+
+
+def available_bytes() -> int:
+    """Return how much memory the node has left for new work; 0 if the kernel does not tell."""
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 class Span(NamedTuple):

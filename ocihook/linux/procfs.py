@@ -62,6 +62,12 @@ def parent_pid(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
+def session_id(pid: int) -> int:
+    """Return the pid of a process's session leader, 0 when it is gone or that is in no namespace of ours."""
+    fields = _stat_fields(pid)
+    return int(fields[3]) if fields else 0
+
+
 def command_line(pid: int) -> list[str]:
     """Return the arguments of a process; [] when it is gone."""
     try:

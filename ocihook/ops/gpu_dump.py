@@ -13,6 +13,7 @@ from ocihook.cuda.nvml import Gpu
 from ocihook.errors import CudaError, IntegrityError, OcihookError, PreflightError
 from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_released
 from ocihook.linux.files import identity, same_directory
+from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.model import ContainerRef
@@ -37,7 +38,6 @@ from ocihook.store.manifest import read_manifest
 from ocihook.store.packing import Progress
 
 EFFECT = "gpu-checkpointed"
-_MEMINFO = Path("/proc/meminfo")
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: 
             processes=signs,
             cuda_pids=frozenset(process.pid for process, state in known.items() if state),
             gpus=gpus,
-            available_ram_bytes=_available_ram_bytes(),
+            available_ram_bytes=available_bytes(),
             cgroup_room_bytes=memory_headroom_bytes(init_pid),
             free_disk_bytes=_free_bytes(directory) if policy.mode != "off" else None,
         )
@@ -234,13 +234,6 @@ def _give_back(journal: Journal, alive: Mapping[str, Process]) -> int:
             if len(left) == len(alive):
                 raise OcihookError(f"GPU memory cannot be given back: {error}") from error
             alive = left
-
-
-def _available_ram_bytes() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def _free_bytes(directory: Path) -> int:

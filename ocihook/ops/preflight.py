@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs
 
-_FIRST_DRIVER = 570
+FIRST_DRIVER = 570
 _FIRST_DRIVER_WITH_IPC = 610
-_FIRST_DRIVER_ON_ARM = 610
+FIRST_DRIVER_ON_ARM = 610
 # The transports that are left with these, sockets and shared memory, survive; P2P, NVLS and cuMem do not.
 _NCCL_NEEDS: Mapping[str, str] = {
     "NCCL_P2P_DISABLE": "1",
@@ -49,10 +49,10 @@ def refusals(situation: Situation) -> list[str]:
 
 def _about_node(situation: Situation) -> Iterator[str]:
     major = driver_major(situation.driver_version)
-    if major < _FIRST_DRIVER:
-        yield f"driver {situation.driver_version} cannot checkpoint: install {_FIRST_DRIVER} or later"
-    if situation.machine == "aarch64" and major < _FIRST_DRIVER_ON_ARM:
-        yield f"driver {situation.driver_version} cannot checkpoint on Arm: install {_FIRST_DRIVER_ON_ARM} or later"
+    if major < FIRST_DRIVER:
+        yield f"driver {situation.driver_version} cannot checkpoint: install {FIRST_DRIVER} or later"
+    if situation.machine == "aarch64" and major < FIRST_DRIVER_ON_ARM:
+        yield f"driver {situation.driver_version} cannot checkpoint on Arm: install {FIRST_DRIVER_ON_ARM} or later"
     need = situation.held_bytes
     if need > situation.available_ram_bytes:
         yield (

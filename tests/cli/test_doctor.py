@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from ocihook.cli.doctor import doctor
-from ocihook.ops.doctor import Finding, Status
+from ocihook.ops.doctor.finding import Finding, Status
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_exit_status_is_the_answer(
     monkeypatch: pytest.MonkeyPatch, status: Status, exit_code: int, verdict: str
 ) -> None:
     findings = [Finding("kernel", Status.OK, "6.1"), Finding("criu", status, "too old", "install a newer one")]
-    monkeypatch.setattr("ocihook.cli.doctor.run_checks", lambda: findings)
+    monkeypatch.setattr("ocihook.cli.doctor.check_node", lambda: findings)
     people = CliRunner().invoke(doctor)
     assert (people.exit_code, people.stdout.splitlines()[-1]) == (exit_code, verdict)
     assert ("install a newer one" in people.stdout) is (status is not Status.OK)
@@ -35,6 +35,7 @@ def test_exit_status_is_the_answer(
         "status": str(status),
         "detail": "too old",
         "remedy": "install a newer one",
+        "can_fix": False,
     }
 
 

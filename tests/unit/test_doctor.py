@@ -8,24 +8,27 @@ import pytest
 
 from ocihook.criu import version
 from ocihook.criu.version import Program
-from ocihook.ops import doctor
-from ocihook.ops.doctor import Finding, Status
+from ocihook.ops.doctor import criu_files, machine, node
+from ocihook.ops.doctor.finding import Finding, Status
+from ocihook.ops.doctor.run import check_node, run_check
 
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Program]:
     """The programs of a node, to be filled in; its /etc/criu is tmp_path."""
     found: dict[str, Program] = {}
-    monkeypatch.setattr(doctor, "find_program", found.get)
-    monkeypatch.setattr(doctor, "CRIU_CONF_DIR", tmp_path)
-    monkeypatch.setattr(doctor, "_ETC", tmp_path)
+    for module in (criu_files, machine, node):
+        monkeypatch.setattr(module, "find_program", found.get)
+    for module in (criu_files, node):
+        monkeypatch.setattr(module, "CRIU_CONF_DIR", tmp_path)
+    monkeypatch.setattr(node, "_ETC", tmp_path)
     set_libcriu(monkeypatch, reads_conf=True)
     return found
 
 
 def set_libcriu(monkeypatch: pytest.MonkeyPatch, *, reads_conf: bool | None) -> None:
     monkeypatch.setattr(version, "libcriu_reads_conf", lambda *_: reads_conf)
-    monkeypatch.setattr(doctor, "libcriu_reads_conf", lambda *_: reads_conf)
+    monkeypatch.setattr(node, "libcriu_reads_conf", lambda *_: reads_conf)
 
 
 def put(programs: dict[str, Program], name: str, *version: int) -> None:
@@ -55,11 +58,11 @@ def test_criu(
     answer: str,
     status: Status,
 ) -> None:
-    monkeypatch.setattr(doctor, "run_output", lambda *_: answer)
+    monkeypatch.setattr(node, "run_output", lambda *_: answer)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     if version:
         put(programs, "criu", *version)
-    finding = only(doctor._check_criu())
+    finding = only(node._check_criu())
     assert finding.status is status
     assert finding.remedy or status is Status.OK
 
@@ -79,7 +82,7 @@ def test_criu(
 )
 def test_containerd(programs: dict[str, Program], version: tuple[int, ...], status: Status, word: str) -> None:
     put(programs, "containerd", *version)
-    finding = only(doctor._check_engines())
+    finding = only(node._check_engines())
     assert finding.status is status
     assert word in finding.detail
 
@@ -92,19 +95,19 @@ def test_containerd_whose_restore_is_switched_on(
     programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, dump: str, status: Status
 ) -> None:
     put(programs, "containerd", 2, 3, 4)
-    monkeypatch.setattr(doctor, "run_output", lambda *_: dump.format("enable_experimental_restore_via_create"))
-    assert only(doctor._check_engines()).status is status
+    monkeypatch.setattr(node, "run_output", lambda *_: dump.format("enable_experimental_restore_via_create"))
+    assert only(node._check_engines()).status is status
 
 
 def test_crio_whose_checkpoints_are_switched_off(programs: dict[str, Program], tmp_path: Path) -> None:
     put(programs, "crio", 1, 34)
     (tmp_path / "crio/crio.conf.d").mkdir(parents=True)
     (tmp_path / "crio/crio.conf").write_text("[crio.runtime]\n# enable_criu_support = false\n")
-    assert only(doctor._check_engines()).status is Status.OK
+    assert only(node._check_engines()).status is Status.OK
     (tmp_path / "crio/crio.conf").write_text("[crio.runtime]\nenable_criu_support = false\n")
-    assert "crio.conf switches" in only(doctor._check_engines()).detail
+    assert "crio.conf switches" in only(node._check_engines()).detail
     (tmp_path / "crio/crio.conf.d/10-on").write_text("[crio.runtime]\nenable_criu_support = true\n")
-    assert only(doctor._check_engines()).status is Status.OK
+    assert only(node._check_engines()).status is Status.OK
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_engines_that_let_containers_choose_a_configuration(
 ) -> None:
     (tmp_path / "containerd").mkdir()
     (tmp_path / "containerd/config.toml").write_text(f"version = 3\n{line}\n")
-    findings = list(doctor._check_annotations())
+    findings = list(node._check_annotations())
     assert [finding.status for finding in findings] == [Status.WARN] * is_told
 
 
@@ -146,8 +149,8 @@ def test_crun_needs_libcriu(
 ) -> None:
     put(programs, "crun", 1, 28)
     set_libcriu(monkeypatch, reads_conf=reads_conf)
-    monkeypatch.setattr(doctor, "run_output", lambda *_: output)
-    finding = only(doctor._check_runtimes())
+    monkeypatch.setattr(node, "run_output", lambda *_: output)
+    finding = only(node._check_runtimes())
     assert (finding.status, word in finding.detail) == (status, True)
 
 
@@ -159,17 +162,17 @@ def test_block_must_be_in_the_file_that_the_runtime_reads(programs: dict[str, Pr
     put(programs, "crun", 1, 28)
     block = f"# BEGIN ocihook\naction-script {launcher}\n# END ocihook\n"
     (tmp_path / "runc.conf").write_text(block)
-    assert only(doctor._check_installation()).status is Status.OK
+    assert only(node._check_installation()).status is Status.OK
     (tmp_path / "crun.conf").write_text("")  # hides runc.conf from crun
-    assert only(doctor._check_installation()).status is Status.FAIL
+    assert only(node._check_installation()).status is Status.FAIL
     (tmp_path / "crun.conf").write_text(block)
-    assert only(doctor._check_installation()).status is Status.OK
+    assert only(node._check_installation()).status is Status.OK
     put(programs, "crun", 1, 21)  # reads neither
-    assert only(doctor._check_installation()).status is Status.FAIL
+    assert only(node._check_installation()).status is Status.FAIL
     (tmp_path / "default.conf").write_text(block)
-    assert only(doctor._check_installation()).status is Status.OK
+    assert only(node._check_installation()).status is Status.OK
     (tmp_path / "default.conf").write_text("# BEGIN ocihook\n")
-    assert "damaged" in only(doctor._check_installation()).detail
+    assert "damaged" in only(node._check_installation()).detail
 
 
 @pytest.mark.parametrize(
@@ -189,14 +192,14 @@ def test_launcher(programs: dict[str, Program], tmp_path: Path, spoil: Callable[
     put(programs, "runc", 1, 3)
     (tmp_path / "runc.conf").write_text(f"# BEGIN ocihook\naction-script {launcher}\n# END ocihook\n")
     spoil(launcher)
-    finding = only(doctor._check_installation())
+    finding = only(node._check_installation())
     assert (finding.status, finding.remedy) == (Status.FAIL, "ocihook install")
     assert word in finding.detail
 
 
 def test_a_launcher_starts_and_is_timed(programs: dict[str, Program], tmp_path: Path) -> None:
     put_launcher(programs, tmp_path, tmp_path, tmp_path)
-    finding = only(doctor._check_installation())
+    finding = only(node._check_installation())
     assert finding.status is Status.OK
     assert re.search(r"criu-action, starts in \d+ ms$", finding.detail)
 
@@ -208,11 +211,11 @@ def test_what_the_launcher_runs_must_be_roots(programs: dict[str, Program], tmp_
     (tmp_path / "site/deep").mkdir(mode=0o755, parents=True)
     put_launcher(programs, tmp_path, tmp_path / "lib", tmp_path / "site/deep")
     (tmp_path / place).chmod(0o777)
-    finding = only(doctor._check_installation())
+    finding = only(node._check_installation())
     assert finding.status is Status.WARN
     assert finding.detail.startswith(f"{tmp_path / place} can be changed by others")
     (tmp_path / place).chmod(0o1777)  # as /tmp: what is in it stays its owner's
-    assert only(doctor._check_installation()).status is Status.OK
+    assert only(node._check_installation()).status is Status.OK
 
 
 def put_launcher(programs: dict[str, Program], conf_dir: Path, directory: Path, site: Path) -> None:
@@ -236,12 +239,12 @@ def put_launcher(programs: dict[str, Program], conf_dir: Path, directory: Path, 
 def test_agent_under_systemd(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: dict[str, str], status: Status, word: str
 ) -> None:
-    monkeypatch.setattr(doctor, "_SYSTEMD", tmp_path)
-    monkeypatch.setattr(doctor, "run_output", lambda *command: states[command[-1].split(".")[1]] + "\n")
-    finding = only(doctor._check_agent())
+    monkeypatch.setattr(node, "_SYSTEMD", tmp_path)
+    monkeypatch.setattr(node, "run_output", lambda *command: states[command[-1].split(".")[1]] + "\n")
+    finding = only(node._check_agent())
     assert (finding.status, word in finding.detail) == (status, True)
-    monkeypatch.setattr(doctor, "_SYSTEMD", tmp_path / "none")
-    assert only(doctor._check_agent()).detail == "no systemd: the hook starts it"
+    monkeypatch.setattr(node, "_SYSTEMD", tmp_path / "none")
+    assert only(node._check_agent()).detail == "no systemd: the hook starts it"
 
 
 @pytest.mark.parametrize(
@@ -256,29 +259,30 @@ def test_root_in_a_container_is_not_root(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: str, seccomp: int, status: Status, word: str
 ) -> None:
     (tmp_path / "status").write_text(f"Name:\tx\nCapEff:\t{held}\nSeccomp:\t{seccomp}\n")
-    monkeypatch.setattr(doctor, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(machine, "_STATUS", tmp_path / "status")
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    finding = only(doctor._check_privileges())
+    finding = only(machine._check_privileges())
     assert (finding.status, word in finding.detail) == (status, True)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert only(doctor._check_privileges()).remedy == "run `sudo ocihook doctor`"
+    assert only(machine._check_privileges()).remedy == "run `sudo ocihook doctor`"
 
 
 @pytest.mark.parametrize(
     ("release", "status"), [("6.18.4-x", Status.OK), ("5.9-rc1", Status.OK), ("5.4.0", Status.FAIL)]
 )
 def test_kernel(monkeypatch: pytest.MonkeyPatch, release: str, status: Status) -> None:
+    monkeypatch.setattr(machine, "hides_socket_options", lambda: False)
     monkeypatch.setattr("platform.release", lambda: release)
-    assert only(doctor._check_kernel()).status is status
+    assert only(machine._check_kernel()).status is status
 
 
 def test_selinux_is_mentioned_where_it_enforces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "_SELINUX", tmp_path / "enforce")
-    assert list(doctor._check_selinux()) == []
+    monkeypatch.setattr(machine, "_SELINUX", tmp_path / "enforce")
+    assert list(machine._check_selinux()) == []
     (tmp_path / "enforce").write_text("0")
-    assert list(doctor._check_selinux()) == []
+    assert list(machine._check_selinux()) == []
     (tmp_path / "enforce").write_text("1")
-    assert "ausearch" in only(doctor._check_selinux()).detail
+    assert "ausearch" in only(machine._check_selinux()).detail
 
 
 def test_plugin_is_looked_for_where_criu_does(
@@ -286,16 +290,16 @@ def test_plugin_is_looked_for_where_criu_does(
 ) -> None:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/cuda_plugin.so").touch()
-    monkeypatch.setattr(doctor, "_PLUGIN_DIRS", (str(tmp_path / "plugins"),))
-    assert doctor._cuda_plugin() is None  # no runtime, nothing that would load it
+    monkeypatch.setattr(node, "_PLUGIN_DIRS", (str(tmp_path / "plugins"),))
+    assert node._cuda_plugin() is None  # no runtime, nothing that would load it
     put(programs, "runc", 1, 3)
-    assert doctor._cuda_plugin() == tmp_path / "plugins/cuda_plugin.so"
+    assert node._cuda_plugin() == tmp_path / "plugins/cuda_plugin.so"
     (tmp_path / "runc.conf").write_text("libdir /var/empty\n")
-    assert doctor._cuda_plugin() is None
+    assert node._cuda_plugin() is None
     put(programs, "crun", 1, 21)  # does not read runc.conf
-    assert doctor._cuda_plugin() == tmp_path / "plugins/cuda_plugin.so"
+    assert node._cuda_plugin() == tmp_path / "plugins/cuda_plugin.so"
     (tmp_path / "default.conf").write_text("libdir=/var/empty\n")
-    assert doctor._cuda_plugin() is None
+    assert node._cuda_plugin() is None
 
 
 def test_what_cannot_be_read_is_told_and_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +307,7 @@ def test_what_cannot_be_read_is_told_and_stops_nothing_else(monkeypatch: pytest.
         yield from ()
         raise PermissionError(13, "Permission denied", "/x")
 
-    finding = only(iter(doctor._run(_check_some_thing)))
+    finding = only(iter(run_check(_check_some_thing)))
     assert finding[:2] == ("some thing", Status.WARN)
     assert "Permission denied: '/x'" in finding.detail
 
@@ -322,34 +326,34 @@ def test_network_lock_crashes_older_criu_when_a_runtime_names_it(
 ) -> None:
     put(programs, "criu", *criu)
     (tmp_path / name).write_text("network-lock skip\n")
-    assert [finding.status for finding in doctor._check_criu_configuration()] == [Status.FAIL] * is_told
+    assert [finding.status for finding in node._check_criu_configuration()] == [Status.FAIL] * is_told
 
 
 @pytest.mark.parametrize("option", ["stream", "lazy-pages", "leave-running", "mntns-compat-mode", "log-file x"])
 def test_harmful_options(programs: dict[str, Program], tmp_path: Path, option: str) -> None:
     (tmp_path / "runc.conf").write_text(f"tcp-established\n{option}\n")
-    finding = only(doctor._check_criu_configuration())
+    finding = only(node._check_criu_configuration())
     assert finding.status is Status.FAIL
     assert option.partition(" ")[0] in finding.detail
 
 
 def test_harmless_configuration_and_foreign_scripts(programs: dict[str, Program], tmp_path: Path) -> None:
     (tmp_path / "runc.conf").write_text("tcp-established\nmanage-cgroups=ignore\naction-script /usr/bin/other\n")
-    finding = only(doctor._check_criu_configuration())
+    finding = only(node._check_criu_configuration())
     assert finding.status is Status.OK
     assert "/usr/bin/other" in finding.detail
     (tmp_path / "runc.conf").write_text("# manage-cgroups ignore\nmanage-cgroups=ignore\nverbosity=4\nverbosity\n")
-    assert list(doctor._check_criu_configuration()) == []
+    assert list(node._check_criu_configuration()) == []
     (tmp_path / "runc.conf").write_text("manage-cgroups\tignore\n")
-    assert only(doctor._check_criu_configuration()).remedy == "write manage-cgroups=ignore"
+    assert only(node._check_criu_configuration()).remedy == "write manage-cgroups=ignore"
 
 
 def test_nothing_installed(programs: dict[str, Program]) -> None:
-    assert only(doctor._check_runtimes()).status is Status.FAIL
-    assert only(doctor._check_engines()).status is Status.WARN
+    assert only(node._check_runtimes()).status is Status.FAIL
+    assert only(node._check_engines()).status is Status.WARN
 
 
 def test_every_finding_that_is_not_ok_has_a_remedy() -> None:
-    findings = doctor.run_checks()
+    findings = check_node()
     assert {finding.check for finding in findings} >= {"kernel", "criu", "configuration", "cgroups", "memory"}
     assert all(finding.remedy for finding in findings if finding.status in (Status.WARN, Status.FAIL))

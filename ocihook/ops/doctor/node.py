@@ -1,36 +1,28 @@
-"""Tells whether a checkpoint will work on this node, and what to do if not: one check for each thing that breaks it.
+"""Checks of a node's programs and configuration: CRIU, runtimes, engines, the kubelet, ocihook itself."""
 
-A finding of `fail` means that a checkpoint or its restore will not work; `warn`, that some will not, or not well.
-"""
-
+import contextlib
 import os
-import platform
 import re
 import shutil
 import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from ocihook import wire
-from ocihook.config import Settings, load_settings
+from ocihook.config import load_settings
 from ocihook.criu.conf import action_scripts, options, read_block, remove_block
-from ocihook.criu.version import Program, crun_reads_its_conf, find_program, libcriu_reads_conf, run_output
-from ocihook.cuda.driver import CudaDriver, has_driver
-from ocihook.errors import ConfigError, CudaError, OcihookError
-from ocihook.ops.gpu import read_node
+from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
+from ocihook.errors import ConfigError, OcihookError
+from ocihook.ops.doctor.criu_files import content, files_read_for
+from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
+from ocihook.ops.journal import Journal, finished_journals, open_journals
 
-_GIB = 1 << 30
 _RESTORE_SWITCH = "enable_experimental_restore_via_create"
 _RUNTIMES = ("runc", "crun")
 _SYSTEMD = Path("/run/systemd/system")
-_SELINUX = Path("/sys/fs/selinux/enforce")
-_STATUS = Path("/proc/self/status")
 _ENGINE_CONFIGS = (
     "containerd/config.toml",
     "containerd/conf.d/*.toml",
@@ -40,9 +32,13 @@ _ENGINE_CONFIGS = (
     "containers/containers.conf.d/*.conf",
 )
 _ETC = Path("/etc")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_KUBELET_CONFIG = Path("/var/lib/kubelet/config.yaml")
+_KUBELET_TIMEOUT_S = 120  # kubelet's runtimeRequestTimeout, if nothing else is set
+_NVIDIA_RUNTIME = "nvidia-container-runtime/config.toml"
+_CDI_DIRS = (Path("/etc/cdi"), Path("/var/run/cdi"))
+_PLUGIN_SYMBOL = b"check_and_remove_inventory_plugin"  # of CRIU 4.1 and later (criu#2521)
+_RECENT_S = 24 * 3600.0
 _PLUGIN_DIRS = ("/usr/lib/criu", "/usr/lib64/criu", "/usr/local/lib/criu", "/usr/libexec/criu")
-_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}  # bits of CapEff
 # Options of a CRIU configuration file that break checkpoints made through a runtime.
 _HARMFUL_OPTIONS = {
     "stream": "CRIU aborts: a runtime cannot stream images",
@@ -52,80 +48,10 @@ _HARMFUL_OPTIONS = {
     "mntns-compat-mode": "every dump fails",
     "log-file": "the runtime does not find CRIU's log",
     "images-dir": "the engine archives an empty directory",
+    "auto-dedup": "a restore punches holes into the page images that it reads",
 }
 _TAKE_JOINED_VALUES_ONLY = ("cpu-cap", "ext-unix-sk", "manage-cgroups", "verbosity")
 _NETWORK_LOCK_CRASHES_UP_TO = (4, 2)  # an option that CRIU parses once more than there are arguments (config.c)
-# Where engines keep image sets until they are archived, or unpacked.
-_IMAGE_SET_PLACES = {
-    "podman": ("/var/lib/containers/storage",),
-    "crio": ("/var/lib/containers/storage",),
-    "containerd": ("/var/lib/containerd", os.environ.get("TMPDIR", "/tmp")),  # noqa: S108 - containerd's own default
-}
-_KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
-
-
-class Status(StrEnum):
-    """How grave a finding is."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-    SKIP = "skip"
-
-
-class Finding(NamedTuple):
-    """What a check found."""
-
-    check: str
-    status: Status
-    detail: str
-    remedy: str = ""
-
-
-def run_checks() -> list[Finding]:
-    """Run every check; those that call programs run at the same time."""
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(find_program, ("criu", "runc", "crun", "podman", "containerd", "crio")))
-        return [finding for findings in pool.map(_run, _CHECKS) for finding in findings]
-
-
-def _run(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    try:
-        return list(check())
-    except OSError as error:
-        name = check.__name__.removeprefix("_check_").replace("_", " ")
-        return [Finding(name, Status.WARN, f"cannot be told: {error}", "run `sudo ocihook doctor`")]
-
-
-def _check_privileges() -> Iterator[Finding]:
-    if os.geteuid() != 0:
-        yield Finding("privileges", Status.WARN, "not root: some checks see less", "run `sudo ocihook doctor`")
-        return
-    fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-    held = int(fields["CapEff"], 16)
-    missing = [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
-    if missing:
-        detail = f"root, but without {', '.join(missing)}: CRIU cannot work from here"
-        yield Finding("privileges", Status.FAIL, detail, "run it on the node itself, not in a container")
-    elif fields["Seccomp"].strip() != "0":
-        detail = "root, but system calls are filtered (seccomp): what works here may differ from the node"
-        yield Finding("privileges", Status.WARN, detail, "run it on the node itself, not in a container")
-    else:
-        yield Finding("privileges", Status.OK, "root")
-
-
-def _check_kernel() -> Iterator[Finding]:
-    release = platform.release()
-    if tuple(map(int, re.findall(r"\d+", release)[:2])) < (5, 9):
-        remedy = "use a kernel of 5.9 or later (CAP_CHECKPOINT_RESTORE, close_range, pidfds)"
-        yield Finding("kernel", Status.FAIL, release, remedy)
-    else:
-        yield Finding("kernel", Status.OK, release)
-
-
-def _check_selinux() -> Iterator[Finding]:
-    if _SELINUX.exists() and _SELINUX.read_text().strip() == "1":
-        yield Finding("selinux", Status.OK, "enforcing; what it denies is told by `ausearch -m avc -c criu-action`")
 
 
 def _check_criu() -> Iterator[Finding]:
@@ -219,31 +145,12 @@ def _check_annotations() -> Iterator[Finding]:
             yield Finding("org.criu.config", Status.WARN, detail, remedy)
 
 
-def _files_read_for(runtime: str) -> list[str]:
-    """Return the configuration files that CRIU reads when a runtime calls it; what the last one says holds."""
-    program = find_program(runtime)
-    if program is None:
-        return []
-    if runtime == "runc":
-        return ["default.conf", "runc.conf"]
-    if not crun_reads_its_conf(program):
-        return ["default.conf"]
-    return ["default.conf", "crun.conf" if (CRIU_CONF_DIR / "crun.conf").exists() else "runc.conf"]
-
-
-def _content(name: str) -> bytes:
-    try:
-        return (CRIU_CONF_DIR / name).read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
 def _check_installation() -> Iterator[Finding]:
     """Each runtime reads other files; our block must be in those."""
     scripts, broken = {}, []
     for name in CONF_NAMES:
         try:
-            block = read_block(_content(name), where=str(CRIU_CONF_DIR / name))
+            block = read_block(content(name), where=str(CRIU_CONF_DIR / name))
         except ConfigError as error:
             broken.append(str(error.args[0]))
         else:
@@ -252,13 +159,13 @@ def _check_installation() -> Iterator[Finding]:
         yield Finding("installation", Status.FAIL, "; ".join(broken), "mend the file, then `ocihook install`")
         return
     for runtime in _RUNTIMES:
-        names = _files_read_for(runtime)
+        names = files_read_for(runtime)
         launchers = [scripts[name] for name in names if scripts[name]]
         if launchers:
             yield _launcher(f"installation, {runtime}", Path(launchers[-1]))
         elif names:
             detail = f"{runtime} does not call ocihook: none of {', '.join(names)} has its block"
-            yield Finding("installation", Status.FAIL, detail, "ocihook install")
+            yield Finding("installation", Status.FAIL, detail, "ocihook install", Repair.INSTALL)
 
 
 def _launcher(name: str, launcher: Path) -> Finding:
@@ -266,18 +173,22 @@ def _launcher(name: str, launcher: Path) -> Finding:
         status = launcher.stat()
     except OSError as error:
         detail = f"{launcher}: {error.strerror}; every checkpoint fails"
-        return Finding(name, Status.FAIL, detail, "ocihook install")
+        return Finding(name, Status.FAIL, detail, "ocihook install", Repair.INSTALL)
     if status.st_uid != 0 or status.st_mode & 0o022:
-        return Finding(name, Status.FAIL, f"{launcher} can be changed by others than root", "ocihook install")
+        return Finding(
+            name, Status.FAIL, f"{launcher} can be changed by others than root", "ocihook install", Repair.INSTALL
+        )
     environment = {"PATH": "/usr/bin:/bin", "CRTOOLS_SCRIPT_ACTION": wire.SELF_TEST_STAGE}
     started = time.perf_counter()
     try:
         done = subprocess.run([launcher], env=environment, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(name, Status.FAIL, f"{launcher} cannot be run: {error}", "ocihook install")
+        return Finding(name, Status.FAIL, f"{launcher} cannot be run: {error}", "ocihook install", Repair.INSTALL)
     took_ms = (time.perf_counter() - started) * 1000
     if done.returncode != 0:
-        return Finding(name, Status.FAIL, f"{launcher} fails: {done.stderr.strip()[-200:]}", "ocihook install")
+        return Finding(
+            name, Status.FAIL, f"{launcher} fails: {done.stderr.strip()[-200:]}", "ocihook install", Repair.INSTALL
+        )
     if place := _open_to_others(launcher):
         remedy = "install ocihook, and the Python that runs it, where only root can write"
         return Finding(name, Status.WARN, f"{place} can be changed by others, and root runs what is there", remedy)
@@ -310,7 +221,60 @@ def _check_agent() -> Iterator[Finding]:
         yield Finding("agent", Status.OK, "systemd starts it")
     else:
         detail = f"ocihook.socket is {socket or 'unknown'}: the hook starts the agent, outside systemd's care"
-        yield Finding("agent", Status.WARN, detail, "ocihook install")
+        yield Finding("agent", Status.WARN, detail, "ocihook install", Repair.INSTALL)
+
+
+def _check_sessions(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Finding]:
+    """What a killed agent left, and what the last failure here was."""
+    for path in open_journals(runtime_dir):
+        try:
+            journal = Journal.load(path)
+        except FileNotFoundError:  # it has just ended
+            continue
+        except OcihookError as error:
+            yield Finding("sessions", Status.WARN, str(error), f"look at it and remove it: {path}")
+            continue
+        if not journal.criu.is_alive():
+            kinds = ", ".join(effect["kind"] for effect in journal.effects) or "nothing to undo"
+            detail = f"session {path.stem} of container {journal.container or 'unknown'} was left behind: {kinds}"
+            yield Finding("sessions", Status.WARN, detail, "ocihook recover", Repair.RECOVER)
+    for path in reversed(finished_journals(runtime_dir)):
+        with contextlib.suppress(OcihookError, FileNotFoundError):
+            journal = Journal.load(path)
+            failure = journal.facts.get("failure")
+            if failure and path.stat().st_mtime > time.time() - _RECENT_S:
+                detail = (
+                    f"the last {failure['act']} that failed, of {journal.container or 'unknown'}: {failure['what']}"
+                )
+                yield Finding("last failure", Status.OK, detail, failure["remedy"])
+                return
+
+
+def _check_kubelet() -> Iterator[Finding]:
+    """The kubelet's own switch and deadline; both are left to their defaults where they are not named."""
+    try:
+        text = _KUBELET_CONFIG.read_text(errors="replace")
+    except FileNotFoundError:
+        return
+    if re.search(r"^\s+ContainerCheckpoint:\s*false", text, re.MULTILINE):
+        detail = f"{_KUBELET_CONFIG} switches its checkpoint API off: it answers 404"
+        yield Finding("kubelet", Status.WARN, detail, "take ContainerCheckpoint: false out of featureGates")
+    match = re.search(r"^runtimeRequestTimeout:\s*[\"']?([0-9hms.]+)", text, re.MULTILINE)
+    timeout_s = _seconds(match[1]) if match else 0
+    if (timeout_s or _KUBELET_TIMEOUT_S) <= _KUBELET_TIMEOUT_S:
+        detail = (
+            f"a restore has {timeout_s or _KUBELET_TIMEOUT_S:.0f} s (runtimeRequestTimeout), a dump as long or what "
+        )
+        remedy = f"set runtimeRequestTimeout: 15m in {_KUBELET_CONFIG} and restart the kubelet"
+        yield Finding("kubelet", Status.WARN, detail + "?timeout= says: large containers take longer", remedy)
+    else:
+        yield Finding("kubelet", Status.OK, f"a restore has {timeout_s:.0f} s")
+
+
+def _seconds(text: str) -> float:
+    """Return a Go duration in seconds."""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
+    return sum(float(number) * units[unit] for number, unit in re.findall(r"([0-9.]+)([hms])", text))
 
 
 def _check_configuration() -> Iterator[Finding]:
@@ -327,8 +291,8 @@ def _check_criu_configuration() -> Iterator[Finding]:
     crashes = criu is not None and criu.version <= _NETWORK_LOCK_CRASHES_UP_TO
     check = "criu configuration"
     for name in CONF_NAMES:
-        path, content = CRIU_CONF_DIR / name, _content(name)
-        for option in options(content):
+        path, text = CRIU_CONF_DIR / name, content(name)
+        for option in options(text):
             if option.name in _HARMFUL_OPTIONS:
                 detail = f"{path}: {option.name}: {_HARMFUL_OPTIONS[option.name]}"
                 yield Finding(check, Status.FAIL, detail, f"remove {option.name}")
@@ -339,7 +303,7 @@ def _check_criu_configuration() -> Iterator[Finding]:
                 detail = f"{path}: CRIU drops the value of `{option.name} {option.value}` without a word"
                 yield Finding(check, Status.WARN, detail, f"write {option.name}={option.value}")
         try:
-            foreign = action_scripts(remove_block(content, where=str(path)))
+            foreign = action_scripts(remove_block(text, where=str(path)))
         except ConfigError:  # told by the check of the installation
             continue
         if foreign:
@@ -348,9 +312,12 @@ def _check_criu_configuration() -> Iterator[Finding]:
 
 
 def _check_cuda_plugin() -> Iterator[Finding]:
-    plugin = _cuda_plugin()
+    plugin, criu = _cuda_plugin(), find_program("criu")
     if plugin is None or not Path("/proc/driver/nvidia").exists():
         yield Finding("criu's cuda plugin", Status.OK, "not in the way")
+    elif criu and _PLUGIN_SYMBOL in plugin.read_bytes() and _PLUGIN_SYMBOL not in Path(criu.path).read_bytes():
+        detail = f"{plugin} is newer than CRIU {criu.version_text} and cannot be loaded: every dump fails"
+        yield Finding("criu's cuda plugin", Status.FAIL, detail, "install both in the same version")
     elif shutil.which("cuda-checkpoint") is None:
         yield Finding("criu's cuda plugin", Status.OK, f"{plugin} is idle: there is no cuda-checkpoint")
     else:
@@ -362,11 +329,31 @@ def _check_cuda_plugin() -> Iterator[Finding]:
         yield Finding("criu's cuda plugin", Status.WARN, detail, remedy)
 
 
+def _check_nvidia_runtime() -> Iterator[Finding]:
+    """NVIDIA's hook mounts behind a runtime's back, what CRIU then cannot place; with CDI the runtime mounts."""
+    try:
+        text = (_ETC / _NVIDIA_RUNTIME).read_text(errors="replace")
+    except FileNotFoundError:
+        return
+    found = re.search(r'^\s*mode\s*=\s*"(\w+)"', text, re.MULTILINE)
+    mode = found[1] if found else "auto"
+    has_cdi = any(directory.is_dir() and any(directory.iterdir()) for directory in _CDI_DIRS)
+    remedy = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+    if mode == "legacy":
+        detail = f"{_ETC / _NVIDIA_RUNTIME}: mode legacy mounts by a hook; CRIU cannot dump such mounts"
+        yield Finding("nvidia-mount", Status.WARN, detail, f'{remedy}; set mode = "cdi" there')
+    elif not has_cdi:
+        detail = "no CDI specification: GPUs are given by NVIDIA's hook, whose mounts CRIU cannot dump"
+        yield Finding("nvidia-mount", Status.WARN, detail, remedy)
+    else:
+        yield Finding("nvidia-mount", Status.OK, f"mode {mode}, with CDI")
+
+
 def _cuda_plugin() -> Path | None:
     """Return CRIU's CUDA plugin if it is where CRIU looks for plugins, for any of the runtimes."""
     for runtime in _RUNTIMES:
-        names = _files_read_for(runtime)
-        named = [option.value for name in names for option in options(_content(name)) if option.name == "libdir"]
+        names = files_read_for(runtime)
+        named = [option.value for name in names for option in options(content(name)) if option.name == "libdir"]
         for directory in named[-1:] or _PLUGIN_DIRS:
             plugin = Path(directory, "cuda_plugin.so")
             if names and plugin.exists():
@@ -374,106 +361,17 @@ def _cuda_plugin() -> Path | None:
     return None
 
 
-def _check_cuda() -> Iterator[Finding]:
-    if not has_driver():
-        yield Finding("cuda", Status.SKIP, "no NVIDIA driver; containers without a GPU need none")
-        return
-    try:
-        version = CudaDriver().version
-    except CudaError as error:
-        yield Finding("cuda", Status.WARN, str(error.args[0]), error.hint)
-    else:
-        yield Finding("cuda", Status.OK, f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}")
-        yield from _check_gpus()
-
-
-def _check_gpus() -> Iterator[Finding]:
-    try:
-        version, gpus = read_node()
-    except OcihookError as error:
-        yield Finding("gpus", Status.FAIL, str(error.args[0]), error.hint)
-        return
-    names = ", ".join(f"{g.name} ({g.free_bytes / _GIB:.0f} of {g.total_bytes / _GIB:.0f} GiB free)" for g in gpus)
-    yield Finding("gpus", Status.OK, f"driver {version}: {names or 'none'}")
-    if any(gpu.mig for gpu in gpus):
-        yield Finding("mig", Status.WARN, "a GPU is partitioned", "containers on MIG instances cannot be checkpointed")
-    if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
-        detail = f"{_HUGE_PAGES} is `never`; the driver's copy of GPU memory to the node's takes twice as long"
-        yield Finding("huge pages", Status.WARN, detail, f"echo madvise > {_HUGE_PAGES}")
-
-
-def _check_disk() -> Iterator[Finding]:
-    """A dump needs its memory twice while it is packed, a restore twice while it is unpacked."""
-    places = [place for engine, where in _IMAGE_SET_PLACES.items() if find_program(engine) for place in where]
-    for place in [*dict.fromkeys(places), str(_KUBELET_ARCHIVES)]:
-        try:
-            file_system = os.statvfs(place)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            yield Finding("disk", Status.SKIP, f"{place}: {error.strerror}")
-            continue
-        free_bytes = file_system.f_bavail * file_system.f_frsize
-        detail = f"{place}: {free_bytes / _GIB:.1f} GiB free"
-        if free_bytes < _GIB:
-            yield Finding("disk", Status.FAIL, detail, "free space: a dump needs twice the memory of its container")
-        elif _file_system_type(place) == "tmpfs":
-            yield Finding(
-                "disk", Status.WARN, f"{detail}, but it is memory (tmpfs)", "set TMPDIR for the engine to a disk"
-            )
-        else:
-            yield Finding("disk", Status.OK, detail)
-
-
-def _file_system_type(path: str) -> str:
-    best, kind = "", ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount_point, name, *_ = line.split(" ")
-        if len(mount_point) >= len(best) and (path + "/").startswith(mount_point.rstrip("/") + "/"):
-            best, kind = mount_point, name
-    return kind
-
-
-def _check_memory_bound() -> Iterator[Finding]:
-    try:
-        settings = load_settings()
-    except ConfigError:
-        settings = Settings()
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if free_bytes < settings.memory_bound_bytes:
-        detail = f"{free_bytes >> 20} MiB free, the agent may use {settings.memory_bound_bytes >> 20} MiB"
-        yield Finding("memory", Status.WARN, detail, "lower memory_bound_bytes in /etc/ocihook/config.toml")
-    else:
-        yield Finding("memory", Status.OK, f"the agent's bound is {settings.memory_bound_bytes >> 20} MiB")
-
-
-def _check_cgroups() -> Iterator[Finding]:
-    mounts = Path("/proc/self/mounts").read_text().splitlines()
-    kinds = {line.split(" ")[2] for line in mounts if line.split(" ")[2] in ("cgroup", "cgroup2")}
-    if kinds == {"cgroup", "cgroup2"}:
-        remedy = "boot with systemd.unified_cgroup_hierarchy=1; crun cannot restore into hybrid cgroups"
-        yield Finding("cgroups", Status.WARN if find_program("crun") else Status.OK, "hybrid: v1 and v2", remedy)
-    elif kinds:
-        yield Finding("cgroups", Status.OK, "v2" if kinds == {"cgroup2"} else "v1")
-    else:
-        yield Finding("cgroups", Status.FAIL, "no cgroup file system is mounted", "mount cgroup2 at /sys/fs/cgroup")
-
-
-_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _check_privileges,
-    _check_kernel,
-    _check_selinux,
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_criu,
     _check_runtimes,
     _check_engines,
+    _check_kubelet,
     _check_installation,
     _check_agent,
+    _check_sessions,
     _check_configuration,
     _check_criu_configuration,
     _check_annotations,
-    _check_cuda,
     _check_cuda_plugin,
-    _check_cgroups,
-    _check_memory_bound,
-    _check_disk,
+    _check_nvidia_runtime,
 )

@@ -1,0 +1,186 @@
+"""What processes have open or mapped: files with their names and sizes, watches, locks, namespaces.
+
+Formats: proc_pid_fd(5), proc_pid_fdinfo(5), proc_pid_maps(5), proc_pid_mountinfo(5).
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_DELETED = " (deleted)"
+_WATCH = re.compile(
+    r"^inotify wd:\S+ ino:(?P<ino>\w+) sdev:(?P<device>\w+) .*fhandle-type:(?P<type>\w+) f_handle:(?P<handle>\w+)",
+    re.MULTILINE,
+)
+_LOCK = re.compile(r"^lock:\s+\d+:\s+(?P<kind>\w+)", re.MULTILINE)
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class OpenFile(NamedTuple):
+    """A file that a process has open (`fd`) or mapped (`fd` -1)."""
+
+    pid: int
+    fd: int
+    name: str  # as /proc shows it, without " (deleted)"
+    is_deleted: bool  # nothing has that name any more
+    mode: int
+    device: int  # st_rdev of a device, st_dev of anything else
+    inode: int
+    links: int
+    stored_bytes: int  # that it takes on disk; a sparse file less than its length
+
+    @property
+    def is_regular(self) -> bool:
+        """Tell whether it is a plain file."""
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_device(self) -> bool:
+        """Tell whether it is a character or block device."""
+        return stat.S_ISCHR(self.mode) or stat.S_ISBLK(self.mode)
+
+
+class Watch(NamedTuple):
+    """A file or directory that is watched with inotify."""
+
+    device: int  # as the kernel numbers it
+    inode: int
+    handle_type: int
+    handle: bytes
+
+
+class Mount(NamedTuple):
+    """One line of a mountinfo."""
+
+    id: int
+    device: str  # MAJOR:MINOR
+    root: str  # of the file system, that is mounted
+    place: str
+    kind: str
+    source: str
+
+
+def open_files(pid: int) -> Iterator[OpenFile]:
+    """Yield the files that a process has open; none when it is gone."""
+    for fd in _listed(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            yield _file(pid, int(fd), f"/proc/{pid}/fd/{fd}")
+
+
+def mapped_files(pid: int) -> Iterator[OpenFile]:
+    """Yield the files that a process has mapped by a name that they lost, each once; without root, none."""
+    seen = set()
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
+    except OSError:
+        return
+    for line in maps.splitlines():
+        span, _, _, device, inode, *name = line.split(maxsplit=5)
+        if not name or not name[0].endswith(_DELETED) or not name[0].startswith("/") or (device, inode) in seen:
+            continue
+        seen.add((device, inode))
+        with contextlib.suppress(OSError):
+            yield _file(pid, -1, f"/proc/{pid}/map_files/{span}")
+
+
+def _file(pid: int, fd: int, link: str) -> OpenFile:
+    name, status = os.readlink(link), os.stat(link)
+    is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
+    return OpenFile(
+        pid=pid,
+        fd=fd,
+        name=name.removesuffix(_DELETED),
+        is_deleted=name.endswith(_DELETED),
+        mode=status.st_mode,
+        device=status.st_rdev if is_device else status.st_dev,
+        inode=status.st_ino,
+        links=status.st_nlink,
+        stored_bytes=status.st_blocks * 512,
+    )
+
+
+def watches(pid: int, fd: int) -> list[Watch]:
+    """Return what an inotify descriptor watches."""
+    text = _read(f"/proc/{pid}/fdinfo/{fd}")
+    return [
+        Watch(
+            _device(int(match["device"], 16)),
+            int(match["ino"], 16),
+            int(match["type"], 16),
+            bytes.fromhex(match["handle"]),
+        )
+        for match in _WATCH.finditer(text)
+    ]
+
+
+def _device(number: int) -> int:
+    """Return a device number of the kernel's (20 bits of minor) as stat(2) has it."""
+    return os.makedev(number >> 20, number & 0xFFFFF)
+
+
+def locks(pid: int, fd: int) -> list[str]:
+    """Return the kinds of locks (FLOCK, POSIX, OFDLCK, LEASE) that are held through a descriptor."""
+    return _LOCK.findall(_read(f"/proc/{pid}/fdinfo/{fd}"))
+
+
+def can_open_handle(pid: int, watch: Watch) -> bool:
+    """Tell whether a watched file can be opened by its handle on a mount that the process sees, as CRIU does it."""
+    handle = ctypes.create_string_buffer(
+        len(watch.handle).to_bytes(4, "little") + watch.handle_type.to_bytes(4, "little") + watch.handle
+    )
+    device = f"{os.major(watch.device)}:{os.minor(watch.device)}"
+    for mount in mounts(pid):
+        if mount.device != device:
+            continue
+        with contextlib.suppress(OSError):
+            place = os.open(f"/proc/{pid}/root{mount.place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = _libc.open_by_handle_at(place, handle, os.O_PATH | os.O_CLOEXEC)
+            os.close(place)
+            if fd >= 0:
+                os.close(fd)
+                return True
+    return False
+
+
+def mounts(pid: int) -> list[Mount]:
+    """Return the mounts that a process sees; [] when it is gone."""
+    found = []
+    for line in _read(f"/proc/{pid}/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        number, _, device, root, place, *_ = before.split(" ")
+        kind, source, *_ = after.split(" ")
+        found.append(Mount(int(number), device, _unescape(root), _unescape(place), kind, _unescape(source)))
+    return found
+
+
+def _unescape(text: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def namespaces(pid: int) -> dict[str, str]:
+    """Return the namespaces of a process by kind, each as /proc names it."""
+    found = {}
+    for kind in ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"):
+        with contextlib.suppress(OSError):
+            found[kind] = os.readlink(f"/proc/{pid}/ns/{kind}")
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="surrogateescape")
+    except OSError:
+        return ""
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []

@@ -1,0 +1,92 @@
+"""Finds a running container by its id or name in what runtimes and engines keep of it."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.errors import IdentificationError
+
+# State roots: the runtimes' own (podman, CRI-O), and those that containerd's shims give them, one for each namespace.
+_ROOTS = ("runc", "crun", "containerd/runc/*", "containerd/crun/*")
+_TIMEOUT_S = 10.0
+
+
+class RunningContainer(NamedTuple):
+    """A container that a runtime runs."""
+
+    id: str
+    runtime: str  # runc, crun
+    init_pid: int
+    bundle: str
+    annotations: Mapping[str, str]
+    config: Mapping[str, object]  # of the bundle
+
+
+def find_container(name: str, run: Path = Path("/run")) -> RunningContainer:
+    """Return the one running container with this id, or one that begins so, or this name (Kubernetes', podman's).
+
+    Raises:
+        IdentificationError: if there is none, or more than one.
+    """
+    found = list(_containers(run))
+    matching = [container for container in found if container.id.startswith(name)]
+    matching = matching or [container for container in found if name in _names(container)]
+    if not matching and (podman_id := _podman_id(name)):
+        matching = [container for container in found if container.id == podman_id]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise IdentificationError(f"{name!r} is the beginning of {len(matching)} containers' ids or names")
+    raise IdentificationError(
+        f"no running container {name!r} is known to runc or crun",
+        hint="name its id or its name as the engine shows it; containers of gVisor, Kata and the like have no CRIU",
+    )
+
+
+def container_of(pid: int, run: Path = Path("/run")) -> RunningContainer | None:
+    """Return the container whose init process this is, None if there is none."""
+    return next((container for container in _containers(run) if container.init_pid == pid), None)
+
+
+def _containers(run: Path) -> Iterator[RunningContainer]:
+    for root in _ROOTS:
+        for path in (*run.glob(f"{root}/*/state.json"), *run.glob(f"{root}/*/status")):
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+                if container := _read(path):
+                    yield container
+
+
+def _read(path: Path) -> RunningContainer | None:
+    state = json.loads(path.read_bytes())
+    if path.name == "state.json":  # runc
+        runtime, pid = "runc", int(state["init_process_pid"])
+        labels = state["config"].get("labels") or ()
+        bundle = next((label.removeprefix("bundle=") for label in labels if label.startswith("bundle=")), "")
+    else:
+        runtime, pid, bundle = "crun", int(state["pid"]), str(state.get("bundle", ""))
+    if not Path(f"/proc/{pid}").exists():
+        return None
+    config: dict[str, object] = {}
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads((Path(bundle) / "config.json").read_bytes())
+    annotations = config.get("annotations")
+    known = {str(k): str(v) for k, v in annotations.items()} if isinstance(annotations, dict) else {}
+    return RunningContainer(path.parent.name, runtime, pid, bundle, known, config)
+
+
+def _names(container: RunningContainer) -> set[str]:
+    annotations = container.annotations
+    names = {annotations.get("io.kubernetes.container.name"), annotations.get("io.kubernetes.cri.container-name")}
+    return {name for name in names if name}
+
+
+def _podman_id(name: str) -> str:
+    command = ["podman", "container", "inspect", "--format", "{{.Id}}", "--", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,1 @@
+"""Tells whether a checkpoint will work, on this node and of a workload, and what to do if not."""

@@ -1,0 +1,168 @@
+"""Checks of what is around a workload's processes: its policy, mounts, network, GPUs and size."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ocihook.config import Settings, apply_annotations, load_settings
+from ocihook.cuda.driver import CudaDriver, CudaState, has_driver
+from ocihook.engine.identity import engine_of
+from ocihook.errors import ConfigError, OcihookError
+from ocihook.linux.cgroup import memory_headroom_bytes
+from ocihook.linux.memory import available_bytes
+from ocihook.linux.open_files import Mount, mounts, namespaces
+from ocihook.linux.procfs import Process
+from ocihook.ops.doctor.finding import Finding, Repair, Status
+from ocihook.ops.doctor.machine import IMAGE_SET_PLACES, REMOVE_LOCK, left_network_locks
+from ocihook.ops.doctor.workload import Workload
+from ocihook.ops.gpu import find_gpu_processes, read_node, states
+from ocihook.ops.preflight import Situation, refusals
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_LARGE_TMPFS_BYTES = 64 * _MIB  # CRIU writes it with tar and gzip, on one core
+
+
+def _check_mounts(workload: Workload) -> Iterator[Finding]:
+    container = workload.container
+    if container is None:
+        return
+    known = _configured_mounts(container.config)
+    for mount in mounts(workload.init_pid):
+        if mount.kind == "tmpfs" and mount.place not in known.get("bind", set()):
+            yield from _about_tmpfs(workload, mount)
+        if mount.place == "/" or any(mount.place in places for places in known.values()):
+            continue
+        if "nvidia" in mount.place:
+            detail = f"NVIDIA's hook mounted {mount.place} behind the runtime's back; CRIU cannot dump it"
+            remedy = 'nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, and mode = "cdi" in its config.toml'
+            yield Finding("nvidia-mount", Status.FAIL, detail, remedy)
+        elif mount.root != "/" and mount.kind not in ("proc", "sysfs", "cgroup", "cgroup2", "mqueue", "devpts"):
+            detail = f"{mount.place} was mounted after the container was made; CRIU cannot dump it"
+            remedy = f"nsenter -t {workload.init_pid} -m umount {mount.place}, or mount it through the engine"
+            yield Finding("mount", Status.FAIL, detail, remedy)
+
+
+def _configured_mounts(config: Mapping[str, object]) -> dict[str, set[str]]:
+    """Return the places where a bundle has its runtime mount, by what for."""
+    linux = config.get("linux")
+    linux = linux if isinstance(linux, Mapping) else {}
+    rows = [m for m in (config.get("mounts") or ()) if isinstance(m, Mapping)]  # type: ignore[attr-defined]
+    binds = {str(m.get("destination")) for m in rows if m.get("type") == "bind" or "bind" in (m.get("options") or ())}
+    return {
+        "bind": binds,
+        "mount": {str(m.get("destination")) for m in rows},
+        "device": {str(d.get("path")) for d in (linux.get("devices") or ()) if isinstance(d, Mapping)},
+        "masked": {*map(str, linux.get("maskedPaths") or ()), *map(str, linux.get("readonlyPaths") or ())},
+        "console": {"/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"},
+    }
+
+
+def _about_tmpfs(workload: Workload, mount: Mount) -> Iterator[Finding]:
+    try:
+        state = os.statvfs(f"/proc/{workload.init_pid}/root{mount.place}")
+    except OSError:
+        return
+    used_bytes = (state.f_blocks - state.f_bfree) * state.f_frsize
+    if used_bytes > _LARGE_TMPFS_BYTES:
+        detail = (
+            f"{mount.place} is memory (tmpfs) with {used_bytes // _MIB} MiB, which CRIU packs with gzip on one core"
+        )
+        yield Finding("tmpfs", Status.WARN, detail, f"remove from {mount.place} what can be made anew, or use a volume")
+
+
+def _check_network(workload: Workload) -> Iterator[Finding]:
+    if namespaces(workload.init_pid).get("net") == namespaces(os.getpid()).get("net"):
+        return
+    inside = ("nsenter", "-t", str(workload.init_pid), "-n")
+    if left := left_network_locks(*inside):
+        detail = f"a killed CRIU left its network locked ({left}): nothing comes through"
+        yield Finding("network-lock-left", Status.FAIL, detail, f"{' '.join(inside)} {REMOVE_LOCK}")
+
+
+def _check_gpu(workload: Workload) -> Iterator[Finding]:
+    """What ocihook's own preflight would say."""
+    signs = find_gpu_processes(workload.init_pid)
+    if not signs or not has_driver():
+        return
+    try:
+        driver = CudaDriver()
+        known = states(driver, [process for s in signs if (process := Process.find(s.pid))])
+        version, gpus = read_node()
+    except OcihookError as error:
+        yield Finding("gpu", Status.FAIL, str(error.args[0]), error.hint)
+        return
+    situation = Situation(
+        driver_version=version,
+        machine=platform.machine(),
+        processes=signs,
+        cuda_pids=frozenset(process.pid for process, state in known.items() if state),
+        gpus=gpus,
+        available_ram_bytes=available_bytes(),
+        cgroup_room_bytes=memory_headroom_bytes(workload.init_pid),
+        free_disk_bytes=None,
+    )
+    for reason in refusals(situation):
+        what, _, remedy = reason.rpartition(": ")
+        yield Finding("gpu", Status.FAIL, what, remedy)
+    stuck = [process.pid for process, state in known.items() if state not in (None, CudaState.RUNNING)]
+    if stuck:
+        detail = f"processes {', '.join(map(str, stuck))} are locked or checkpointed and wait for their GPU"
+        yield Finding("gpu-state", Status.FAIL, detail, "ocihook recover", Repair.RECOVER)
+    if not stuck and situation.cuda_pids:
+        detail = f"{len(situation.cuda_pids)} CUDA processes hold {situation.held_bytes / _GIB:.1f} GiB of GPU memory"
+        yield Finding("gpu", Status.OK, detail)
+
+
+def _check_size(workload: Workload) -> Iterator[Finding]:
+    """CRIU writes what is resident; the engine then archives it."""
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    resident = 0
+    for pid in workload.pids:
+        try:
+            fields = Path(f"/proc/{pid}/statm").read_text().split()
+        except OSError:
+            continue
+        resident += (int(fields[1]) - int(fields[2])) * page_bytes  # without what is files'
+    detail = f"{len(workload.pids)} processes with {resident // _MIB} MiB of memory"
+    engine = engine_of(workload.container.annotations) if workload.container else ""
+    for place in IMAGE_SET_PLACES.get(engine.replace("-", ""), ()):
+        if not Path(place).exists():
+            continue
+        state = os.statvfs(place)
+        if resident > state.f_bavail * state.f_frsize:
+            free = state.f_bavail * state.f_frsize // _MIB
+            yield Finding("no-space", Status.FAIL, f"{detail}; {place} has {free} MiB free", f"free space in {place}")
+            return
+    yield Finding("size", Status.OK, detail)
+
+
+def _check_policy(workload: Workload) -> Iterator[Finding]:
+    if workload.container is None:
+        return
+    named = workload.container.annotations.get("org.criu.config")
+    if named:
+        detail = f"org.criu.config has CRIU read {named} in place of ocihook's configuration"
+        yield Finding("org.criu.config", Status.WARN, detail, "take the annotation away")
+    try:
+        policy = apply_annotations(_settings().policy, workload.container.annotations)
+    except ConfigError as error:
+        yield Finding("policy", Status.FAIL, str(error.args[0]), error.hint or "mend the annotation")
+    else:
+        yield Finding("policy", Status.OK, f"mode {policy.mode}; CRIU's options come from {workload.options.file}")
+
+
+def _settings() -> Settings:
+    try:
+        return load_settings()
+    except ConfigError:  # told by the check of the node
+        return Settings()
+
+
+CHECKS: tuple[Callable[[Workload], Iterator[Finding]], ...] = (
+    _check_size,
+    _check_policy,
+    _check_mounts,
+    _check_network,
+    _check_gpu,
+)
