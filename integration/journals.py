@@ -8,9 +8,9 @@ from integration.namespace import Namespace, wait_for
 
 def sessions(namespace: Namespace) -> list[dict[str, Any]]:
     """Return the journals of all ended sessions, oldest first, once none is open any more."""
-    directory = namespace.path("/run/ocihook")
-    wait_for("all sessions to end", lambda: not list((directory / "sessions").glob("*.json")))
-    paths = sorted((directory / "history").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    open_sessions = namespace.path("/run/ocihook/sessions")
+    wait_for("all sessions to end", lambda: not list(open_sessions.glob("*.json")))
+    paths = sorted(namespace.path("/var/lib/ocihook/history").glob("*.json"))
     return [json.loads(path.read_text()) for path in paths]
 
 

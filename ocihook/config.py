@@ -57,6 +57,8 @@ class Settings:
     key_file: str = ""  # keys of the store's domains, {domain} in it is a domain's name; "": nothing is encrypted
     key_command: str = ""  # prints them instead, {domain} likewise; split into words as a shell does, run without one
     store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
+    history_dir: str = "/var/lib/ocihook/history"  # of ended sessions, for `ocihook timeline` and `ocihook metrics`
+    history_kept: int = 100  # ended sessions; their totals stay
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -78,6 +80,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "keep_last": (0, 1 << 20),
     "keep_within_s": (0, 1 << 40),
     "max_store_bytes": (0, 1 << 60),
+    "history_kept": (1, 100000),
 }
 _POLICY_KEYS = {f.name: f.default for f in dataclasses.fields(Policy)}
 _AGENT_KEYS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "policy"}
@@ -164,7 +167,7 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
-    if key in {"store_dir", "archive_dir", "key_file"} and not str(value or "/").startswith("/"):
+    if key in {"store_dir", "archive_dir", "history_dir", "key_file"} and not str(value or "/").startswith("/"):
         raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
     if key == "remote" and value and not _REMOTE.match(str(value)):
         raise ConfigError(

@@ -34,6 +34,7 @@ WORK = Path("/tmp/ocihook-gpu")
 IMAGES = WORK / "images"
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SESSIONS = Path("/run/ocihook")
+HISTORY = Path("/var/lib/ocihook/history")
 COMMAND_TIMEOUT_S = 300
 NCCL = {
     "NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
@@ -198,7 +199,7 @@ def last_session(stage: str, container: str) -> dict[str, Any]:
     deadline = time.time() + 60
     while list((SESSIONS / "sessions").glob("*.json")) and time.time() < deadline:
         time.sleep(0.02)
-    found = [json.loads(path.read_text()) for path in (SESSIONS / "history").glob("*.json")]
+    found = [json.loads(path.read_text()) for path in HISTORY.glob("*.json")]
     found = [s for s in found if stage in s["stages"] and s["container"] and s["container"]["id"] == container]
     return max(found, key=lambda session: float(session["began"]), default={"phases": [], "facts": {}, "stages": {}})
 

@@ -20,6 +20,8 @@ mount -t tmpfs tmpfs "$1/mounts"
 mkdir "$1/mounts/upper" "$1/mounts/work"
 mount -t overlay overlay -o "lowerdir=/etc,upperdir=$1/mounts/upper,workdir=$1/mounts/work" /etc
 mount -t tmpfs tmpfs /run
+mkdir -p /var/lib/ocihook
+mount -t tmpfs tmpfs /var/lib/ocihook
 [ "$(stat -f -c %T /sys/fs/cgroup)" = cgroup2fs ] || mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mkdir -p /etc/ocihook /etc/criu
 rm -f /etc/criu/*.conf

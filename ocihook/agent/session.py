@@ -5,14 +5,16 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ocihook import wire
 from ocihook.config import Settings, load_settings
-from ocihook.errors import OcihookError
-from ocihook.ops import dump, restore
+from ocihook.errors import ConfigError, OcihookError
+from ocihook.ops import dump, history, restore
 from ocihook.ops.journal import Journal
+from ocihook.ops.statistics import note_statistics, open_work_directory
 from ocihook.ops.undo import undo_all, undo_interrupted
 
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet
@@ -73,9 +75,11 @@ class Session:
                 if directory >= 0:
                     os.close(directory)
         except (OcihookError, OSError) as error:
+            self.journal.note_error(error, "failed")
             return self._refuse(stage, str(error))
         except Exception as error:
             log.exception("session %s: %s", self.journal.session_id, stage)
+            self.journal.note_error(error, "failed")
             return self._refuse(stage, f"{type(error).__name__}: {error} (a defect in ocihook)")
         if message:
             log.info("%s: %s", stage, message)
@@ -97,7 +101,7 @@ class Session:
         while True:
             try:
                 undo_all(self.journal)
-                self.journal.finish()
+                self.journal.finish(self._keep)
             except (OcihookError, OSError) as error:
                 log.error("%s", error)
             except Exception:
@@ -106,15 +110,24 @@ class Session:
                 return
             time.sleep(RETRY_S)
 
+    def _keep(self, session_id: str, record: Mapping[str, Any]) -> None:
+        try:
+            settings = self._load()
+        except ConfigError:  # it was told when the session began
+            settings = Settings()
+        history.keep(Path(settings.history_dir), session_id, record, limit=settings.history_kept)
+
     def serve(self, control: socket.socket) -> None:
         """Handle stages that arrive on `control` (a packet with the caller's connection) until CRIU is gone."""
         pidfd = self.journal.criu.open()
         if pidfd is not None:
+            work_directory = open_work_directory(self.journal.criu.pid)
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             poll.register(control, select.POLLIN)
             while pidfd not in dict(poll.poll()):
                 self._answer(control)
+            note_statistics(self.journal, work_directory)
             os.close(pidfd)
         control.close()  # the agent starts another session should a request still be in it
         log.info("session %s: CRIU has ended", self.journal.session_id)

@@ -6,11 +6,14 @@ from typing import Any
 
 import click
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable
 from ocihook.cli.store import percent
-from ocihook.config import load_settings
-from ocihook.errors import AgentError
-from ocihook.ops.journal import Journal, finished_journals, open_journals
+from ocihook.config import Settings, load_settings
+from ocihook.errors import AgentError, ConfigError
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.ops import history
+from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.recover import recover as recover_sessions
 from ocihook.ops.store import list_checkpoints
 from ocihook.store.store import Store
@@ -21,50 +24,52 @@ from ocihook.store.store import Store
 @json_option
 def ps(*, show_all: bool, as_json: bool) -> None:
     """Show the dumps and restores that are going on, and the checkpoints that are still being stored."""
-    journals = []
-    for path in (finished_journals() if show_all else []) + open_journals():
+    settings = load_settings()
+    found = history.read(Path(settings.history_dir)) if show_all else []
+    for path in open_journals():
         with contextlib.suppress(FileNotFoundError):  # it has just ended
-            journals.append(Journal.load(path))
-    pending = [row for row in list_checkpoints(Store.of(load_settings())) if row.state == "pending"]
+            journal = Journal.load(path)
+            found.append({"id": journal.session_id, **journal.to_json()})
+    pending = [row for row in list_checkpoints(Store.of(settings)) if row.state == "pending"]
     if as_json:
-        found = [{"id": journal.session_id, **journal.to_json()} for journal in journals]
         print_json({"sessions": found, "pending": [row._asdict() for row in pending]})
         return
     columns = ["SESSION", "CONTAINER", "ENGINE", "ACT", "STAGE", "STATE", "RAW", "STORED", "TIME"]
-    print_table(columns, [_row(journal) for journal in journals])
+    print_table(columns, [_row(record) for record in found])
     if pending:
         rows = [[row.id, row.container, row.domain, format_bytes(row.raw_bytes), percent(row)] for row in pending]
         print_table(["CHECKPOINT", "CONTAINER", "DOMAIN", "RAW", "STORED"], rows)
 
 
-def _row(journal: Journal) -> list[str]:
-    data = journal.to_json()
-    stages: dict[str, Any] = data["stages"]
-    stage = list(stages)[-1] if stages else ""
-    facts = data["facts"]
-    container = journal.container
+def _row(record: dict[str, Any]) -> list[str]:
+    stages, facts = record["stages"], record["facts"]
+    container = ContainerRef.from_json(record["container"]) if record["container"] else None
     return [
-        journal.session_id,
+        record["id"],
         str(container or ""),
         container.engine or container.runtime if container else "",
-        "dump" if any(name.endswith("dump") for name in stages) else "restore",
-        stage,
-        _state(journal, data),
+        history.act_of(record),
+        list(stages)[-1] if stages else "",
+        _state(record),
         format_bytes(facts["raw_bytes"]) if "raw_bytes" in facts else "",
         format_bytes(facts["stored_bytes"]) if "stored_bytes" in facts else "",
-        f"{data.get('ended', time.time()) - data['began']:.1f} s",
+        f"{record.get('ended', time.time()) - record['began']:.1f} s",
     ]
 
 
-def _state(journal: Journal, data: dict[str, Any]) -> str:
-    if any(entry.get("status") for entry in data["stages"].values()):
-        return "refused"
-    if "ended" in data:
-        return "done"
-    if journal.criu.is_alive():
-        return "running"
-    waiting = ", ".join(effect["kind"] for effect in journal.effects)
+def _state(record: dict[str, Any]) -> str:
+    if "ended" in record or Process(*record["criu"]).is_alive():
+        return history.outcome_of(record)
+    waiting = ", ".join(effect["kind"] for effect in record["effects"])
     return f"undoing: {waiting}" if waiting else "ending"
+
+
+def _settings() -> Settings:
+    try:
+        return load_settings()
+    except ConfigError as error:  # no reason to leave a node in disorder
+        click.echo(f"ocihook: {printable(str(error))}", err=True)
+        return Settings()
 
 
 @click.command()
@@ -76,7 +81,7 @@ def recover(*, release_timeout_s: float, as_json: bool) -> None:
     Normally there is nothing to do: a restarted agent does this by itself. Exit status 7 if something could not be
     undone; what and why is shown, and the command can be repeated.
     """
-    recoveries = recover_sessions(release_timeout_s=release_timeout_s)
+    recoveries = recover_sessions(settings=_settings(), release_timeout_s=release_timeout_s)
     if as_json:
         print_json({"sessions": [recovery._asdict() for recovery in recoveries]})
     elif not recoveries:

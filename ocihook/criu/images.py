@@ -72,6 +72,14 @@ class DumpStats(NamedTuple):
     pages_written: int
 
 
+class RestoreStats(NamedTuple):
+    """CRIU's own measure of a restore; times in microseconds as CRIU stores them."""
+
+    forking_us: int
+    restore_us: int
+    pages_restored: int
+
+
 def _messages(data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, str]) -> Iterator[Message]:
     """Yield the first message as kinds[0], all others as kinds[1].
 
@@ -145,6 +153,20 @@ def parse_dump_stats(data: bytes) -> DumpStats:
         raise ImageError("stats-dump has no statistics of a dump")
     dump = message.dump  # type: ignore[attr-defined]
     return DumpStats(dump.freezing_time, dump.frozen_time, dump.memdump_time, dump.memwrite_time, dump.pages_written)
+
+
+def parse_restore_stats(data: bytes) -> RestoreStats:
+    """Read stats-restore.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    kinds = ("stats_entry", "stats_entry")
+    message = next(_messages(data, "stats-restore", (_SERVICE_MAGIC, _STATS_MAGIC), kinds), None)
+    if message is None or not message.HasField("restore"):
+        raise ImageError("stats-restore has no statistics of a restore")
+    restore = message.restore  # type: ignore[attr-defined]
+    return RestoreStats(restore.forking_time, restore.restore_time, restore.pages_restored)
 
 
 def read_pagemaps(directory: Path) -> dict[str, Pagemap]:

@@ -1,5 +1,8 @@
 """One CUDA process on its way from running through locked to checkpointed and back."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from ocihook.cuda.driver import CudaDriver, CudaState, GpuMap
 from ocihook.errors import CudaStateError
 
@@ -40,10 +43,13 @@ class CudaProcess:
         """Locked to running."""
         self._driver.unlock(self.pid)
 
-    def set_running(self, gpu_map: GpuMap = ()) -> None:
+    def set_running(
+        self, gpu_map: GpuMap = (), measure: Callable[[str], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         """Bring it back to running from whatever state it is in: the inverse of lock and checkpoint.
 
-        Its memory must be what the driver left there, and the GPUs must have room for it.
+        Its memory must be what the driver left there, and the GPUs must have room for it. Each verb is done within
+        `measure`, given its name.
 
         Raises:
             CudaStateError: if the driver has given it up (failed).
@@ -52,6 +58,8 @@ class CudaProcess:
         if state is CudaState.FAILED:
             raise CudaStateError(f"process {self.pid} is lost to CUDA", result=state, hint="end the container")
         if state is CudaState.CHECKPOINTED:
-            self.restore(gpu_map)
+            with measure("restore"):
+                self.restore(gpu_map)
         if state is not CudaState.RUNNING:
-            self.unlock()
+            with measure("unlock"):
+                self.unlock()

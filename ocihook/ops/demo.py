@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ocihook import wire
+from ocihook.config import load_settings
 from ocihook.criu.images import parse_dump_stats
 from ocihook.errors import OcihookError, UnsupportedError
-from ocihook.ops import demo_workload, program
-from ocihook.ops.journal import Journal, finished_journals, open_journals
+from ocihook.ops import demo_workload, history, program
+from ocihook.ops.journal import open_journals
 
 PYTHON = "/usr/bin/python3"  # the container sees the node's /usr
 COMMAND_TIMEOUT_S = 120.0
@@ -121,7 +122,7 @@ class _Demo:
         # A demo's agent has nothing to wait for.
         config = Path("/etc/ocihook/config.toml")
         config.parent.mkdir(exist_ok=True)
-        config.write_text("[agent]\nidle_timeout_s = 1\n")
+        config.write_text(f'[agent]\nidle_timeout_s = 1\nhistory_dir = "{self.scratch}/history"\n')
         _run(*program.command(), "install", "--libexec", "/etc/ocihook/libexec")
         image = self._import_image()
         try:
@@ -228,7 +229,7 @@ class _Demo:
     def _session(self, stage: str) -> dict[str, Any]:
         """Return the journal of the session that handled `stage`."""
         _wait("the session to end", lambda: not open_journals())
-        journals = [Journal.load(path).to_json() for path in finished_journals()]
+        journals = history.read(Path(load_settings().history_dir))
         handled = [journal for journal in journals if stage in journal["stages"]]
         if not handled:
             raise OcihookError(f"CRIU did not call ocihook in {stage}", hint="`ocihook doctor` tells why")

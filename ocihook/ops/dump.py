@@ -110,10 +110,12 @@ def _running_tasks(journal: Journal, init_pid: int) -> Iterator[None]:
         return
     journal.push("thawed", directory=str(freezer.directory), version=freezer.version)
     try:
-        freezer.thaw(FREEZE_TIMEOUT_S)
+        with journal.phase("thaw"):
+            freezer.thaw(FREEZE_TIMEOUT_S)
         yield
     finally:
-        freezer.freeze(FREEZE_TIMEOUT_S)
+        with journal.phase("freeze"):
+            freezer.freeze(FREEZE_TIMEOUT_S)
         journal.pop("thawed")
 
 
@@ -179,6 +181,7 @@ def _not_staged(journal: Journal, container: ContainerRef, error: OcihookError |
         journal.pop(EFFECT)
     if journal.facts["policy"].get("on_pack_error") == "fail":
         raise error
+    journal.note_error(error, "degraded")
     log.warning("container %s: not stored: %s", container, error)
     return f"warning: container {container}: {str(error).rstrip('.')}. The checkpoint is in the engine's archive alone"
 
@@ -206,6 +209,7 @@ def _pack_inline(journal: Journal, container: ContainerRef, request: Request, di
         journal.pop("packing")
         if not is_wanted:
             raise
+        journal.note_error(error, "degraded")
         log.warning("container %s: not packed: %s", container, error)
         return f"warning: container {container}: {str(error).rstrip('.')}. The checkpoint is complete but not packed"
     journal.pop("packing")

@@ -21,6 +21,7 @@ from ocihook.linux.memory import Span, anonymous_spans, subtract
 from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held, thread_ids
 from ocihook.linux.workers import call_each, start_call
+from ocihook.ops.spans import Spans, measured
 
 CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
 COPY_TIMEOUT_S = 1800.0  # for what moves all memory of the GPUs, at 1 GiB/s and less
@@ -79,7 +80,7 @@ def states(driver: CudaDriver, processes: Sequence[Process]) -> dict[Process, Cu
     return found
 
 
-def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float) -> None:
+def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float, spans: Spans | None = None) -> None:
     """Lock every process, or none.
 
     Ranks of a job wait for one another inside CUDA: one that is locked can keep another from coming to its lock. So
@@ -91,13 +92,13 @@ def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float)
     """
     deadline = time.monotonic() + timeout_s
     attempt_s = min(_FIRST_LOCK_S, timeout_s)
+
+    def lock(process: Process) -> None:
+        with measured(spans, "lock", process):
+            driver.lock(process.pid, attempt_s)
+
     while True:
-        failures = _on_each(
-            lambda process: driver.lock(process.pid, attempt_s),  # noqa: B023 - called at once
-            processes,
-            attempt_s + CALL_TIMEOUT_S,
-            "lock",
-        )
+        failures = _on_each(lock, processes, attempt_s + CALL_TIMEOUT_S, "lock")
         if not failures:
             return
         resume_all(driver, processes)
@@ -109,7 +110,9 @@ def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float)
         attempt_s = max(0.1, min(attempt_s * 1.5, _LONGEST_LOCK_S, left_s))
 
 
-def checkpoint_all(driver: CudaDriver, processes: Sequence[Process]) -> list[CheckpointedProcess]:
+def checkpoint_all(
+    driver: CudaDriver, processes: Sequence[Process], spans: Spans | None = None
+) -> list[CheckpointedProcess]:
     """Checkpoint every locked process; return where the driver put what.
 
     All threads are held meanwhile but the one that the driver needs: what is new in memory afterwards is the driver's.
@@ -118,7 +121,14 @@ def checkpoint_all(driver: CudaDriver, processes: Sequence[Process]) -> list[Che
         CudaError: if one cannot be checkpointed, keeps device files, or ends. Others may be checkpointed by then.
         TraceError: if one cannot be held.
     """
-    outcomes = call_each(lambda process: _checkpoint(driver, process), processes, timeout_s=COPY_TIMEOUT_S)
+
+    def checkpoint(process: Process) -> list[Span]:
+        with measured(spans, "checkpoint", process) as span:
+            found = _checkpoint(driver, process)
+            span["bytes"] = sum(part.size_bytes for part in found)
+        return found
+
+    outcomes = call_each(checkpoint, processes, timeout_s=COPY_TIMEOUT_S)
     checkpointed = []
     for process, outcome in zip(processes, outcomes, strict=True):
         if not process.is_alive():
@@ -234,7 +244,9 @@ def wait_for_room(need_bytes: Mapping[str, int]) -> None:
         time.sleep(_POLL_S)
 
 
-def resume_all(driver: CudaDriver, processes: Sequence[Process], gpu_map: GpuMap = ()) -> None:
+def resume_all(
+    driver: CudaDriver, processes: Sequence[Process], gpu_map: GpuMap = (), spans: Spans | None = None
+) -> None:
     """Bring every process back to running, from whatever state it is in.
 
     Raises:
@@ -242,7 +254,7 @@ def resume_all(driver: CudaDriver, processes: Sequence[Process], gpu_map: GpuMap
     """
 
     def set_running(process: Process) -> None:
-        CudaProcess(driver, process.pid).set_running(gpu_map)
+        CudaProcess(driver, process.pid).set_running(gpu_map, lambda verb: measured(spans, verb, process))
 
     failures = _on_each(set_running, processes, COPY_TIMEOUT_S, "restore")
     if failures:

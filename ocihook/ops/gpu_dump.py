@@ -34,6 +34,7 @@ from ocihook.ops.gpu import (
 from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions
 from ocihook.ops.journal import Journal
 from ocihook.ops.preflight import Situation, refusals
+from ocihook.ops.spans import Spans
 from ocihook.store.manifest import read_manifest
 from ocihook.store.packing import Progress
 
@@ -85,15 +86,17 @@ def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: 
         identity=identity(directory),
         moved=False,
     )
-    journal.note(gpu=_gpu_facts(version, gpus, situation))
+    held = {names[process]: held_on(gpus, process.pid) for process in ours}
+    pids = {name: process.pid for process, name in names.items()}
+    journal.note(gpu={**_gpu_facts(version, gpus, situation), "held": held}, pids=pids)
     try:
-        with journal.phase("gpu lock"):
-            lock_all(driver, ours, policy.gpu_lock_timeout_s)
+        with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
+            lock_all(driver, ours, policy.gpu_lock_timeout_s, spans)
         held_bytes = held_by(gpus, [process.pid for process in ours])
-        with journal.phase("gpu checkpoint") as phase:
-            checkpointed = checkpoint_all(driver, ours)
+        with journal.phase("gpu checkpoint") as phase, journal.spans(phase) as spans:
+            checkpointed = checkpoint_all(driver, ours, spans)
             check_contents(checkpointed, held_bytes)
-            phase["bytes"] = sum(span.size_bytes for _, spans in checkpointed for span in spans)
+            phase["bytes"] = sum(part.size_bytes for _, parts in checkpointed for part in parts)
         if in_packs:
             _move_out(journal, checkpointed, names, directory, progress)
     except BaseException:
@@ -118,6 +121,11 @@ def need_by_gpu(gpus: list[Gpu], pids: list[int]) -> dict[str, int]:
     return {uuid: size for uuid, size in need.items() if size}
 
 
+def held_on(gpus: list[Gpu], pid: int) -> dict[str, int]:
+    """Return by UUID how many bytes a process holds."""
+    return {gpu.uuid: size for gpu in gpus if (size := gpu.held_bytes.get(pid, 0))}
+
+
 def _gpu_facts(version: str, gpus: list[Gpu], situation: Situation) -> dict[str, Any]:
     """Return what a restore has to know: the driver, and the GPUs that any process has open."""
     minors = {minor for signs in situation.processes for minor in signs.gpu_minors}
@@ -139,7 +147,7 @@ def _move_out(
 ) -> None:
     discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
     discard_regions(directory)
-    with journal.phase("gpu move out") as phase:
+    with journal.phase("gpu move out") as phase, journal.spans(phase) as spans:
         moved = gpu_memory.move_out(
             checkpointed,
             names,
@@ -149,6 +157,7 @@ def _move_out(
             workers=int(journal.facts.get("workers", 1)),
             durable=not journal.facts.get("leave_running"),
             progress=progress,
+            spans=spans,
         )
         phase["bytes"] = moved.raw_bytes
         try:
@@ -158,9 +167,9 @@ def _move_out(
             unpin_directory(journal.pins)
             discard_regions(directory)
             return
-    with journal.phase("gpu release"):
+    with journal.phase("gpu release") as phase, journal.spans(phase) as spans:
         journal.amend(EFFECT, moved=True)
-        gpu_memory.release(checkpointed)
+        gpu_memory.release(checkpointed, spans)
 
 
 def moved_regions(journal: Journal) -> MovedRegions | None:
@@ -201,6 +210,7 @@ def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None)
             if isinstance(error, CudaError) and not error.result:
                 raise  # not the driver's last word
             end(list(alive.values()))
+            journal.note_error(error, "failed")
             log.error(
                 "container %s: its GPU state cannot be given back and is lost, its processes were killed: %s",
                 journal.container,
@@ -215,20 +225,21 @@ def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None)
 def _resume(effect: Mapping[str, Any], journal: Journal, alive: Mapping[str, Process]) -> None:
     driver = CudaDriver()
     if effect["moved"]:
-        with journal.phase("gpu give back") as phase:
-            phase["bytes"] = _give_back(journal, alive)
+        with journal.phase("gpu give back") as phase, journal.spans(phase) as spans:
+            phase["bytes"] = _give_back(journal, alive, spans)
     left = [process for process in alive.values() if process.is_alive()]
-    with journal.phase("gpu resume"):
+    with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
         if CudaState.CHECKPOINTED in states(driver, left).values():
             wait_for_room(effect["need"])
-        resume_all(driver, left)
+        resume_all(driver, left, spans=spans)
 
 
-def _give_back(journal: Journal, alive: Mapping[str, Process]) -> int:
+def _give_back(journal: Journal, alive: Mapping[str, Process], spans: Spans) -> int:
     """Write all moved memory back; if a process ends meanwhile, all that of the others again."""
     while True:
         try:
-            return gpu_memory.write_back(journal.pins, alive, workers=int(journal.facts.get("workers", 1)))
+            workers = int(journal.facts.get("workers", 1))
+            return gpu_memory.write_back(journal.pins, alive, workers=workers, spans=spans)
         except OSError as error:
             left = {name: process for name, process in alive.items() if process.is_alive()}
             if len(left) == len(alive):

@@ -7,13 +7,11 @@ back in the process or the process is gone, and an engine that removes a failed 
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ocihook import __version__
 from ocihook.errors import OcihookError, TraceError
-from ocihook.linux.memory import ProcessMemory
 from ocihook.linux.mounts import pin_file
 from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, thread_ids
@@ -21,6 +19,7 @@ from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.ops.gpu import COPY_TIMEOUT_S, CheckpointedProcess
 from ocihook.ops.image_set import open_packs
+from ocihook.ops.spans import Spans, measured, opener
 from ocihook.store.manifest import REGION_PACK_PREFIX, Manifest, Region, read_manifest, write_manifest
 from ocihook.store.packing import Progress, Source, no_progress, pack
 
@@ -28,7 +27,7 @@ _MADV_DONTNEED = 4
 _RELEASE_BYTES = 1 << 30  # at a time: a call that takes so long as all of it would hold its thread for seconds
 
 
-def move_out(
+def move_out(  # noqa: PLR0913 - what is moved, what is said of it, and how
     checkpointed: Sequence[CheckpointedProcess],
     names: Mapping[Process, str],
     directory: Path,
@@ -38,6 +37,7 @@ def move_out(
     workers: int,
     durable: bool,
     progress: Progress = no_progress,
+    spans: Spans | None = None,
 ) -> Manifest:
     """Copy the spans of checkpointed processes into packs in `directory`; they stay in the processes, too.
 
@@ -48,17 +48,17 @@ def move_out(
         OSError: from the file system, a full one included.
         OcihookError: on anything else that makes it impossible.
     """
-    spans = [(process, span) for process, spans in checkpointed for span in spans]
-    sources = [Source(partial(ProcessMemory, process), span.start, span.size_bytes) for process, span in spans]
+    found = [(process, span) for process, its_spans in checkpointed for span in its_spans]
+    sources = [Source(opener(spans, process), span.start, span.size_bytes) for process, span in found]
     rows, packs = pack(
         sources, directory, prefix=REGION_PACK_PREFIX, workers=workers, durable=durable, progress=progress
     )
-    for process, _ in spans:
+    for process, _ in found:
         if not process.is_alive():
             raise OcihookError(f"process {process.pid} ended while its memory was read")
     regions = [
         Region(names[process], span.start, span.size_bytes, row)
-        for (process, span), row in zip(spans, rows, strict=True)
+        for (process, span), row in zip(found, rows, strict=True)
     ]
     return Manifest(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -85,13 +85,18 @@ def pin(moved: Manifest, directory: Path, pins: Path) -> None:
     write_manifest(pins, moved, durable=False)  # neither they nor the process outlive a power loss
 
 
-def release(checkpointed: Sequence[CheckpointedProcess]) -> None:
+def release(checkpointed: Sequence[CheckpointedProcess], spans: Spans | None = None) -> None:
     """Make every process drop its spans, which read as zeros then.
 
     Raises:
         TraceError: if one cannot be made to; it may have dropped some.
     """
-    outcomes = call_each(_release, checkpointed, timeout_s=COPY_TIMEOUT_S)
+
+    def let_go(one: CheckpointedProcess) -> None:
+        with measured(spans, "release", one.process):
+            _release(one)
+
+    outcomes = call_each(let_go, checkpointed, timeout_s=COPY_TIMEOUT_S)
     for (process, _), outcome in zip(checkpointed, outcomes, strict=True):
         if isinstance(outcome, Exception) and process.is_alive():
             raise TraceError(f"process {process.pid} did not give its memory back: {outcome}") from outcome
@@ -113,7 +118,12 @@ def _release(checkpointed: CheckpointedProcess) -> None:
 
 
 def write_back(
-    directory: Path, processes: Mapping[str, Process], *, workers: int, progress: Progress = no_progress
+    directory: Path,
+    processes: Mapping[str, Process],
+    *,
+    workers: int,
+    progress: Progress = no_progress,
+    spans: Spans | None = None,
 ) -> int:
     """Write the regions of a manifest in `directory` into processes that stand still or wait for the driver.
 
@@ -122,6 +132,7 @@ def write_back(
         processes: by the names that the regions have for them. Regions of others are left out.
         workers: processes to use.
         progress: told the bytes done.
+        spans: gets how long each worker was at each process.
 
     Returns:
         Bytes of the regions written.
@@ -133,7 +144,7 @@ def write_back(
     manifest = read_manifest(directory)
     if manifest is None:
         return 0
-    memory = {r: partial(ProcessMemory, processes[r.process]) for r in manifest.regions if r.process in processes}
+    memory = {r: opener(spans, processes[r.process]) for r in manifest.regions if r.process in processes}
     packs = open_packs(directory, manifest)
     try:
         packs.write_regions(memory, workers=workers, progress=progress)

@@ -49,7 +49,8 @@ def check_node(journal: Journal, gpu: Mapping[str, Any], criu_pid: int) -> None:
     policy: Mapping[str, Any] = journal.facts.get("policy", {})
     gpu_map = choose_gpu_map(gpu, gpus, given_minors=minors, wanted=str(policy.get("gpu_map", "")))
     need = check_gpus(gpu, gpus, version, gpu_map)
-    journal.note(gpu_map=[list(pair) for pair in gpu_map], need=need, devices=[list(device) for device in devices])
+    given = [list(device) for device in devices]
+    journal.note(gpu=dict(gpu), gpu_map=[list(pair) for pair in gpu_map], need=need, devices=given)
 
 
 def note_half_restored(journal: Journal, init_pid: int) -> None:
@@ -86,16 +87,14 @@ def end_half_restored(effect: Mapping[str, Any], journal: Journal, _timeout_s: f
         )
 
 
-def fill_memory(
-    journal: Journal, init_pid: int, names: Iterable[str], write: Callable[[Mapping[str, Process]], int]
-) -> int:
+def fill_memory(journal: Journal, init_pid: int, names: Iterable[str], write: Callable[..., int]) -> int:
     """Write regions into the new processes, which wait in CRIU's restorer; return the bytes.
 
     Args:
         journal: gets the phase.
         init_pid: of the container.
         names: of the processes that regions belong to, as their manifest has them.
-        write: writes all regions into processes, by these names.
+        write: writes all regions into processes, by these names; `spans` gets how long that took.
 
     Raises:
         OcihookError: to let the restore fail; CRIU then kills them.
@@ -106,9 +105,9 @@ def fill_memory(
         raise OcihookError(
             f"CRIU has restored no process {', '.join(sorted(missing))}, whose GPU memory is in the checkpoint"
         )
-    with journal.phase("gpu write back") as phase:
+    with journal.phase("gpu write back") as phase, journal.spans(phase) as spans:
         try:
-            phase["bytes"] = write(processes)
+            phase["bytes"] = write(processes, spans=spans)
         except OSError as error:
             raise OcihookError(f"GPU memory cannot be written into the restored processes: {error}") from error
     return int(phase["bytes"])
@@ -125,6 +124,7 @@ def resume_gpus(journal: Journal, init_pid: int) -> None:
         return
     processes = [process for s in signs if s.has_driver and (process := Process.find(s.pid))]
     _make_devices(journal, init_pid)
+    journal.note(pids={pid_below(init_pid, process.pid): process.pid for process in processes})
     journal.push(EFFECT, processes=[list(process) for process in processes], init=list(Process.find(init_pid) or ()))
     effect = journal.effect(EFFECT)
     assert effect is not None
@@ -157,7 +157,9 @@ def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None)
     try:
         _resume(effect, journal)
     except CudaError as error:
-        log.error("%s", _given_up(error, effect, journal))
+        given_up = _given_up(error, effect, journal)
+        journal.note_error(given_up, "failed")
+        log.error("%s", given_up)
 
 
 def _resume(effect: Mapping[str, Any], journal: Journal) -> None:
@@ -167,10 +169,10 @@ def _resume(effect: Mapping[str, Any], journal: Journal) -> None:
     waiting = [process for process, state in known.items() if state not in {None, CudaState.RUNNING}]
     if not waiting:
         return
-    with journal.phase("gpu resume"):
+    with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
         if CudaState.CHECKPOINTED in known.values():
             wait_for_room(journal.facts.get("need", {}))
-        resume_all(driver, waiting, [(old, new) for old, new in journal.facts.get("gpu_map", ())])
+        resume_all(driver, waiting, [(old, new) for old, new in journal.facts.get("gpu_map", ())], spans)
 
 
 def _given_up(error: CudaError, effect: Mapping[str, Any], journal: Journal) -> CudaError:

@@ -1,13 +1,14 @@
 """The journal of a session: what a dump or restore has done to a node, on disk before it is done.
 
 Whoever finds a journal whose session is dead can put everything back: each effect names its own inverse
-(ops/undo.py). One JSON file a session, replaced as a whole; finished ones are kept for a while to be looked at.
+(ops/undo.py). One JSON file a session, replaced as a whole; of finished ones the history has a record (ops/history.py).
 """
 
 import contextlib
 import json
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from ocihook.errors import OcihookError
 from ocihook.linux.files import replace_file
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
+from ocihook.ops.spans import Spans
 
-HISTORY_KEPT = 64  # finished journals
 _VERSION = 1
+
+log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -41,6 +44,7 @@ class Journal:
             "stages": {},
             "effects": [],
             "phases": [],
+            "spans": [],
             "facts": {},
         }
         journal = cls(runtime_dir / "sessions" / f"{criu.pid}-{criu.start_ticks}.json", data)
@@ -164,23 +168,51 @@ class Journal:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
         """Measure a phase of the work; the caller may add its `bytes`."""
-        began = time.time()
-        entry: dict[str, Any] = {"name": name, "began": began, "bytes": 0}
+        began, started = time.time(), time.monotonic()
+        entry: dict[str, Any] = {"name": name, "stage": self.stage, "began": began, "bytes": 0}
         try:
             yield entry
+        except BaseException:
+            entry["failed"] = True
+            raise
         finally:
-            self._data["phases"].append(entry | {"seconds": time.time() - began})
+            self._data["phases"].append(entry | {"seconds": time.monotonic() - started})
 
-    def finish(self) -> None:
-        """Move the journal of an ended session to the history."""
-        self._data["ended"] = time.time()
+    @contextlib.contextmanager
+    def spans(self, phase: Mapping[str, Any]) -> Iterator[Spans]:
+        """Measure what workers do in a phase, process by process."""
+        spans = Spans()
+        try:
+            yield spans
+        finally:
+            found = self._data.setdefault("spans", [])  # journals of earlier versions have none
+            found += [{"phase": phase["name"], **span} for span in spans.collect()]
+            spans.close()
+
+    def note_error(self, error: Exception, outcome: str = "") -> None:
+        """Record what went wrong; its `code` is what metrics count. The last error stands.
+
+        Args:
+            error: what happened.
+            outcome: of the session, where its stages do not tell: degraded, failed.
+        """
+        code = getattr(error, "code", "system" if isinstance(error, OSError) else "defect")
+        self._data |= {"error": str(error), "error_code": code, "outcome": outcome}
+
+    def finish(self, keep: Callable[[str, Mapping[str, Any]], None] | None = None) -> None:
+        """End the session's journal.
+
+        Args:
+            keep: given the session's id and its whole record, keeps it.
+        """
+        self._data.setdefault("ended", time.time())
         self._write()
-        history = self.path.parent.parent / "history"
-        history.mkdir(mode=0o700, exist_ok=True)
-        self.path.replace(history / self.path.name)
-        finished = sorted(history.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in finished[:-HISTORY_KEPT]:
-            path.unlink(missing_ok=True)
+        if keep is not None:
+            try:
+                keep(self.session_id, self._data)
+            except OSError as error:  # whatever a session did is undone by now: nothing is to be tried again
+                log.warning("session %s is not in the history: %s", self.session_id, error)
+        self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -190,8 +222,3 @@ class Journal:
 def open_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:
     """Return the journals of sessions that have not ended."""
     return sorted((runtime_dir / "sessions").glob("*.json"))
-
-
-def finished_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:
-    """Return the journals of ended sessions, newest last."""
-    return sorted((runtime_dir / "history").glob("*.json"), key=lambda path: path.stat().st_mtime)

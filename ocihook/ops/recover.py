@@ -1,11 +1,14 @@
 """Puts a node back in order after an agent was killed: undoes what the journals of dead sessions still hold."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ocihook import wire
+from ocihook.config import Settings
 from ocihook.errors import OcihookError
+from ocihook.ops import history
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.lock import lock_agent
 from ocihook.ops.undo import undo_all
@@ -20,23 +23,24 @@ class Recovery(NamedTuple):
     detail: str
 
 
-def recover(runtime_dir: Path = Path(wire.RUNTIME_DIR), *, release_timeout_s: float = 60.0) -> list[Recovery]:
+def recover(
+    runtime_dir: Path = Path(wire.RUNTIME_DIR), *, settings: Settings | None = None, release_timeout_s: float = 60.0
+) -> list[Recovery]:
     """Undo the effects of every session whose CRIU and agent are gone.
 
     Sessions that an agent serves are left to it; it undoes them itself. A session whose CRIU still runs is left
-    alone, too: its next stage starts an agent that finishes it.
+    alone, too: its next stage starts an agent that finishes it. With `settings` the others go into the history.
     """
     lock = lock_agent(runtime_dir)
     try:
-        return [
-            _recover(path, is_served=lock is None, timeout_s=release_timeout_s) for path in open_journals(runtime_dir)
-        ]
+        how = partial(_recover, settings=settings, is_served=lock is None, timeout_s=release_timeout_s)
+        return [how(path) for path in open_journals(runtime_dir)]
     finally:
         if lock is not None:
             os.close(lock)
 
 
-def _recover(path: Path, *, is_served: bool, timeout_s: float) -> Recovery:
+def _recover(path: Path, *, settings: Settings | None, is_served: bool, timeout_s: float) -> Recovery:
     container = "unknown"
     try:
         journal = Journal.load(path)
@@ -47,7 +51,8 @@ def _recover(path: Path, *, is_served: bool, timeout_s: float) -> Recovery:
             return Recovery(path.stem, container, "running", f"CRIU (pid {journal.criu.pid}) is at work on it")
         kinds = [effect["kind"] for effect in journal.effects]
         undo_all(journal, release_timeout_s=timeout_s)
-        journal.finish()
+        keep = partial(history.keep, Path(settings.history_dir), limit=settings.history_kept) if settings else None
+        journal.finish(keep)
     except (OcihookError, OSError) as error:
         return Recovery(path.stem, container, "failed", str(error))
     return Recovery(path.stem, container, "undone", ", ".join(kinds) or "nothing was left")

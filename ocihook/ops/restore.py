@@ -140,11 +140,12 @@ def post_restore(journal: Journal, request: Request, directory: Path, load_setti
         domain = Store.of(load_settings()).open(thin.domain)
         stored = domain.read(thin.checkpoint_id)
         names = {region.process for region in stored.regions}
-        write = partial(write_stored_regions, domain, stored, workers=workers, progress=progress)
+        write = partial(write_stored_regions, domain, stored)
     else:
         manifest = read_manifest(directory)
         names = {region.process for region in manifest.regions} if manifest else set()
-        write = partial(write_back, directory, workers=workers, progress=progress)
+        write = partial(write_back, directory)
+    write = partial(write, workers=workers, progress=progress)
     size = fill_memory(journal, request.init_pid, names, write) if names else 0
     return f"container {journal.container}: {size} bytes of GPU memory written" if size else ""
 

@@ -15,10 +15,10 @@ from ocihook import __version__
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
 from ocihook.errors import IntegrityError, OcihookError, StoreError
-from ocihook.linux.memory import ProcessMemory
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops.image_set import list_other_images, list_packable, open_packs
+from ocihook.ops.spans import Spans, opener
 from ocihook.ops.staging import discard_staged, domain_name, pins_of
 from ocihook.store import rewrite
 from ocihook.store.assemble import Target, assemble
@@ -327,6 +327,7 @@ def write_stored_regions(
     *,
     workers: int,
     progress: Progress = no_progress,
+    spans: Spans | None = None,
 ) -> int:
     """Write a stored checkpoint's regions into processes, by the names that it has for them; return the bytes.
 
@@ -335,8 +336,7 @@ def write_stored_regions(
         OSError: if a process has not mapped a region, or is gone.
     """
     targets = {
-        region.name: Target(partial(ProcessMemory, processes[region.process]), region.start)
-        for region in manifest.regions
+        region.name: Target(opener(spans, processes[region.process]), region.start) for region in manifest.regions
     }
     with domain.shared():
         assemble(domain.layout(manifest), domain.packs, targets, workers=workers, progress=progress)

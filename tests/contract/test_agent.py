@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: hook and 
 
 _SETUP = """
 mount -t tmpfs tmpfs /run
+mkdir -p /var/lib/ocihook
+mount -t tmpfs tmpfs /var/lib/ocihook
 mkdir /run/upper /run/work
 mount -t overlay overlay -o lowerdir=/etc,upperdir=/run/upper,workdir=/run/work /etc
 mkdir -p /etc/ocihook
@@ -72,7 +74,7 @@ class Node:
 
     def history(self) -> list[dict[str, object]]:
         wait_for("sessions to end", lambda: not list(self.run_dir("sessions").glob("*")))
-        files = sorted(self.run_dir("history").glob("*.json"), key=lambda path: path.stat().st_mtime)
+        files = sorted(self.namespace.path("/var/lib/ocihook/history").glob("*.json"))
         return [json.loads(file.read_text()) for file in files]
 
     def agent(self) -> subprocess.Popen[bytes]:

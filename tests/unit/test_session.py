@@ -14,10 +14,9 @@ from ocihook.config import Policy, Settings
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import RuntimeCall
-from ocihook.ops import dump, restore, undo
-from ocihook.ops import journal as journals
+from ocihook.ops import dump, history, restore, undo
 from ocihook.ops.image_set import pack_image_set, verify_image_set
-from ocihook.ops.journal import Journal, finished_journals, open_journals
+from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.recover import recover
 from tests.fakes.images import make_image_set, mixed_pages
 
@@ -31,6 +30,7 @@ class Node:
         self.directory = tmp_path / "checkpoint"
         make_image_set(self.directory, MEMORY)
         self.runtime_dir = tmp_path / "run"
+        self.history_dir = tmp_path / "history"
         self.policy = Policy()
         self.annotations: dict[str, str] = {"io.container.manager": "libpod"}
         call = RuntimeCall(runtime="runc", verb="checkpoint", container_id="ef" * 32, bundle="/b", leave_running=False)
@@ -46,7 +46,7 @@ class Node:
         self.image_fd = os.open(self.directory, os.O_RDONLY)
 
     def settings(self) -> Settings:
-        return Settings(policy=self.policy, workers=1)
+        return Settings(policy=self.policy, workers=1, history_dir=str(self.history_dir))
 
     def stage(self, name: str) -> tuple[int, str]:
         image_dir = f"/proc/{os.getpid()}/fd/{self.image_fd}"
@@ -83,7 +83,9 @@ def test_a_dump_and_a_restore(node: Node) -> None:
     node.session.finish()
     assert not list(node.directory.glob("pages-*"))
     assert open_journals(node.runtime_dir) == []
-    assert [path.name for path in finished_journals(node.runtime_dir)] == [node.journal.path.name]
+    (record,) = history.read(node.history_dir)
+    assert record["id"] == node.journal.session_id
+    assert [phase["name"] for phase in record["phases"]] == ["pack", "unpack"]
 
 
 def test_the_same_stage_gets_the_same_verdict_and_is_done_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,15 +259,6 @@ def test_a_journal_that_cannot_be_read_is_left_for_a_person(tmp_path: Path, cont
     (recovery,) = recover(tmp_path)
     assert recovery.outcome == "failed"
     assert path.read_text() == content
-
-
-def test_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journals, "HISTORY_KEPT", 3)
-    for number in range(5):
-        journal = Journal.create(tmp_path, Process(number + 1, 1))
-        journal.finish()
-        os.utime(tmp_path / "history" / journal.path.name, (number, number))
-    assert len(finished_journals(tmp_path)) == 3
 
 
 def test_effects_are_undone_newest_first_and_forgotten_one_by_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
