@@ -50,6 +50,7 @@ unit: .venv/.ready
 # Real engines, real runtimes, real CRIU; nothing may be skipped here.
 integration: .venv/.ready
 	integration/node-setup trixie
+	integration/node-setup documents
 	integration/node-setup forky $(FORKY_ROOT)
 	integration/node-setup packages $(PACKAGE_ROOTS)
 	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest integration

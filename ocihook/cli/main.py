@@ -23,6 +23,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "store": ("ocihook.cli.store:store", "Show, verify and prune the checkpoints of this node's store."),
     "wait": ("ocihook.cli.store:wait", "Wait until checkpoints are complete in the store."),
     "ps": ("ocihook.cli.sessions:ps", "Show the dumps and restores that are going on."),
+    "timeline": ("ocihook.cli.timeline:timeline", "Show what took how long in a dump or restore."),
     "recover": ("ocihook.cli.sessions:recover", "Undo what sessions left whose agent was killed."),
     "agent": ("ocihook.cli.agent:agent", "Run the agent in the foreground."),
     "demo": ("ocihook.cli.demo:demo", "Checkpoint and restore a real container, with figures."),

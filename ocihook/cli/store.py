@@ -276,7 +276,8 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
             if checkpoint:
                 raise
             continue  # pruned meanwhile
-        complete.append(ops.wait_complete(domain, checkpoint_id, workers=workers, timeout_s=timeout_s))
+        manifest = ops.wait_complete(domain, checkpoint_id, workers=workers, timeout_s=timeout_s, settings=settings)
+        complete.append(manifest)
     if as_json:
         rows = [{"id": m.id, "domain": m.domain, "added_bytes": m.added_bytes} for m in complete]
         print_json({"complete": rows, "seconds": time.monotonic() - began})

@@ -169,7 +169,7 @@ class Journal:
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
         """Measure a phase of the work; the caller may add its `bytes`."""
         began, started = time.time(), time.monotonic()
-        entry: dict[str, Any] = {"name": name, "stage": self.stage, "began": began, "bytes": 0}
+        entry: dict[str, Any] = {"name": name, "began": began, "bytes": 0}
         try:
             yield entry
         except BaseException:

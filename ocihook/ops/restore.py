@@ -84,7 +84,9 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
             phase["bytes"] = pull(store, thin.domain, thin.checkpoint_id, settings.remote, progress=alive).moved_bytes
     domain = store.open(thin.domain)
     with journal.phase("wait for the store"):
-        manifest = wait_complete(domain, thin.checkpoint_id, workers=store_workers(settings), check=lambda: alive(0))
+        manifest = wait_complete(
+            domain, thin.checkpoint_id, workers=store_workers(settings), check=lambda: alive(0), settings=settings
+        )
     _check_criu(manifest.host, criu_version(request.criu_pid))
     check_node(journal, manifest.gpu, request.criu_pid)
     check_other_images(directory, manifest.other_images)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ocihook import __version__
 from ocihook.config import Settings
@@ -17,6 +17,7 @@ from ocihook.criu.images import check_page_images
 from ocihook.errors import IntegrityError, OcihookError, StoreError
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
+from ocihook.ops import history
 from ocihook.ops.image_set import list_other_images, list_packable, open_packs
 from ocihook.ops.spans import Spans, opener
 from ocihook.ops.staging import discard_staged, domain_name, pins_of
@@ -57,8 +58,17 @@ class Listed(NamedTuple):
     done_bytes: int
 
 
-def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Progress = no_progress) -> bool:
+def complete(
+    domain: Domain,
+    checkpoint_id: str,
+    *,
+    workers: int,
+    progress: Progress = no_progress,
+    settings: Settings | None = None,
+) -> bool:
     """Store what was taken for a checkpoint; False if another process is at it. May run again after any interruption.
+
+    With `settings` the history gets a record of it.
 
     Raises:
         IntegrityError: if what was taken is not there any more.
@@ -71,8 +81,8 @@ def complete(domain: Domain, checkpoint_id: str, *, workers: int, progress: Prog
             return False
         job = read_job(domain, checkpoint_id)
         if job is not None and checkpoint_id not in domain.checkpoint_ids():
-            check_taken(job)
-            with domain.shared():
+            with _recorded(settings, domain, job), domain.shared():
+                check_taken(job)
                 if job.is_pushed:
                     domain.note_push(checkpoint_id)
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
@@ -258,9 +268,35 @@ def complete_all(settings: Settings) -> None:
         domain, checkpoint_id = waiting[0]
         tried.add(checkpoint_id)
         try:
-            complete(domain, checkpoint_id, workers=workers)
+            complete(domain, checkpoint_id, workers=workers, settings=settings)
         except (OcihookError, OSError) as error:
             log.error("checkpoint %s in domain %s is not complete: %s", checkpoint_id, domain.name, error)
+
+
+@contextlib.contextmanager
+def _recorded(settings: Settings | None, domain: Domain, job: Job) -> Iterator[None]:
+    """Keep a record in the history of how a checkpoint was completed, or that it was not."""
+    if settings is None:
+        yield
+        return
+    facts: dict[str, object] = {"checkpoint": job.id, "domain": domain.name}
+    record: dict[str, Any] = {"act": "store", "began": time.time(), "stages": {}, "facts": facts}
+    record["container"] = job.container.to_json()
+    started = time.monotonic()
+    try:
+        yield
+        manifest = domain.read(job.id)
+        facts |= {"raw_bytes": manifest.raw_bytes, "stored_bytes": manifest.added_bytes}
+    except (OcihookError, OSError) as error:
+        record |= {"outcome": "failed", "error": str(error), "error_code": getattr(error, "code", "system")}
+        raise
+    finally:
+        phase = {"name": "store", "began": record["began"], "seconds": time.monotonic() - started}
+        record["phases"] = [phase | {"bytes": facts.get("raw_bytes", 0)}]
+        record["ended"] = time.time()
+        with contextlib.suppress(OSError):  # a full disk, which is told of already
+            directory = Path(settings.history_dir)
+            history.keep(directory, f"store-{job.id}", record, limit=settings.history_kept)
 
 
 def wait_complete(
@@ -270,6 +306,7 @@ def wait_complete(
     workers: int,
     timeout_s: float | None = None,
     check: Callable[[], None] = lambda: None,
+    settings: Settings | None = None,
 ) -> StoredManifest:
     """Wait until a checkpoint is complete, and complete it if nobody else is at it.
 
@@ -279,6 +316,7 @@ def wait_complete(
         workers: processes to use.
         timeout_s: how long to wait for another process; None: as long as it takes.
         check: called meanwhile; may raise.
+        settings: tell where the history is that gets a record if it is completed here.
 
     Raises:
         StoreError: if there is no such checkpoint, or it takes too long.
@@ -289,7 +327,7 @@ def wait_complete(
         check()
         if checkpoint_id not in pending_ids(domain):
             break  # complete by now, or never was there: read() tells
-        if not complete(domain, checkpoint_id, workers=workers, progress=lambda _size: check()):
+        if not complete(domain, checkpoint_id, workers=workers, progress=lambda _size: check(), settings=settings):
             if deadline is not None and time.monotonic() >= deadline:
                 done = read_progress(domain, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
