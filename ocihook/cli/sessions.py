@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import click

@@ -115,7 +115,7 @@ def test_doctor_for_programs() -> None:
     result = run("doctor", "--json")
     value = json.loads(result.stdout)
     assert result.returncode == (0 if value["will_work"] else 1)
-    assert {"check", "status", "detail", "remedy"} == set(value["findings"][0])
+    assert {"check", "status", "detail", "remedy", "can_fix"} == set(value["findings"][0])
 
 
 def test_sessions_of_a_node_without_any() -> None:

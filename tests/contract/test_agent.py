@@ -51,7 +51,7 @@ class Node:
 
     def render(self, python: str, site: Path) -> None:
         template = (PROJECT / "ocihook/hook/criu-action").read_text()
-        self.script.write_text(template.replace("@PYTHON@", python).replace("@SITE@", str(site)))
+        self.script.write_text(template.replace("@PYTHONS@", python).replace("@SITE@", str(site)))
         self.script.chmod(0o755)
 
     def annotate(self, annotations: dict[str, str]) -> None:

@@ -71,12 +71,12 @@ def test_an_error_of_a_worker_is_raised_with_all_it_says(workers: int) -> None:
 def test_an_operating_system_error_keeps_its_number() -> None:
     def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
         for task in tasks:
-            os.open("/nonexistent", os.O_RDONLY)
+            os.open("/no/such/file", os.O_RDONLY)
             yield task
 
     with pytest.raises(FileNotFoundError) as caught:
         list(run_forked(worker, tasks=2, workers=2))
-    assert caught.value.filename == "/nonexistent"
+    assert caught.value.filename == "/no/such/file"
 
 
 def test_an_error_that_does_not_pickle_becomes_a_sentence() -> None:

@@ -15,10 +15,12 @@ from ocihook.config import load_settings
 from ocihook.criu.conf import action_scripts, options, read_block, remove_block
 from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
 from ocihook.errors import ConfigError, OcihookError
+from ocihook.model import ContainerRef
+from ocihook.ops import history
 from ocihook.ops.doctor.criu_files import content, files_read_for
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
-from ocihook.ops.journal import Journal, finished_journals, open_journals
+from ocihook.ops.journal import Journal, open_journals
 
 _RESTORE_SWITCH = "enable_experimental_restore_via_create"
 _RUNTIMES = ("runc", "crun")
@@ -238,16 +240,19 @@ def _check_sessions(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Find
             kinds = ", ".join(effect["kind"] for effect in journal.effects) or "nothing to undo"
             detail = f"session {path.stem} of container {journal.container or 'unknown'} was left behind: {kinds}"
             yield Finding("sessions", Status.WARN, detail, "ocihook recover", Repair.RECOVER)
-    for path in reversed(finished_journals(runtime_dir)):
-        with contextlib.suppress(OcihookError, FileNotFoundError):
-            journal = Journal.load(path)
-            failure = journal.facts.get("failure")
-            if failure and path.stat().st_mtime > time.time() - _RECENT_S:
-                detail = (
-                    f"the last {failure['act']} that failed, of {journal.container or 'unknown'}: {failure['what']}"
-                )
-                yield Finding("last failure", Status.OK, detail, failure["remedy"])
-                return
+    with contextlib.suppress(ConfigError):  # told by another check
+        yield from _last_failure(Path(load_settings().history_dir))
+
+
+def _last_failure(directory: Path) -> Iterator[Finding]:
+    for record in reversed(history.read(directory)):
+        failure = record["facts"].get("failure", {})
+        _, text = history.error_of(record)
+        if text and record["ended"] > time.time() - _RECENT_S:
+            container = ContainerRef.from_json(record["container"]) if record.get("container") else "unknown"
+            detail = f"the last {history.act_of(record)} that failed, of {container}: {failure.get('what', text)}"
+            yield Finding("last failure", Status.OK, detail, failure.get("remedy", "ocihook timeline"))
+            return
 
 
 def _check_kubelet() -> Iterator[Finding]:
