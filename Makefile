@@ -1,9 +1,10 @@
 # Two commands matter: `make demo` shows it working, `make test` proves it. Both install what they need (Debian 12, root).
-.PHONY: demo test lint unit fuzz integration bench proto deb rpm requirements clean
+.PHONY: demo test lint unit fuzz integration bench proto deb rpm image requirements clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 FORKY_ROOT ?= /var/cache/ocihook/forky
+IMAGE_PREFIX ?= /opt/ocihook
 PACKAGE_ROOTS ?= /var/cache/ocihook/packages
 export OCIHOOK_FORKY_ROOT := $(FORKY_ROOT)
 export OCIHOOK_PACKAGE_ROOTS := $(PACKAGE_ROOTS)
@@ -32,6 +33,12 @@ deb: .venv/.ready
 rpm: .venv/.ready
 	command -v rpmbuild >/dev/null || apt-get install -y --no-install-recommends rpm
 	$(BIN)/python packaging/build.py rpm dist
+
+# The installer image of packaging/kustomize; BASE: any image with a shell.
+image: .venv/.ready
+	rm -rf dist/image
+	$(BIN)/python packaging/stage.py dist/image --prefix $(IMAGE_PREFIX)
+	podman build $(if $(BASE),--build-arg BASE=$(BASE)) -t ocihook:$(shell git rev-parse --short HEAD) .
 
 requirements: .venv/.ready
 	$(BIN)/pip install -q --group packaging

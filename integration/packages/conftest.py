@@ -54,6 +54,24 @@ def built(tmp_path_factory: pytest.TempPathFactory, roots: Path) -> Built:
     return Built(trees[0], release, (deb, later_deb), (rpm, later_rpm))
 
 
+@pytest.fixture(scope="session")
+def image_contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What the image is built from, and the same of a later release."""
+    contexts = []
+    for name in ("first", "later"):
+        context = tmp_path_factory.mktemp("image") / name
+        (context / "packaging/image").mkdir(parents=True)
+        shutil.copy(PROJECT / "Containerfile", context)
+        shutil.copy(PROJECT / "packaging/image/installer", context / "packaging/image")
+        contexts.append(context)
+    first, later = contexts
+    release = _run("stage.py", str(first / "dist/image"), "--prefix=/opt/ocihook").splitlines()[-1]
+    (later / "dist").mkdir()
+    subprocess.run(["cp", "-a", first / "dist/image", later / "dist"], check=True)
+    _become_later(later / "dist/image", release)
+    return first, later
+
+
 def _build(out: Path, kind: str, tree: Path, more: Sequence[str]) -> Path:
     return Path(_run("build.py", kind, str(out), f"--tree={tree}", *more).splitlines()[-1])
 
@@ -70,10 +88,11 @@ def _run(script: str, *arguments: str) -> str:
 def _become_later(tree: Path, release: str) -> None:
     """Make a tree one of a release whose every module has changed."""
     later = "0.2.0-later"
-    (tree / f"usr/lib/ocihook/{release}").rename(tree / "usr/lib/ocihook" / later)
-    for path in (*(tree / "usr/bin").iterdir(), *(tree / "usr/libexec/ocihook").iterdir()):
+    (place,) = tree.glob("**/lib/ocihook")
+    (place / release).rename(place / later)
+    for path in (*(place.parents[1] / "bin").iterdir(), *(place.parents[1] / "libexec/ocihook").iterdir()):
         path.write_text(path.read_text().replace(release, later))
-    package = tree / f"usr/lib/ocihook/{later}/site-packages/ocihook"
+    package = place / later / "site-packages/ocihook"
     for path in package.rglob("*.py"):
         path.write_text(path.read_text() + "\n# later\n")
     init = package / "__init__.py"

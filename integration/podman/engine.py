@@ -76,14 +76,17 @@ class Podman:
 
     def __call__(self, *arguments: str, check: bool = True) -> str:
         """Run a podman command; return what it prints."""
-        store = self.scratch / "podman"
-        where = ["--root", str(store), "--runroot", "/run/podman-test", "--tmpdir", "/run/podman-test/tmp"]
-        how = ["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs", "--runtime", self.runtime]
         try:
-            return self.namespace.run("podman", *where, *how, *arguments, check=check, TMPDIR=str(self.scratch))
+            return self.namespace.run("podman", *self.options(), *arguments, check=check, TMPDIR=str(self.scratch))
         except CommandError as error:
             log = self.namespace.path("/run/ocihook/agent.log")
             raise CommandError(f"{error}\n{log.read_text() if log.exists() else 'no agent'}") from error
+
+    def options(self) -> list[str]:
+        """Return what every call of this podman needs."""
+        store = self.scratch / "podman"
+        where = ["--root", str(store), "--runroot", "/run/podman-test", "--tmpdir", "/run/podman-test/tmp"]
+        return [*where, "--storage-driver", "vfs", "--cgroup-manager", "cgroupfs", "--runtime", self.runtime]
 
     def ocihook(self, *arguments: str, check: bool = True) -> str:
         """Run an ocihook command inside."""

@@ -4,6 +4,7 @@ So whoever takes ocihook out of the configuration must not take the launcher awa
 """
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -15,7 +16,8 @@ from ocihook.ops.journal import open_journals
 from ocihook.ops.lock import lock_agent
 
 _POLL_S = 0.05
-_CRIU_AT_WORK = {"swrk", "dump", "restore"}  # what runtimes and people start; `criu service` and its like stay
+# What runtimes and people start, under the title that CRIU gives itself, too; `criu service` and its like stay.
+_CRIU_AT_WORK = re.compile(r"(?:\S*/)?criu:? +(?:-\S* +)*(?:swrk|pre-dump|dump|restore)\b")
 
 
 def wait_until_unused(runtime_dir: Path = Path(wire.RUNTIME_DIR), *, timeout_s: float) -> None:
@@ -47,8 +49,7 @@ def _users(runtime_dir: Path) -> list[str]:
 
 
 def _is_criu_at_work(pid: int) -> bool:
-    words = command_line(pid)
-    return bool(words) and Path(words[0]).name == "criu" and not _CRIU_AT_WORK.isdisjoint(words[1:3])
+    return _CRIU_AT_WORK.match(" ".join(command_line(pid))) is not None
 
 
 def _end_agent(runtime_dir: Path) -> bool:

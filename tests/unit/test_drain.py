@@ -14,6 +14,9 @@ from ocihook.ops import drain
 from ocihook.ops.drain import wait_until_unused
 
 
+IS_CRIU = drain._is_criu_at_work
+
+
 @contextmanager
 def process_named(*words: str) -> Iterator[subprocess.Popen[bytes]]:
     """A shell that reads commands from us until it is ended, with `words` as its command line."""
@@ -28,9 +31,16 @@ def process_named(*words: str) -> Iterator[subprocess.Popen[bytes]]:
 def only_our_processes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The machine may be at work with CRIU of its own."""
     ours: set[int] = set()
-    is_criu = drain._is_criu_at_work
-    monkeypatch.setattr(drain, "_is_criu_at_work", lambda pid: pid in ours and is_criu(pid))
+    monkeypatch.setattr(drain, "_is_criu_at_work", lambda pid: pid in ours and IS_CRIU(pid))
     return ours
+
+
+@pytest.mark.parametrize(
+    "title", [("criu: dump --rpc -t 7",), ("criu", "restore", "-d"), ("/usr/sbin/criu", "swrk", "3")]
+)
+def test_criu_is_known_under_every_title(monkeypatch: pytest.MonkeyPatch, title: tuple[str, ...]) -> None:
+    monkeypatch.setattr(drain, "command_line", lambda _pid: list(title))
+    assert IS_CRIU(1)
 
 
 def test_criu_at_work_is_waited_for(tmp_path: Path, only_our_processes: set[int]) -> None:
