@@ -20,6 +20,7 @@ ANNOTATION_PREFIX = "ocihook.io/"
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
 _REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
+_METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}")
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 
 
@@ -59,6 +60,7 @@ class Settings:
     store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
     history_dir: str = "/var/lib/ocihook/history"  # of ended sessions, for `ocihook timeline` and `ocihook metrics`
     history_kept: int = 100  # ended sessions; their totals stay
+    metrics_address: str = ""  # 127.0.0.1:9748 or unix:/run/ocihook/metrics.sock: the agent stays and serves metrics
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -173,6 +175,8 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
         raise ConfigError(
             f"{where}: {key} must be /DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY, not {value!r}"
         )
+    if key == "metrics_address" and not _METRICS_ADDRESS.fullmatch(str(value)):
+        raise ConfigError(f"{where}: {key} must be 127.0.0.1:PORT, [::1]:PORT or unix:/PATH, not {value!r}")
     if key == "gpu_map" and not _GPU_MAP.fullmatch(str(value)):
         raise ConfigError(f"{where}: {key} must be OLD=NEW,... of GPU UUIDs, not {value!r}")
     return value

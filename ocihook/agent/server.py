@@ -33,6 +33,8 @@ from ocihook.store.store import Store
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_MOST_SCRAPES = 4  # at a time
+_SCRAPE_TIMEOUT_S = 30
 _FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,13 @@ log = logging.getLogger(__name__)
 class Agent:
     """Accepts requests, keeps one child for each session, leaves when idle."""
 
-    def __init__(self, listener: socket.socket, runtime_dir: Path, load: Callable[[], Settings]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        runtime_dir: Path,
+        load: Callable[[], Settings],
+        metrics: socket.socket | None = None,
+    ) -> None:
         self._listener = listener
         self._runtime_dir = runtime_dir
         self._load = load
@@ -51,6 +59,10 @@ class Agent:
         self._has_more = False  # there may be checkpoints that it has not seen
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
+        self._metrics = metrics
+        self._scrapes: dict[int, int] = {}  # pidfd -> pid of what answers one
+        if metrics is not None:
+            self._selector.register(metrics, selectors.EVENT_READ)
         self._is_stopping = False
 
     def run(self, idle_timeout_s: float) -> None:
@@ -65,6 +77,10 @@ class Agent:
             for key, _ in self._selector.select(timeout=1.0):
                 if key.fileobj is self._listener:
                     self._accept()
+                elif key.fileobj is self._metrics:
+                    self._accept_scrape()
+                elif key.fd in self._scrapes:
+                    self._reap_scrape(key.fd)
                 elif self._background and key.fd == self._background[0]:
                     self._reap_background()
                 else:
@@ -75,7 +91,7 @@ class Agent:
     def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
         if self._is_stopping:
             return bool(self._children)  # what is pending stays so, for the next agent
-        return bool(self._children or self._background) or is_recent
+        return bool(self._children or self._background or self._metrics) or is_recent
 
     def _stop(self) -> None:
         log.info("stopping; %d sessions will end first", len(self._children))
@@ -142,13 +158,59 @@ class Agent:
         if self._has_more:
             self._complete_pending()
 
+    def _accept_scrape(self) -> None:
+        """Have metrics told by a process of its own: the agent waits for nobody."""
+        assert self._metrics is not None
+        try:
+            connection, _ = self._metrics.accept()
+        except OSError as error:  # whoever asked has gone
+            log.warning("metrics: %s", error)
+            return
+        with connection:
+            if len(self._scrapes) >= _MOST_SCRAPES:
+                return
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                self._be_scrape(connection, parent)
+        pidfd = os.pidfd_open(pid)
+        self._scrapes[pidfd] = pid
+        self._selector.register(pidfd, selectors.EVENT_READ)
+
+    def _be_scrape(self, connection: socket.socket, parent: int) -> None:
+        """Body of the process that tells metrics; never returns."""
+        try:
+            die_with_parent(parent)
+            for number in _STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.alarm(_SCRAPE_TIMEOUT_S)  # which ends this process
+            self._let_go()
+            run_at_low_priority()
+            from ocihook.agent.metrics import answer  # late: no checkpoint has to wait for it
+
+            answer(connection, self._load(), self._runtime_dir)
+        except (OcihookError, OSError) as error:
+            log.error("metrics: %s", error)
+        except Exception:
+            log.exception("metrics")
+        finally:
+            logging.shutdown()
+            os._exit(0)
+
+    def _reap_scrape(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        os.waitpid(self._scrapes.pop(pidfd), 0)
+
     def _let_go(self) -> None:
         """Close in a child what is the agent's."""
         self._selector.close()
         self._listener.close()
         for control in self._controls.values():
             control.close()
-        for pidfd in [*self._children, *(self._background or ())[:1]]:
+        if self._metrics is not None:
+            self._metrics.close()
+        for pidfd in [*self._children, *self._scrapes, *(self._background or ())[:1]]:
             os.close(pidfd)
 
     def _read_request(self, connection: socket.socket) -> wire.Request:
@@ -237,9 +299,13 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     if detached:
         leave_cgroup()
     listener, is_ours = _listener(runtime_dir)
+    settings = _settings()
+    metrics = _metrics_listener(settings.metrics_address)
     try:
-        Agent(listener, runtime_dir, load_settings).run(_idle_timeout_s())
+        Agent(listener, runtime_dir, load_settings, metrics).run(settings.idle_timeout_s)
     finally:
+        if metrics is not None:
+            metrics.close()
         if is_ours:
             (runtime_dir / wire.SOCKET_NAME).unlink(missing_ok=True)
         listener.close()
@@ -258,9 +324,32 @@ def _listener(runtime_dir: Path) -> tuple[socket.socket, bool]:
     return listener, True
 
 
-def _idle_timeout_s() -> float:
+def _metrics_listener(address: str) -> socket.socket | None:
+    """Return the socket to tell metrics on; None if none is wanted, or it cannot be had."""
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    is_unix = host == "unix"
     try:
-        return load_settings().idle_timeout_s
+        if is_unix and Path(port).is_socket():  # stale: there is one agent
+            Path(port).unlink()
+        family = socket.AF_UNIX if is_unix else socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(port if is_unix else (host.strip("[]"), int(port)))
+            listener.listen()
+            listener.setblocking(False)
+            stack.pop_all()
+    except (OSError, OverflowError) as error:  # no reason not to checkpoint
+        log.error("metrics cannot be served on %s: %s", address, error)
+        return None
+    return listener
+
+
+def _settings() -> Settings:
+    try:
+        return load_settings()
     except ConfigError as error:  # told to whoever checkpoints; it is no reason not to listen
         log.error("%s", error)
-        return Settings().idle_timeout_s
+        return Settings()

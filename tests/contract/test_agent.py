@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -325,3 +326,31 @@ def test_a_runtime_directory_that_cannot_be_written(node: Node) -> None:
     assert "the agent cannot start" in output
     assert "the dump is refused, the container runs on" in output
     assert "pre-restore 0" in node.criu("restore", "pre-restore")
+
+
+def test_metrics_are_served_and_keep_the_agent(node: Node) -> None:
+    """While a scraper says nothing, checkpoints go on; a file that is no socket stays."""
+    address = "unix:/run/ocihook/metrics.sock"
+    config = node.namespace.path("/etc/ocihook/config.toml")
+    config.write_text(f'[agent]\nidle_timeout_s = 1\nmetrics_address = "{address}"\n')
+    agent = node.agent()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(node.run_dir("metrics.sock")))
+        assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+        node.history()
+        with socket.socket(socket.AF_UNIX) as scraper:
+            scraper.connect(str(node.run_dir("metrics.sock")))
+            scraper.settimeout(30)
+            scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            answer = b"".join(iter(lambda: scraper.recv(1 << 16), b"")).decode()
+    assert answer.startswith("HTTP/1.0 200 OK")
+    assert 'ocihook_sessions_total{act="dump",outcome="done"} 1.0' in answer
+    assert agent.poll() is None
+    agent.terminate()
+    assert agent.wait(30) == 0
+
+    node.run_dir("metrics.sock").unlink()
+    node.run_dir("metrics.sock").write_text("somebody's")
+    node.agent()  # that one serves no metrics, and leaves
+    assert node.run_dir("metrics.sock").read_text() == "somebody's"
+    assert f"metrics cannot be served on {address}" in (node.scratch / "agent.log").read_text()

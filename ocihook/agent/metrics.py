@@ -1,0 +1,184 @@
+"""Metrics of this node for Prometheus, made from the history and the store: they survive the agent and a reboot."""
+
+import contextlib
+import os
+import socket
+import time
+from calendar import timegm
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import MetricsHandler
+from prometheus_client.registry import Collector
+
+from ocihook import __version__, wire
+from ocihook.config import Settings
+from ocihook.errors import IntegrityError, OcihookError
+from ocihook.ops import history
+from ocihook.ops.journal import Journal, open_journals
+from ocihook.store.domain import Domain, domain_names
+from ocihook.store.pending import check_taken, pending_ids, read_job, read_progress
+
+_ACTS = ("dump", "restore", "store")
+_OUTCOMES = ("done", "degraded", "refused", "failed")
+
+
+def render(settings: Settings, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> bytes:
+    """Return all metrics in Prometheus's text format."""
+    return generate_latest(_registry(settings, runtime_dir))
+
+
+def answer(connection: socket.socket, settings: Settings, runtime_dir: Path) -> None:
+    """Answer one HTTP request on a connection."""
+    handler = MetricsHandler.factory(_registry(settings, runtime_dir))
+    handler(connection, ("", 0), None)  # it asks its server for nothing
+
+
+def _registry(settings: Settings, runtime_dir: Path) -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Node(settings, runtime_dir))
+    return registry
+
+
+class _Node(Collector):
+    def __init__(self, settings: Settings, runtime_dir: Path) -> None:
+        self._settings, self._runtime_dir = settings, runtime_dir
+
+    def collect(self) -> Iterable[Metric]:
+        build = GaugeMetricFamily("ocihook_build_info", "1, with the version of ocihook.", labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build
+        yield from _sessions(history.totals(Path(self._settings.history_dir))["acts"])
+        yield _open_sessions(self._runtime_dir)
+        yield from _store(Path(self._settings.store_dir))
+
+
+def _sessions(acts: dict[str, Any]) -> Iterator[Metric]:
+    sessions = CounterMetricFamily("ocihook_sessions", "Sessions that ended, by outcome.", labels=["act", "outcome"])
+    last = GaugeMetricFamily(
+        "ocihook_session_last_end_timestamp_seconds", "When the last one ended so.", labels=["act", "outcome"]
+    )
+    causes = CounterMetricFamily(
+        "ocihook_failures", "Sessions that were not done as wanted, by error code.", labels=["act", "code"]
+    )
+    whole = HistogramMetricFamily(
+        "ocihook_session_duration_seconds", "From CRIU's first stage to the last undoing.", labels=["act"]
+    )
+    phases = HistogramMetricFamily(
+        "ocihook_phase_duration_seconds", "Phases of a session; those of CRIU by its own word.", labels=["act", "phase"]
+    )
+    moved = CounterMetricFamily("ocihook_phase_bytes", "Bytes that a phase moved.", labels=["act", "phase"])
+    memory = CounterMetricFamily(
+        "ocihook_memory_bytes", "Memory checkpointed or restored: raw, and as it was stored.", labels=["act", "kind"]
+    )
+    for act in _ACTS:  # those of which there was none, too: what increases must have begun at 0
+        total = acts.get(act, {"outcomes": {}, "causes": {}, "phases": {}, "bytes": {}})
+        for outcome in _OUTCOMES:
+            entry = total["outcomes"].get(outcome, {"count": 0, "last": 0.0})
+            sessions.add_metric([act, outcome], entry["count"])
+            if entry["count"]:
+                last.add_metric([act, outcome], entry["last"])
+        for code, count in total["causes"].items():
+            causes.add_metric([act, code], count)
+        for kind in ("raw", "stored"):
+            memory.add_metric([act, kind], total["bytes"].get(kind, 0))
+        for name, phase in total["phases"].items():
+            bounds = [*map(str, history.BUCKETS_S), "+Inf"]
+            buckets = list(zip(bounds, accumulate(phase["buckets"]), strict=True))
+            if name == "all":
+                whole.add_metric([act], buckets, phase["seconds"])
+                continue
+            phases.add_metric([act, name], buckets, phase["seconds"])
+            if phase["bytes"]:
+                moved.add_metric([act, name], phase["bytes"])
+    yield from (sessions, last, causes, whole, phases, moved, memory)
+
+
+def _open_sessions(runtime_dir: Path) -> Metric:
+    """Count sessions that go on, and those whose CRIU is gone and that have still something to undo."""
+    counts = {"running": 0, "undoing": 0}
+    for path in open_journals(runtime_dir):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            try:
+                counts["running" if Journal.load(path).criu.is_alive() else "undoing"] += 1
+            except OcihookError:  # a journal that only a person can tell the meaning of
+                counts["undoing"] += 1
+    family = GaugeMetricFamily("ocihook_open_sessions", "Sessions that have not ended.", labels=["state"])
+    for state, count in counts.items():
+        family.add_metric([state], count)
+    return family
+
+
+def _store(root: Path) -> Iterator[Metric]:
+    gauges = {
+        name: GaugeMetricFamily(f"ocihook_store_{name}", text, labels=["domain"])
+        for name, text in (
+            ("checkpoints", "Complete checkpoints."),
+            ("raw_bytes", "Memory of all complete checkpoints."),
+            ("stored_bytes", "What that takes on disk."),
+            ("index_bytes", "What the index takes on disk."),
+            ("dedup_ratio", "Bytes of memory that a stored byte stands for."),
+            ("pending_checkpoints", "Checkpoints taken that are not complete yet."),
+            ("pending_bytes", "Memory of those that is still to be stored."),
+            ("pending_oldest_timestamp_seconds", "When the oldest of those was taken."),
+            ("lost_checkpoints", "Checkpoints taken whose memory is gone."),
+            ("readable", "0: the domain is damaged; `ocihook store verify` says what."),
+        )
+    }
+    for name in domain_names(root):
+        try:
+            values = _domain(Domain.open(root, name))
+        except (OcihookError, OSError):
+            values = {"readable": 0.0}
+        for key, value in values.items():
+            gauges[key].add_metric([name], value)
+    yield from gauges.values()
+    with contextlib.suppress(OSError):  # no store yet
+        space = os.statvfs(root)
+        for key, blocks in (("free", space.f_bavail), ("size", space.f_blocks)):
+            text = f"{key.capitalize()} bytes of the file system that has the store."
+            yield GaugeMetricFamily(f"ocihook_store_filesystem_{key}_bytes", text, value=blocks * space.f_frsize)
+
+
+def _domain(domain: Domain) -> dict[str, float]:
+    manifests = domain.checkpoints()
+    raw = sum(manifest.raw_bytes for manifest in manifests)
+    stored = _size(domain.packs_dir) + _size(domain.checkpoints_dir)
+    pending, left, oldest, lost = 0, 0, time.time(), 0
+    done = {manifest.id for manifest in manifests}
+    for checkpoint_id in pending_ids(domain):
+        job = read_job(domain, checkpoint_id)
+        if job is None or checkpoint_id in done:
+            continue
+        try:
+            check_taken(job)
+        except IntegrityError:
+            lost += 1
+            continue
+        pending += 1
+        left += max(0, job.raw_bytes - read_progress(domain, checkpoint_id))
+        oldest = min(oldest, timegm(time.strptime(job.created, "%Y-%m-%dT%H:%M:%SZ")))
+    values: dict[str, float] = {
+        "checkpoints": len(manifests),
+        "raw_bytes": raw,
+        "stored_bytes": stored,
+        "index_bytes": _size(domain.index_dir),
+        "pending_checkpoints": pending,
+        "pending_bytes": left,
+        "lost_checkpoints": lost,
+        "readable": 1,
+    }
+    values |= {"dedup_ratio": raw / stored} if manifests and stored else {}
+    return values | ({"pending_oldest_timestamp_seconds": oldest} if pending else {})
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+            total += path.stat().st_size
+    return total

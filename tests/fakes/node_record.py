@@ -1,0 +1,70 @@
+"""A node with a history and a store in which everything has happened once, for what tells of them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ocihook.config import Settings
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.ops import history
+from ocihook.ops.journal import Journal
+from ocihook.ops.staging import begin, stage
+from ocihook.ops.store import complete
+from ocihook.store.domain import Domain
+from ocihook.store.pending import directory_of
+from tests.fakes.images import make_image_set, mixed_pages
+
+PAGES = 300
+_STAGES = {"dump": ("pre-dump", "post-dump"), "restore": ("pre-restore", "post-resume"), "store": ()}
+
+
+def record(act: str, outcome: str, ended: float) -> dict[str, Any]:
+    """Return the record of a session that took 2 s and packed 4 MiB into 1 MiB."""
+    done = {"status": 0, "message": "", "began": ended - 1, "seconds": 0.5}
+    stages: dict[str, Any] = dict.fromkeys(_STAGES[act], done)
+    if outcome == "refused":
+        stages = {_STAGES[act][0]: {**done, "status": 1}}
+    error = {} if outcome == "done" else {"error": "what happened", "error_code": "store-full", "outcome": outcome}
+    return {
+        "act": act,
+        "began": ended - 2,
+        "ended": ended,
+        "container": None,
+        "stages": stages,
+        "phases": [{"name": "pack", "began": ended - 1, "seconds": 0.3, "bytes": 4 << 20}],
+        "facts": {
+            "raw_bytes": 4 << 20,
+            "stored_bytes": 1 << 20,
+            "criu_statistics": {"freezing": 1000, "frozen": 1500000, "memdump": 2000, "memwrite": 3000},
+        },
+        **error,
+    }
+
+
+def make_node(root: Path) -> Settings:
+    """Make history and store: of one container a checkpoint that is complete, one that is pending, and a lost one."""
+    settings = Settings(history_dir=str(root / "history"), store_dir=str(root / "store"), workers=1)
+    ended = 1000.0
+    for act, outcome in (("dump", "done"), ("dump", "refused"), ("dump", "degraded"), ("restore", "failed")):
+        history.keep(root / "history", f"{int(ended)}-1", record(act, outcome, ended), limit=100)
+        ended += 10
+    taken = [_take(root) for _ in range(3)]
+    domain = Domain.open(root / "store", "ml")
+    assert complete(domain, taken[0], workers=1, settings=settings)
+    (directory_of(domain, taken[2]) / "pages-1.img").unlink()
+    return settings
+
+
+def _take(root: Path) -> str:
+    images = root / "images"
+    make_image_set(images, {1: mixed_pages(PAGES)})
+    criu = Process.find(os.getpid())
+    assert criu is not None
+    journal = Journal.create(root / "run", criu)
+    container = ContainerRef(id="ab" * 32, name="c", pod_name="p", pod_namespace="ml")
+    begin(journal, container, str(images), images, store_dir=root / "store")
+    job = stage(journal, container, images, store_dir=root / "store", host={}, durable=False)
+    assert job is not None
+    journal.finish()
+    return job.id
