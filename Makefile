@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` shows it working, `make test` proves it. Both install what they need (Debian 12, root).
-.PHONY: demo test lint unit fuzz integration bench proto deb rpm image requirements clean
+.PHONY: demo test lint unit fuzz integration bench proto docs deb rpm image requirements clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,6 +44,10 @@ requirements: .venv/.ready
 	$(BIN)/pip install -q --group packaging
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --only-binary :all: --python-version 3.11 \
 	    --upgrade --no-annotate --custom-compile-command 'make requirements' -q -o packaging/requirements.txt
+
+# Man pages and completions, from the commands and settings; a test fails when they are not the code's.
+docs: .venv/.ready
+	$(BIN)/python -m ocihook.cli.manual packaging
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .

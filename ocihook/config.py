@@ -32,7 +32,7 @@ class Policy:
     on_pack_error: str = "keep"  # keep: the checkpoint succeeds unpacked, with a warning; fail: the dump fails
     quiesce_signal: str = ""  # sent to the container's init before the dump, while it runs; "" for none
     quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init then creates or touches
-    quiesce_timeout_s: float = 10.0
+    quiesce_timeout_s: float = 10.0  # for init to do so, else the dump is refused
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end
     gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored; warn: a line in the log, and go on
@@ -63,7 +63,7 @@ class Settings:
     metrics_address: str = ""  # 127.0.0.1:9748 or unix:/run/ocihook/metrics.sock: the agent stays and serves metrics
 
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
+CHOICES: Mapping[str, tuple[str, ...]] = {
     "mode": ("inline", "store", "off"),
     "on_pack_error": ("keep", "fail"),
     "quiesce_signal": _SIGNALS,
@@ -73,7 +73,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "on_gpu_restore_error": ("kill", "keep"),
     "push": ("never", "always"),
 }
-_RANGES: Mapping[str, tuple[float, float]] = {
+RANGES: Mapping[str, tuple[float, float]] = {
     "quiesce_timeout_s": (0.1, 600),
     "gpu_lock_timeout_s": (0.1, 3600),
     "idle_timeout_s": (1, 86400),
@@ -161,10 +161,10 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
     if type(value) is not type(default):
         kinds = {str: "a string", int: "an integer", float: "a number"}
         raise ConfigError(f"{where}: {key} must be {kinds[type(default)]}, not {value!r}")
-    if key in _CHOICES and value not in _CHOICES[key]:
-        raise ConfigError(f"{where}: {key} must be one of {', '.join(map(repr, _CHOICES[key]))}, not {value!r}")
-    if key in _RANGES and isinstance(value, (int, float)):
-        low, high = _RANGES[key]
+    if key in CHOICES and value not in CHOICES[key]:
+        raise ConfigError(f"{where}: {key} must be one of {', '.join(map(repr, CHOICES[key]))}, not {value!r}")
+    if key in RANGES and isinstance(value, (int, float)):
+        low, high = RANGES[key]
         if not low <= value <= high:
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from types import FrameType
 
 import click
+from click.shell_completion import CompletionItem
 
 from ocihook import __version__
 from ocihook.cli.render import printable
 from ocihook.errors import OcihookError
 
 # name -> module:attribute and summary, so that `--help` imports none of them
-_COMMANDS: Mapping[str, tuple[str, str]] = {
+COMMANDS: Mapping[str, tuple[str, str]] = {
     "install": ("ocihook.cli.install:install", "Have CRIU call ocihook on this node."),
     "uninstall": ("ocihook.cli.install:uninstall", "Take back what install changed."),
     "doctor": ("ocihook.cli.doctor:doctor", "Tell whether a checkpoint will work here, and what to do if not."),
@@ -31,31 +32,48 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 
 
+# Of every command. Those of errors are their classes' (errors.py).
+EXIT_STATUS: Mapping[int, str] = {
+    0: "done",
+    1: "error",
+    2: "usage or configuration is wrong",
+    4: "a checkpoint is damaged",
+    5: "not possible on this node",
+    7: "the agent failed, or something is still to be undone",
+    9: "no space is left",
+    10: "a remote or a registry cannot be reached, or refuses",
+    130: "interrupted",
+}
+
+
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
-        module, attribute = _COMMANDS[cmd_name][0].split(":")
+        module, attribute = COMMANDS[cmd_name][0].split(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        named = [(name, summary) for name, (_, summary) in COMMANDS.items() if name.startswith(incomplete)]
+        return [CompletionItem(n, help=s) for n, s in named] + click.Command.shell_complete(self, ctx, incomplete)
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=f"Exit status: {', '.join(f'{status} {meaning}' for status, meaning in EXIT_STATUS.items())}.",
+)
 @click.version_option(__version__, prog_name="ocihook")
 def cli() -> None:
-    r"""Checkpoint and restore GPU containers on stock clusters.
-
-    \b
-    Exit status: 0 done, 1 error, 2 usage or configuration, 4 damaged checkpoint,
-    5 not possible on this node, 7 agent, 8 registry, 9 no space, 130 interrupted.
-    """
+    """Checkpoint and restore GPU containers on stock clusters."""
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -68,7 +86,9 @@ def main() -> None:
         if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
             signal.signal(number, _stop)  # so that commands remove what they were making
     try:
-        status = cli(standalone_mode=False)  # what a command raised as click's Exit comes back as a number
+        status = cli(
+            prog_name="ocihook", standalone_mode=False
+        )  # what a command raised as click's Exit comes back as a number
         sys.exit(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:
         sys.exit(130)
