@@ -1,1 +1,1 @@
-"""OCI runtimes and bundles: which container a runtime's call to CRIU is about."""
+"""OCI: runtimes and their bundles, images as files, registries."""

@@ -54,10 +54,11 @@ def _files(auth_file: Path | None) -> Iterator[Path]:
     if named := auth_file or os.environ.get("REGISTRY_AUTH_FILE"):
         yield Path(named)
         return
-    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    podman = Path(runtime, "containers") if runtime else Path(f"/run/containers/{os.getuid()}")
     home = Path(os.environ.get("HOME") or "/")
-    places = (Path(runtime, "containers" if "XDG_RUNTIME_DIR" in os.environ else "", "auth.json"),)
-    yield from filter(Path.exists, (*places, home / ".config/containers/auth.json", home / ".docker/config.json"))
+    places = (podman / "auth.json", home / ".config/containers/auth.json", home / ".docker/config.json")
+    yield from filter(Path.exists, places)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

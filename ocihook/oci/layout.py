@@ -30,6 +30,12 @@ _CONTAINERD_NAME = "io.containerd.image.name"  # by it `ctr images import` names
 _MAX_DOCUMENT_BYTES = 4 << 20
 _COPY_BYTES = 1 << 20
 
+# What documents of another form, and hostile headers, let out of json and tarfile.
+_READ_ERRORS = (
+    *(tarfile.TarError, EOFError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    RecursionError,
+)
+
 Progress = Callable[[int], object]
 
 
@@ -184,12 +190,14 @@ class _Reader(io.RawIOBase):
         return data
 
 
-def is_layout_archive(path: Path) -> bool:
-    """Tell whether a file is an OCI image in one tar."""
+def is_layout(path: Path) -> bool:
+    """Tell whether a path is to be read as an OCI image: every directory is, and a tar that says so."""
+    if path.is_dir():
+        return True
     try:
         with tarfile.open(path, "r:") as tar:
             return any(info.name.removeprefix("./") == _MARKER for info in tar)
-    except (tarfile.TarError, ValueError):
+    except _READ_ERRORS:
         return False
 
 
@@ -209,7 +217,7 @@ def read_layout(path: Path) -> Image:
         value = json.loads(_content(manifest))
         descriptors = {entry["digest"]: entry for entry in (value["config"], *value["layers"])}
         blobs = [_found(find, entry) for entry in descriptors.values()]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, tarfile.TarError) as error:
+    except _READ_ERRORS as error:
         raise ArchiveError(f"{path} is no OCI image layout, or damaged: {error!r}") from error
     return Image(manifest, blobs)
 

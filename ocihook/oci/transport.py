@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from urllib.parse import urlencode, urljoin, urlsplit
+from urllib.parse import unquote, urlencode, urljoin, urlsplit
 
 import urllib3
-from urllib3.exceptions import HTTPError, LocationParseError, MaxRetryError, SSLError, URLSchemeUnknown
+from urllib3.exceptions import HTTPError, LocationParseError, SSLError
 
 from ocihook import __version__
 from ocihook.errors import ConfigError, RegistryError
-from ocihook.oci.credentials import find_credentials
+from ocihook.oci.credentials import Credentials, find_credentials
 
 DOCKER_HUB = "docker.io"
 _DOCKER_HUB_HOST = "registry-1.docker.io"
@@ -30,9 +30,10 @@ _MAX_ANSWER_BYTES = 1 << 20
 _CONNECT_TIMEOUT_S = 15.0
 _MAX_PAUSE_S = 30.0
 _MAX_RETRY_AFTER_S = 60.0
-_REDIRECTS = urllib3.Retry(connect=0, read=0, status=0, other=0, redirect=5)  # all else is tried again here
+_MAX_REDIRECTS = 5
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})
-_FINAL_ERRORS = (SSLError, LocationParseError, URLSchemeUnknown)
+_FINAL_ERRORS = (SSLError, LocationParseError)
 _PARAMETER = re.compile(r'([A-Za-z_]+)="([^"]*)"')
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
@@ -56,7 +57,7 @@ class Answer(NamedTuple):
     status: int
     headers: Mapping[str, str]  # their names are the same in upper and lower case
     data: bytes
-    url: str  # where it came from, after redirects
+    url: str  # what was asked for
 
     @property
     def location(self) -> str:
@@ -140,7 +141,7 @@ class Transport:
             try:
                 response = self.open(method, url, headers, body=body)
             except HTTPError as error:
-                if failures >= self.access.attempts or isinstance(_reason(error), _FINAL_ERRORS):
+                if failures >= self.access.attempts or isinstance(error, _FINAL_ERRORS):
                     raise self.unreachable(error) from error
                 self.pause(failures)
             else:
@@ -192,20 +193,31 @@ class Transport:
         timeout_s: float,
         authorization: str,
     ) -> urllib3.BaseHTTPResponse:
-        sent = {"User-Agent": f"ocihook/{__version__}", "Accept-Encoding": "identity", **(headers or {})}
-        if authorization and url.startswith(f"{self._origin}/"):
-            sent["Authorization"] = authorization
-        is_repeatable = method in ("GET", "HEAD")
-        return self._current_link().pool.request(
-            method,
-            url,
-            body=body() if body else None,
-            headers=sent,
-            redirect=is_repeatable,
-            retries=_REDIRECTS if is_repeatable else False,
-            timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=timeout_s or self.access.timeout_s),
-            preload_content=False,
-        )
+        for _ in range(_MAX_REDIRECTS):
+            if not url.startswith(("https://", "http://") if self.access.plain_http else "https://"):
+                raise RegistryError(
+                    f"{self}: the registry leads to {url[:200]!r}, which has no TLS",
+                    hint="have its external URL set right, or use --plain-http",
+                )
+            sent = {"User-Agent": f"ocihook/{__version__}", "Accept-Encoding": "identity", **(headers or {})}
+            if authorization and url.startswith(f"{self._origin}/"):
+                sent["Authorization"] = authorization
+            response = self._current_link().pool.request(
+                method,
+                url,
+                body=body() if body else None,
+                headers=sent,
+                redirect=False,
+                retries=False,
+                timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=timeout_s or self.access.timeout_s),
+                preload_content=False,
+            )
+            location = response.headers.get("Location")
+            if method not in ("GET", "HEAD") or response.status not in _REDIRECTS or not location:
+                return response
+            response.close()
+            url = urljoin(url, location)
+        raise RegistryError(f"{self}: the registry leads nowhere, but to {url[:200]!r}", hint=TRY_ANOTHER)
 
     def read(self, response: urllib3.BaseHTTPResponse, url: str, limit_bytes: int = _MAX_ANSWER_BYTES) -> Answer:
         """Read all of an answer to a request for `url`.
@@ -221,7 +233,7 @@ class Transport:
             response.release_conn()
         finally:
             response.close()
-        return Answer(response.status, response.headers, data, urljoin(url, response.url or ""))
+        return Answer(response.status, response.headers, data, url)
 
     def pause(self, failures: int, headers: Mapping[str, str] | None = None) -> None:
         """Wait before the next attempt, as long as the registry asks for, within limits."""
@@ -242,11 +254,10 @@ class Transport:
         for challenge in challenges:
             scheme, _, parameters = challenge.strip().partition(" ")
             if scheme.lower() == "bearer":
-                return "Bearer " + self._token(link, dict(_PARAMETER.findall(parameters)))
+                return "Bearer " + self._token(link, dict(_PARAMETER.findall(parameters)), credentials)
         return credentials.basic if credentials else ""
 
-    def _token(self, link: _Link, challenge: Mapping[str, str]) -> str:
-        credentials = find_credentials(self._registry, self._repository, self.access.auth_file)
+    def _token(self, link: _Link, challenge: Mapping[str, str], credentials: Credentials | None) -> str:
         mine = f"repository:{self._repository}:"
         scope = challenge.get("scope", "")
         if scope.startswith(mine):  # a token for one purpose must not take that of another thread's away
@@ -277,7 +288,7 @@ class Transport:
             try:
                 answer = self.read(self._request(method, url, headers, body, 0, ""), url)
             except HTTPError as error:
-                if failures >= self.access.attempts or isinstance(_reason(error), _FINAL_ERRORS):
+                if failures >= self.access.attempts or isinstance(error, _FINAL_ERRORS):
                     raise self.unreachable(error) from error
                 self.pause(failures)
                 continue
@@ -290,12 +301,9 @@ class Transport:
 
     def unreachable(self, error: Exception) -> RegistryError:
         """Return what to raise when there is no answer."""
-        reason = _reason(error)
-        text = str(reason).partition("): ")[2] or str(reason)
+        text = str(error).partition("): ")[2] or str(error)
         hint = "check its name and port, the network, and proxies in the environment"
-        if isinstance(reason, URLSchemeUnknown):
-            text, hint = "it leads to plain HTTP", "have its external URL set right, or use --plain-http"
-        elif isinstance(reason, SSLError):
+        if isinstance(error, SSLError):
             hint = "name the file of its CA with --ca-file; use --plain-http if it has no TLS"
         return RegistryError(f"{self} cannot be reached: {text}", hint=hint)
 
@@ -320,10 +328,6 @@ _MEANINGS: Mapping[int, tuple[str, str]] = {
 }
 
 
-def _reason(error: Exception) -> Exception:
-    return error.reason if isinstance(error, MaxRetryError) and error.reason else error
-
-
 def _make_pool(origin: str, access: Access) -> urllib3.PoolManager:
     context = ssl.create_default_context()
     if access.ca_file:
@@ -333,15 +337,11 @@ def _make_pool(origin: str, access: Access) -> urllib3.PoolManager:
             raise ConfigError(f"{access.ca_file} has no certificates that can be read: {error}") from error
     options: dict[str, Any] = {"num_pools": 8, "maxsize": 16, "ssl_context": context, "blocksize": 1 << 20}
     proxy = _proxy(origin)
-    if proxy:
-        auth = urllib3.util.parse_url(proxy).auth
-        headers = urllib3.make_headers(proxy_basic_auth=auth) if auth else None
-        pool: urllib3.PoolManager = urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
-    else:
-        pool = urllib3.PoolManager(**options)
-    if not access.plain_http:
-        del pool.key_fn_by_scheme["http"]  # so that no redirect, upload or token leads there
-    return pool
+    if not proxy:
+        return urllib3.PoolManager(**options)
+    auth = urllib3.util.parse_url(proxy).auth
+    headers = urllib3.make_headers(proxy_basic_auth=unquote(auth)) if auth else None
+    return urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
 
 
 def _proxy(origin: str) -> str | None:

@@ -20,7 +20,7 @@ from ocihook.linux.files import sync_directory
 from ocihook.oci.layout import (
     Blob,
     Image,
-    is_layout_archive,
+    is_layout,
     make_image,
     read_layout,
     write_layout,
@@ -83,11 +83,6 @@ def work_bytes(source: Path) -> int:
     return passes * source.stat().st_size
 
 
-def is_layout(source: Path) -> bool:
-    """Tell whether a source is an OCI image already, and not a checkpoint archive."""
-    return source.is_dir() or is_layout_archive(source)
-
-
 def build_image(
     source: Path, target: Path, *, in_one_file: bool, name: str, thin: ThinRule, progress: Progress = no_progress
 ) -> Built:
@@ -109,7 +104,7 @@ def build_image(
     if target.exists():
         raise ArchiveError(f"{target} exists", hint="name another output")
     parent = target.absolute().parent
-    with scratch_directory(parent) as scratch, _image_of(source, scratch, thin, progress) as image:
+    with scratch_directory(parent) as scratch, _image_of(source, parent, thin, progress) as image:
         made = scratch / "image"
         if in_one_file:
             write_layout_archive(image, made, name, progress)
@@ -138,8 +133,7 @@ def push_image(
         if is_layout(source):
             image = read_layout(source)
         else:
-            scratch = stack.enter_context(scratch_directory(place_to_read(source)))
-            image = stack.enter_context(_image_of(source, scratch, thin, progress))
+            image = stack.enter_context(_image_of(source, place_to_read(source), thin, progress))
         blobs = _push_blobs(repository, image.blobs, progress)
         assert image.manifest.data is not None
         digest = repository.put_manifest(reference.tag, image.manifest.data)
@@ -187,13 +181,18 @@ def _push_blob(repository: Repository, blob: Blob, progress: Progress) -> bool:
 
 
 @contextlib.contextmanager
-def _image_of(source: Path, scratch: Path, thin: ThinRule, progress: Progress) -> Iterator[Image]:
-    """Yield the image of an archive: its layer is the archive itself, or what is made of a thin one in the scratch."""
+def _image_of(source: Path, place: Path, thin: ThinRule, progress: Progress) -> Iterator[Image]:
+    """Yield the image of an archive. Its layer is the archive itself; of a thin one, what is made of it in `place`."""
     inspection = inspect_archive(source)
-    archive = source
-    if inspection.thin and not thin.is_kept:
-        archive = scratch / "complete"
-        unpack_archive(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
+    with contextlib.ExitStack() as stack:
+        archive = source
+        if inspection.thin and not thin.is_kept:
+            archive = stack.enter_context(scratch_directory(place)) / "complete"
+            unpack_archive(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
+        yield _make_image(inspection, archive, progress)
+
+
+def _make_image(inspection: Inspection, archive: Path, progress: Progress) -> Image:
     compression = compression_of(archive)
     diff_id = content_digest(archive, progress)
     digest = diff_id if compression == "none" else _file_digest(archive, progress)
@@ -201,7 +200,7 @@ def _image_of(source: Path, scratch: Path, thin: ThinRule, progress: Progress) -
     host = inspection.manifest.host if inspection.manifest else {}
     machine = host.get("machine") or platform.machine()
     created = inspection.facts.created
-    yield make_image(
+    return make_image(
         layer,
         compression,
         diff_id,

@@ -21,6 +21,14 @@ with atheris.instrument_imports(include=["ocihook"]):
     from ocihook.criu.proto import message_class
     from ocihook.errors import OcihookError
     from ocihook.model import ContainerRef
+    from ocihook.oci.layout import (
+        MANIFEST_TYPE,
+        Blob,
+        is_layout,
+        make_image,
+        read_layout,
+        write_layout_archive,
+    )
     from ocihook.store.manifest import Manifest, PackedImage, Segment, decode_manifest, encode_manifest
     from ocihook.store.pack import PAGE_BYTES, PackFile, PackInfo
     from ocihook.store.packing import Packs, pack_images
@@ -102,7 +110,37 @@ def criu_images(data: bytes) -> None:
                 continue
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"manifest": manifest, "packs": packs, "criu_images": criu_images}
+def layout(data: bytes) -> None:
+    """Take the bytes as an image in a tar, as the index of a layout, and as a manifest that an index names rightly."""
+    named = Blob.of(data)
+    entry = {"mediaType": MANIFEST_TYPE, "digest": named.digest, "size": named.size_bytes}
+    blobs = _work / "layout" / "blobs" / "sha256"
+    blobs.mkdir(parents=True, exist_ok=True)
+    (_work / "image.tar").write_bytes(data)
+    manifest_file = blobs / named.digest.partition(":")[2]
+    manifest_file.write_bytes(data)
+    for path, index in (
+        (_work / "image.tar", b""),
+        (_work / "layout", data),
+        (_work / "layout", json.dumps({"manifests": [entry]}).encode()),
+    ):
+        (_work / "layout" / "index.json").write_bytes(index)
+        try:
+            is_layout(path)
+            for blob in read_layout(path).blobs:
+                for _ in blob.pieces():
+                    pass
+        except OcihookError:
+            continue
+    manifest_file.unlink()
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "manifest": manifest,
+    "packs": packs,
+    "criu_images": criu_images,
+    "layout": layout,
+}
 
 
 def write_seeds(directory: Path) -> None:
@@ -138,6 +176,10 @@ def write_seeds(directory: Path) -> None:
     }.items():
         framed = [struct.pack("<I", len(m)) + m for m in (message.SerializeToString(), entry.SerializeToString())]
         (directory / "criu_images" / name).write_bytes(b"".join(framed))
+    layer = Blob.of(b"a layer")
+    image_of = make_image(layer, "none", layer.digest, annotations={}, architecture="amd64", created="")
+    write_layout_archive(image_of, directory / "layout" / "tar", "example.org/job:1", lambda _: None)
+    (directory / "layout" / "manifest").write_bytes(image_of.manifest.data or b"")
 
 
 def _run_each(seconds: int) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from ocihook.errors import ConfigError, RegistryError
 from ocihook.oci import registry as client
+from ocihook.oci import transport
 from ocihook.oci.credentials import find_credentials
 from ocihook.oci.layout import MANIFEST_TYPE
 from ocihook.oci.registry import Access, Reference, Repository, digest_of
@@ -317,6 +318,24 @@ def test_authorization_does_not_follow_to_another_host(tmp_path: Path, serve: Ca
     assert elsewhere.authorizations == [""]
 
 
+def test_redirects_that_lead_nowhere(registry: Registry) -> None:
+    digest = put(registry, SMALL)
+    registry.redirect = f"http://{registry.address}"
+    with pytest.raises(RegistryError, match="leads nowhere"):
+        list(connect(registry).read_blob(digest, len(SMALL)))
+
+
+def test_a_proxy(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://me:p%40ss@{registry.address}")
+    monkeypatch.setenv("no_proxy", "direct.example")
+    repository = Repository("registry.example:81", "team/job", Access(plain_http=True))
+    assert not repository.exists(UNKNOWN)
+    assert registry.requests == [("HEAD", f"http://registry.example:81/v2/team/job/blobs/{UNKNOWN}")]
+    assert transport._proxy("http://direct.example") is None
+    assert not connect(registry).exists(UNKNOWN)  # loopback never needs one
+    assert registry.requests[1:] == [("HEAD", f"/v2/team/job/blobs/{UNKNOWN}")]
+
+
 def test_tls(tmp_path: Path, serve: Callable[..., Registry]) -> None:
     certificate = tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
@@ -331,7 +350,7 @@ def test_tls(tmp_path: Path, serve: Callable[..., Registry]) -> None:
     assert repository.upload_bytes(SMALL)
     assert registry.blobs == {digest: SMALL}
     registry.redirect = f"http://{plain.address}"
-    with pytest.raises(RegistryError, match="leads to plain HTTP"):
+    with pytest.raises(RegistryError, match="which has no TLS"):
         list(repository.read_blob(digest, len(SMALL)))
     assert plain.requests == []
     with pytest.raises(RegistryError, match="--plain-http if it has no TLS"):
