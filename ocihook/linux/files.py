@@ -5,6 +5,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, data: bytes, *, mode: int, durable: bool = True) -> None:
@@ -43,6 +44,16 @@ def open_regular(path: Path) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     return fd
+
+
+def create_private(path: Path) -> BinaryIO:
+    """Create a new file for writing that nobody but its owner can read, whatever the umask is.
+
+    Raises:
+        FileExistsError: if there is one.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return open(fd, "wb")
 
 
 def sync_directory(directory: Path) -> None:

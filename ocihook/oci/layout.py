@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ocihook.errors import ArchiveError
-from ocihook.linux.files import sync_directory
+from ocihook.linux.files import create_private, sync_directory
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -152,7 +152,7 @@ def write_layout(image: Image, directory: Path, name: str, progress: Progress) -
     for path, blob in _files(image, name):
         file_path = directory / path
         file_path.parent.mkdir(parents=True, exist_ok=True)
-        with file_path.open("xb") as file:
+        with create_private(file_path) as file:
             for piece in blob.pieces():
                 file.write(piece)
                 progress(len(piece))
@@ -163,12 +163,12 @@ def write_layout(image: Image, directory: Path, name: str, progress: Progress) -
 
 def write_layout_archive(image: Image, path: Path, name: str, progress: Progress) -> None:
     """Write an image into a new file; the arguments are those of `write_layout`."""
-    with path.open("xb") as file:
+    with create_private(path) as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for file_name, blob in _files(image, name):
                 info = tarfile.TarInfo(file_name)
                 info.size = blob.size_bytes
-                info.mode = 0o644
+                info.mode = 0o600
                 tar.addfile(info, _Reader(blob.pieces(), progress))
         file.flush()
         os.fsync(file.fileno())

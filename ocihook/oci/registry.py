@@ -16,6 +16,7 @@ from urllib.parse import urlencode, urljoin, urlsplit
 from urllib3.exceptions import HTTPError
 
 from ocihook.errors import ConfigError, RegistryError
+from ocihook.linux.files import create_private
 from ocihook.oci.layout import MANIFEST_TYPE
 from ocihook.oci.transport import DOCKER_HUB, RETRIED, Access, Answer, Transport
 
@@ -219,7 +220,7 @@ class Repository:
         Raises:
             FileExistsError: if it was there before.
         """
-        with path.open("xb") as file:
+        with create_private(path) as file:
             try:
                 for piece in self.read_blob(digest, size_bytes):
                     file.write(piece)

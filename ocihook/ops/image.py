@@ -109,7 +109,7 @@ def build_image(
         if in_one_file:
             write_layout_archive(image, made, name, progress)
         else:
-            made.mkdir()
+            made.mkdir(mode=0o700)  # there is memory in it
             write_layout(image, made, name, progress)
         made.rename(target)
         sync_directory(parent)

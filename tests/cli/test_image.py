@@ -3,7 +3,11 @@
 import gzip
 import hashlib
 import json
+import stat
+import subprocess
+import sys
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +94,8 @@ def test_build(tmp_path: Path, plain: Path, compression: str) -> None:
     }
     again = run_json("image", "build", archive, tmp_path / "again.tar", "--oci-archive")
     assert again["digest"] == built["digest"]  # the same archive makes the same image
+    assert stat.S_IMODE((tmp_path / "layout").stat().st_mode) == 0o700  # there is memory in them
+    assert stat.S_IMODE((tmp_path / "again.tar").stat().st_mode) == 0o600
     with tarfile.open(tmp_path / "again.tar", "r:") as tar:
         tar.extractall(tmp_path / "extracted", filter="data")
     assert read_layout(tmp_path / "extracted") == blobs
@@ -186,4 +192,27 @@ def test_what_cannot_be_built_or_pushed(tmp_path: Path, plain: Path, registry: R
     largest = max((layout / "blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(bytes(largest.stat().st_size))
     assert "is not blob" in str(error("push", layout, target, "--plain-http"))
+    assert registry.manifests == {}
+
+
+def test_an_interrupted_push_ends_at_once(tmp_path: Path, plain: Path, registry: Registry) -> None:
+    """Also while the registry does not answer."""
+    arrived, is_over = threading.Event(), threading.Event()
+
+    def stall(_handler: object) -> bool:
+        arrived.set()
+        return is_over.wait(60)
+
+    registry.fail("PUT", stall, times=2)
+    command = [sys.executable, "-m", "ocihook", "image", "push", str(plain), f"{registry.address}/team/job"]
+    before = set(tmp_path.iterdir())
+    process = subprocess.Popen([*command, "--plain-http"])
+    try:
+        assert arrived.wait(30)
+        process.terminate()
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+        is_over.set()
+    assert set(tmp_path.iterdir()) == before
     assert registry.manifests == {}
