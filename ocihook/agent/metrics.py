@@ -20,8 +20,9 @@ from ocihook.config import Settings
 from ocihook.errors import IntegrityError, OcihookError
 from ocihook.ops import history
 from ocihook.ops.journal import Journal, open_journals
-from ocihook.store.domain import Domain, domain_names
+from ocihook.store.domain import Domain
 from ocihook.store.pending import check_taken, pending_ids, read_job, read_progress
+from ocihook.store.store import Store
 
 _ACTS = ("dump", "restore", "store")
 _OUTCOMES = ("done", "degraded", "refused", "failed")
@@ -54,7 +55,7 @@ class _Node(Collector):
         yield build
         yield from _sessions(history.totals(Path(self._settings.history_dir))["acts"])
         yield _open_sessions(self._runtime_dir)
-        yield from _store(Path(self._settings.store_dir))
+        yield from _store(Store.of(self._settings))
 
 
 def _sessions(acts: dict[str, Any]) -> Iterator[Metric]:
@@ -113,7 +114,7 @@ def _open_sessions(runtime_dir: Path) -> Metric:
     return family
 
 
-def _store(root: Path) -> Iterator[Metric]:
+def _store(store: Store) -> Iterator[Metric]:
     gauges = {
         name: GaugeMetricFamily(f"ocihook_store_{name}", text, labels=["domain"])
         for name, text in (
@@ -129,16 +130,16 @@ def _store(root: Path) -> Iterator[Metric]:
             ("readable", "0: the domain is damaged; `ocihook store verify` says what."),
         )
     }
-    for name in domain_names(root):
+    for name in store.names():
         try:
-            values = _domain(Domain.open(root, name))
+            values = _domain(store.open(name))
         except (OcihookError, OSError):
             values = {"readable": 0.0}
         for key, value in values.items():
             gauges[key].add_metric([name], value)
     yield from gauges.values()
     with contextlib.suppress(OSError):  # no store yet
-        space = os.statvfs(root)
+        space = os.statvfs(store.root)
         for key, blocks in (("free", space.f_bavail), ("size", space.f_blocks)):
             text = f"{key.capitalize()} bytes of the file system that has the store."
             yield GaugeMetricFamily(f"ocihook_store_filesystem_{key}_bytes", text, value=blocks * space.f_frsize)

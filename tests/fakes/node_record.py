@@ -13,6 +13,7 @@ from ocihook.ops.staging import begin, stage
 from ocihook.ops.store import complete
 from ocihook.store.domain import Domain
 from ocihook.store.pending import directory_of
+from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
 
 PAGES = 300
@@ -63,8 +64,8 @@ def _take(root: Path) -> str:
     assert criu is not None
     journal = Journal.create(root / "run", criu)
     container = ContainerRef(id="ab" * 32, name="c", pod_name="p", pod_namespace="ml")
-    begin(journal, container, str(images), images, store_dir=root / "store")
-    job = stage(journal, container, images, store_dir=root / "store", host={}, durable=False)
+    begin(journal, container, str(images), images, store=Store(root / "store"))
+    job = stage(journal, container, images, store=Store(root / "store"), host={}, durable=False)
     assert job is not None
     journal.finish()
     return job.id

@@ -13,7 +13,6 @@ from ocihook.errors import AgentError
 from ocihook.ops import drain
 from ocihook.ops.drain import wait_until_unused
 
-
 IS_CRIU = drain._is_criu_at_work
 
 
