@@ -38,7 +38,18 @@ LICENSES = ("*.dist-info/METADATA", "*.dist-info/licenses/*", "*.dist-info/LICEN
 # What is taken of each distribution. tests import all of ocihook, and what it imports late, under every Python.
 KEPT: dict[str, tuple[str, ...]] = {
     "backports-zstd": ("backports/zstd/*",),
+    "botocore": (  # a seventh of it: object storage, and the services that lead to its credentials
+        "botocore/*.py",
+        "botocore/cacert.pem",
+        "botocore/data/*.json",
+        "botocore/data/s3/*",
+        "botocore/data/sso/*",
+        "botocore/data/sso-oidc/*",
+        "botocore/data/sts/*",
+    ),
+    "cffi": ("_cffi_backend.*",),
     "click": ("click/*",),
+    "cryptography": ("cryptography/*",),
     "cuda-bindings": (  # a sixth of it: the driver's API
         "cuda/bindings/__init__.py",
         "cuda/bindings/_version.py",
@@ -51,13 +62,19 @@ KEPT: dict[str, tuple[str, ...]] = {
         "cuda/bindings/utils/*",
     ),
     "cuda-pathfinder": ("cuda/pathfinder/*",),
+    "jmespath": ("jmespath/*",),
     "lz4": ("lz4/__init__.py", "lz4/_version.*", "lz4/version.py", "lz4/block/*"),
     "markdown-it-py": (),  # rich's, for Markdown
     "mdurl": (),
     "nvidia-ml-py": ("pynvml.py",),
+    "prometheus-client": ("prometheus_client/*",),
     "protobuf": ("google/protobuf/*", "google/_upb/*"),
+    "pycparser": (),  # cffi's, for declarations in C
     "pygments": (),  # rich's, for source code
+    "python-dateutil": ("dateutil/*",),
     "rich": ("rich/*",),
+    "six": ("six.py",),
+    "urllib3": ("urllib3/*",),
     "xxhash": ("xxhash/*",),
 }
 DROPPED = ("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.h", "*.c", "*.proto", "*/py.typed", "*/tests/*")
