@@ -197,7 +197,7 @@ class Transport:
             if not url.startswith(("https://", "http://") if self.access.plain_http else "https://"):
                 raise RegistryError(
                     f"{self}: the registry leads to {url[:200]!r}, which has no TLS",
-                    hint="have its external URL set right, or use --plain-http",
+                    hint="have its external URL set right, or allow it (--plain-http, a remote's plain_http=yes)",
                 )
             sent = {"User-Agent": f"ocihook/{__version__}", "Accept-Encoding": "identity", **(headers or {})}
             if authorization and url.startswith(f"{self._origin}/"):
@@ -217,6 +217,7 @@ class Transport:
                 return response
             response.close()
             url = urljoin(url, location)
+            headers = {key: value for key, value in (headers or {}).items() if key != "Authorization"}
         raise RegistryError(f"{self}: the registry leads nowhere, but to {url[:200]!r}", hint=TRY_ANOTHER)
 
     def read(self, response: urllib3.BaseHTTPResponse, url: str, limit_bytes: int = _MAX_ANSWER_BYTES) -> Answer:
@@ -304,7 +305,7 @@ class Transport:
         text = str(error).partition("): ")[2] or str(error)
         hint = "check its name and port, the network, and proxies in the environment"
         if isinstance(error, SSLError):
-            hint = "name the file of its CA with --ca-file; use --plain-http if it has no TLS"
+            hint = "name the file of its CA (--ca-file, a remote's ca_file=); use plain HTTP only if it has no TLS"
         return RegistryError(f"{self} cannot be reached: {text}", hint=hint)
 
     def fail(self, answer: Answer, what: str) -> NoReturn:
@@ -318,7 +319,7 @@ class Transport:
 
 
 TRY_ANOTHER = "use another registry, or have this one repaired"
-_LOG_IN = "log in with `podman login`, or name the file with the credentials with --authfile"
+_LOG_IN = "log in with `podman login`, or name the file that has its credentials (--authfile, a remote's authfile=)"
 _MEANINGS: Mapping[int, tuple[str, str]] = {
     401: ("asks for other credentials", _LOG_IN),
     403: ("does not allow it", f"have access granted, or {_LOG_IN}"),

@@ -144,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault and fault(self):
             return
         url = urlsplit(self.path)
-        if url.path == "/token":
+        if url.path == "/token" and served.redirect:
+            self.answer(307, Location=f"{served.redirect}{self.path}")
+        elif url.path == "/token":
             self._token(parse_qs(url.query))
         elif not self._is_allowed():
             self.take_body()

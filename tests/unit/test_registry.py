@@ -315,7 +315,10 @@ def test_authorization_does_not_follow_to_another_host(tmp_path: Path, serve: Ca
     repository = connect(registry, auth_file=auth_file(tmp_path, registry))
     assert b"".join(repository.read_blob(digest, len(LARGE))) == LARGE
     assert BASIC in registry.authorizations
-    assert elsewhere.authorizations == [""]
+    registry.auth = "bearer"
+    with pytest.raises(RegistryError, match="a token"):
+        connect(registry, auth_file=auth_file(tmp_path, registry)).exists(digest)
+    assert elsewhere.authorizations == ["", ""]
 
 
 def test_redirects_that_lead_nowhere(registry: Registry) -> None:
@@ -353,7 +356,7 @@ def test_tls(tmp_path: Path, serve: Callable[..., Registry]) -> None:
     with pytest.raises(RegistryError, match="which has no TLS"):
         list(repository.read_blob(digest, len(SMALL)))
     assert plain.requests == []
-    with pytest.raises(RegistryError, match="--plain-http if it has no TLS"):
+    with pytest.raises(RegistryError, match="plain HTTP only if it has no TLS"):
         connect(plain, plain_http=False).exists(UNKNOWN)
     with pytest.raises(ConfigError, match="no certificates"):
         connect(registry, plain_http=False, ca_file=tmp_path / "missing.pem")
