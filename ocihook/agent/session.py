@@ -13,6 +13,7 @@ from ocihook import wire
 from ocihook.config import Settings, load_settings
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.ops import dump, history, restore
+from ocihook.ops.failure import Attempt, message_of, record_failure
 from ocihook.ops.journal import Journal
 from ocihook.ops.statistics import note_statistics, open_work_directory
 from ocihook.ops.undo import undo_all, undo_interrupted
@@ -122,21 +123,54 @@ class Session:
         pidfd = self.journal.criu.open()
         if pidfd is not None:
             work_directory = open_work_directory(self.journal.criu.pid)
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.register(control, select.POLLIN)
-            while pidfd not in dict(poll.poll()):
-                self._answer(control)
+            attempt = Attempt(self.journal.criu)
+            self._watch(pidfd, control, attempt)
             note_statistics(self.journal, work_directory)
             os.close(pidfd)
+            self._explain(attempt, is_over=True)
+            attempt.close()
         control.close()  # the agent starts another session should a request still be in it
         log.info("session %s: CRIU has ended", self.journal.session_id)
         self.finish()
 
-    def _answer(self, control: socket.socket) -> None:
+    def _watch(self, criu: int, control: socket.socket, attempt: Attempt) -> None:
+        poll = select.poll()
+        poll.register(criu, select.POLLIN)
+        poll.register(control, select.POLLIN)
+        if attempt.runtime >= 0:
+            poll.register(attempt.runtime, select.POLLIN)
+        while criu not in (ready := dict(poll.poll())):
+            if attempt.runtime in ready:
+                poll.unregister(attempt.runtime)
+                self._explain(attempt, is_over=False)
+            else:
+                self._answer(control, attempt)
+
+    def _explain(self, attempt: Attempt, *, is_over: bool) -> None:
+        """Tell why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
+        try:
+            explanation, text = attempt.explain()
+            if explanation is None:
+                return
+            # That we refused something is in the log and in the journal already, with its state.
+            message = explanation.what if explanation.name == "ocihook" else message_of(self.journal, explanation)
+            if is_over or explanation.name != "killed":
+                attempt.tell(message)
+            if is_over:
+                record_failure(self.journal, explanation, text)
+                if explanation.name != "ocihook":
+                    log.error("%s", message)
+        except OSError as error:
+            log.warning("session %s: CRIU's log cannot be kept: %s", self.journal.session_id, error)
+        finally:
+            attempt.let_go()
+
+    def _answer(self, control: socket.socket, attempt: Attempt) -> None:
         packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)
         with socket.socket(fileno=fds[0]) as connection:
             verdict = self.handle(wire.Request.decode(packet))
+            if verdict[0] != 0:
+                attempt.tell(verdict[1])
             try:
                 connection.send(wire.encode_verdict(*verdict))
             except OSError as error:

@@ -59,6 +59,8 @@ def _row(record: dict[str, Any]) -> list[str]:
 
 
 def _state(record: dict[str, Any]) -> str:
+    if "failure" in record["facts"] and history.outcome_of(record) == "failed":
+        return f"failed: {record['facts']['failure']['name']}"
     if "ended" in record or Process(*record["criu"]).is_alive():
         return history.outcome_of(record)
     waiting = ", ".join(effect["kind"] for effect in record["effects"])

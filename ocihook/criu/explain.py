@@ -34,9 +34,11 @@ class Explanation(NamedTuple):
 
 
 def explain(log: str) -> Explanation | None:
-    """Return why the dump or restore that wrote this log has failed; None if it has not."""
+    """Return why the dump or restore that wrote this log has failed; None if it has not, or the log does not tell."""
     lines = log.splitlines()
-    if _HAS_SUCCEEDED.search(log) or not lines:
+    has_ended = bool(_HAS_ENDED.search(log))
+    # CRIU tells of its success only where it is told to log as much as runtimes have it log.
+    if _HAS_SUCCEEDED.search(log) or not (has_ended or _IS_VERBOSE.search(log)):
         return None
     process = said = first_error = ""
     for line in lines:
@@ -52,7 +54,7 @@ def explain(log: str) -> Explanation | None:
             return _filled(*cause, line, process)
         if not first_error and _ERROR.search(line) and not _NOISE.search(line):
             first_error = line
-    if not first_error or (not _HAS_ENDED.search(log) and first_error == lines[-1]):
+    if not first_error:
         remedy = "see the engine's log for a deadline (kubelet's runtimeRequestTimeout) and the kernel's for memory"
         return Explanation("killed", f"CRIU was killed after it wrote «{_text(lines[-1])}»", remedy, lines[-1])
     return Explanation("unknown", f"CRIU says «{_text(first_error)}»", "", first_error)
@@ -82,6 +84,7 @@ _OURS = "ocihook: "  # what our hook prints stands in CRIU's log
 _STAGE = re.compile(r"Running \S+ scripts")
 _SCRIPT_FAILED = re.compile(r"Script \S+ exited with")
 _HAS_SUCCEEDED = re.compile(r"(?:Dumping|Restore) finished successfully")
+_IS_VERBOSE = re.compile(r"^\([0-9.]+\) (?:Running \S+ scripts|Version: )", re.MULTILINE)
 _HAS_ENDED = re.compile(r"(?:Dumping|Restoring) FAILED")
 # CRIU says these before anything is wrong, or says them of every failure.
 _NOISE = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER_XT_MARK|exited, status=")
@@ -252,14 +255,14 @@ _CAUSES: Sequence[Cause] = tuple(
         (
             "nvidia-mount",
             # runc#4522, criu#2397
-            r"Mount .*(?P<path>/proc/driver/nvidia\S*).*unreachable sharing|No mapping for .*(?P<other>nvidia\S*)",
-            "NVIDIA's hook mounted {path}{other} behind the runtime's back",
+            r"(?P<path>/\S*nvidia\S*) .*(?:unreachable sharing|proper root mount)|No mapping for (?P<any>\S*nvidia\S*)",
+            "NVIDIA's hook mounted {path}{any} behind the runtime's back",
             'give GPUs by CDI: `nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`, mode = "cdi"',
         ),
         (
             "mount",
-            r"Mount \S+ (?P<path>\S+) .*unreachable sharing|proper root mount|No mapping for (?P<other>\S+) mountpoint",
-            "something was mounted into the container ({path}{other}) after it was made, or by a hook",
+            r" (?:\d+:)?\.?(?P<path>/\S*) .*(?:unreachable sharing|proper root mount)|No mapping for (?P<other>\S+)",
+            "{path}{other} was mounted into the container after it was made, or by a hook",
             "unmount it there, or mount it through the engine",
         ),
         (

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_PIDFD_GETFD = 438  # on every architecture (asm-generic/unistd.h)
+from ocihook.linux.descriptors import copy_descriptor
+
 _CLONE_NEWNET = 1 << 30
 _SO_DOMAIN, _SO_PROTOCOL = 39, 38
 _TCP_INFO = struct.Struct("<B23xI")  # linux/tcp.h: state, and unacked, which of a listener is its queue
@@ -58,9 +59,8 @@ def sockets(pid: int) -> Iterator[Socket]:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 match = _SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{fd}"))
-                copy = _libc.syscall(_PIDFD_GETFD, pidfd, int(fd), 0) if match else -1
-                if match and copy >= 0:
-                    with socket.socket(fileno=copy) as sock:
+                if match:
+                    with socket.socket(fileno=copy_descriptor(pidfd, int(fd))) as sock:
                         yield _describe(pid, int(match[1]), sock)
     except FileNotFoundError:
         return

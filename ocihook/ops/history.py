@@ -51,6 +51,9 @@ def error_of(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the code and the text of what went wrong, ("", "") if nothing did."""
     if outcome_of(record) in {"done", "running"}:
         return "", ""
+    failure = record["facts"].get("failure")
+    if failure and not record.get("error"):
+        return str(failure["name"]), f"{failure['what']}. {failure['remedy']}"
     act = act_of(record)
     text = record.get("error") or f"CRIU ended before the {act} was complete; the runtime's log of CRIU says why"
     return str(record.get("error_code") or "criu"), str(text)

@@ -19,6 +19,7 @@ CAUSES = {
     "dump-io_uring-4.2.1": "io-uring",
     "dump-lease": "file-locks",
     "dump-link_remap": "link-remap",
+    "dump-mount": "mount",
     "dump-mptcp": "mptcp",
     "dump-mptcp-4.2.1": "mptcp",
     "dump-mqueue": "lost-mount",
@@ -84,6 +85,7 @@ def test_real_logs(name: str) -> None:
     ("name", "said"),
     [
         ("dump-ghost_large", "/work/ghost is deleted but in use, and with 3145728 bytes larger than"),
+        ("dump-mount", "/tmp was mounted into the container after"),
         ("dump-device_fuse", "has a device (chr 10:229) open"),
         ("dump-nested_user", "is in a nested user namespace"),
         ("dump-userfaultfd", "has a file of the kind userfaultfd open"),
@@ -106,6 +108,7 @@ def test_what_is_said(name: str, said: str) -> None:
         ("handle_device_vma plugin failed: No such file or directory", "device-mapping"),
         ("undefined symbol: check_and_remove_inventory_plugin", "plugin-version"),
         ("mnt: Mount 970 ./proc/driver/nvidia/gpus/0 (master_id: 13) has unreachable sharing.", "nvidia-mount"),
+        ("mnt: 970:./usr/bin/nvidia-smi doesn't have a proper root mount", "nvidia-mount"),
         ("mnt: Mount 9 ./data (master_id: 1) has unreachable sharing.", "mount"),
         ("mnt: No mapping for 651:/srv/x mountpoint", "mount"),
         ("Unable to connect a transport socket: Permission denied", "lsm"),

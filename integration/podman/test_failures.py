@@ -1,0 +1,79 @@
+"""A dump or restore that fails is explained: to the engine, in the journal, and beforehand by doctor."""
+
+import json
+import subprocess
+import sys
+import tarfile
+
+from integration.criu.logs import record
+from integration.journals import last_session
+from integration.podman.engine import Podman
+
+# As a hook does that mounts behind the runtime's back: open_tree(2), setns(2), move_mount(2).
+_MOUNT_INTO = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+pid, source, place = sys.argv[1:]
+tree = libc.syscall(428, -100, source.encode(), 1)
+namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+assert tree >= 0 and libc.setns(namespace, 0x20000) == 0
+assert libc.syscall(429, tree, b"", -100, place.encode(), 4) == 0, os.strerror(ctypes.get_errno())
+"""
+
+
+def init_pid(podman: Podman, name: str) -> str:
+    return podman("inspect", "--format", "{{.State.Pid}}", name).strip()
+
+
+def kept_log(podman: Podman, failure: dict[str, str]) -> str:
+    return podman.namespace.path(failure["log"]).read_text()
+
+
+def test_dump_that_doctor_foresaw(podman: Podman) -> None:
+    podman.start("c")
+    container_id = podman("inspect", "--format", "{{.Id}}", "c").strip()
+    assert "A checkpoint of this container will work here." in podman.ocihook("doctor", "--container", container_id)
+
+    source = podman.scratch / "nvidia"
+    source.mkdir()
+    command = [sys.executable, "-c", _MOUNT_INTO, init_pid(podman, "c"), str(source), "/tmp"]
+    subprocess.run(command, check=True, timeout=10)
+    answer = json.loads(podman.ocihook("doctor", "--json", "--container", container_id[:12], check=False))
+    assert answer["will_work"] is False
+    output = podman.checkpoint("c", podman.scratch / "c.tar", check=False)
+    session = last_session(podman.namespace, "pre-dump")
+    failure = session["facts"]["failure"]
+    assert failure["name"] == "mount"
+    assert failure["what"] in output
+    log = kept_log(podman, failure)
+    record("dump-mount", log, podman.scratch)
+    assert "Dumping FAILED" in log
+    podman.assert_counts("c")
+
+
+def test_restore_without_an_image(podman: Podman) -> None:
+    """In mode off nothing is verified before CRIU reads it."""
+    archive, partial = podman.scratch / "c.tar", podman.scratch / "partial.tar"
+    podman.start("c", mode="off")
+    podman.checkpoint("c", archive)
+    podman.remove("c")
+    with tarfile.open(archive) as source, tarfile.open(partial, "w") as target:
+        for member in source:
+            if member.name != "checkpoint/core-1.img":
+                target.addfile(member, source.extractfile(member))
+    output = podman.restore(partial, check=False)
+    failure = last_session(podman.namespace, "pre-restore")["facts"]["failure"]
+    assert (failure["act"], failure["name"]) == ("restore", "image-missing")
+    assert failure["what"] in output
+    assert "Restoring FAILED" in kept_log(podman, failure)
+
+
+def test_refusal_is_shown_by_the_engine(podman: Podman) -> None:
+    podman.start("c", mode="inlien")
+    output = podman.checkpoint("c", podman.scratch / "c.tar", check=False)
+    assert "ocihook: pre-dump of container" in output
+    assert "mode must be one of" in output
+    failure = last_session(podman.namespace, "pre-dump")["facts"]["failure"]
+    assert failure["name"] == "ocihook"
+    assert "Pre dump script failed" in kept_log(podman, failure)
+    podman.assert_counts("c")

@@ -1,0 +1,29 @@
+"""Copies of other processes' descriptors (pidfd_getfd(2)): they stay good when their owner closes them, or ends."""
+
+import ctypes
+import os
+import select
+
+_PIDFD_GETFD = 438  # on every architecture (asm-generic/unistd.h)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def copy_descriptor(pidfd: int, fd: int) -> int:
+    """Return a copy of the descriptor `fd` of the process behind `pidfd`; the caller closes it.
+
+    Raises:
+        OSError: if there is none, or this process may not look into that one.
+    """
+    copy: int = _libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)
+    if copy < 0:
+        raise OSError(ctypes.get_errno(), f"descriptor {fd} cannot be copied")
+    return copy
+
+
+def write_at_once(fd: int, data: bytes) -> bool:
+    """Write to a descriptor that others share if that does not block; tell whether it was written."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    if not any(event & select.POLLOUT for _, event in poll.poll(0)):
+        return False
+    return os.write(fd, data[: select.PIPE_BUF]) > 0

@@ -1,0 +1,117 @@
+"""What becomes of a failed dump or restore: its cause is told, in the journal and to the engine; CRIU's log is kept.
+
+CRIU runs no stage when it fails, and engines remove its log, which runc and crun have it write where images go. So the
+log is opened at the first stage, with the runtime's standard error: podman shows what is there, CRI-O puts it into its
+own error. Both are let go as soon as CRIU or the runtime has ended, for an engine may wait for the latter's last copy.
+"""
+
+import contextlib
+import logging
+import os
+
+from ocihook.criu.explain import Explanation, explain
+from ocihook.linux.descriptors import copy_descriptor, write_at_once
+from ocihook.linux.files import replace_file
+from ocihook.linux.procfs import Process, command_line, parent_pid
+from ocihook.oci.runtime import parse_runtime_call
+from ocihook.ops.journal import Journal
+from ocihook.wire import DUMP_STAGES
+
+LOGS_KEPT = 16
+_HEAD_BYTES, _TAIL_BYTES = 64 << 10, 192 << 10
+_STDERR = 2
+
+log = logging.getLogger(__name__)
+
+
+class Attempt:
+    """One dump or restore that CRIU is at, as long as it lasts."""
+
+    def __init__(self, criu: Process) -> None:
+        self._log = _open_log(criu.pid)
+        self.runtime = -1  # pidfd of the runtime that called CRIU, if one did
+        self._stderr = -1
+        caller = parent_pid(criu.pid)
+        if parse_runtime_call(command_line(caller)):  # else it is somebody's own `criu dump`
+            with contextlib.suppress(OSError):
+                self.runtime = os.pidfd_open(caller)
+                self._stderr = copy_descriptor(self.runtime, _STDERR)
+
+    def tell(self, message: str) -> None:
+        """Show a line where the engine shows the runtime's errors; only the first, and only if that takes no time."""
+        if self._stderr < 0:
+            return
+        with contextlib.suppress(OSError):
+            write_at_once(self._stderr, f"ocihook: {message}\n".encode())
+        os.close(self._stderr)
+        self._stderr = -1
+
+    def explain(self) -> tuple[Explanation | None, str]:
+        """Return why CRIU has failed, and its log."""
+        text = _read(self._log) if self._log >= 0 else ""
+        return explain(text), text
+
+    def let_go(self) -> None:
+        """Let the engine's standard error go; it may be waiting for the end of it."""
+        for fd in (self.runtime, self._stderr):
+            if fd >= 0:
+                os.close(fd)
+        self.runtime = self._stderr = -1
+
+    def close(self) -> None:
+        """Let everything go."""
+        self.let_go()
+        if self._log >= 0:
+            os.close(self._log)
+        self._log = -1
+
+
+def _open_log(criu_pid: int) -> int:
+    """Return the log that CRIU has open, -1 if it writes none."""
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{criu_pid}/fd"):
+            path = f"/proc/{criu_pid}/fd/{fd}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path).endswith(".log"):
+                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return -1
+
+
+def _read(fd: int) -> str:
+    """Return a log, of a long one its beginning and its end."""
+    size = os.fstat(fd).st_size
+    if size <= _HEAD_BYTES + _TAIL_BYTES:
+        return os.pread(fd, size, 0).decode(errors="replace")
+    head, tail = os.pread(fd, _HEAD_BYTES, 0), os.pread(fd, _TAIL_BYTES, size - _TAIL_BYTES)
+    left_out = size - len(head) - len(tail)
+    return f"{head.decode(errors='replace')}\n... {left_out} bytes are left out ...\n{tail.decode(errors='replace')}"
+
+
+def message_of(journal: Journal, explanation: Explanation) -> str:
+    """Return one line about a failure, for people."""
+    about = f" of container {journal.container}" if journal.container else ""
+    return f"the {act_of(journal)}{about} failed: {explanation}"
+
+
+def act_of(journal: Journal) -> str:
+    """Return what a session is about: dump or restore."""
+    return "dump" if any(stage in DUMP_STAGES for stage in journal.to_json()["stages"]) else "restore"
+
+
+def record_failure(journal: Journal, explanation: Explanation, text: str) -> None:
+    """Put a failure into the journal, and CRIU's log beside it."""
+    path = journal.path.parent.parent / "logs" / f"{journal.session_id}.log"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    replace_file(path, text.encode(), mode=0o600, durable=False)
+    for old in sorted(path.parent.glob("*.log"), key=lambda kept: kept.stat().st_mtime)[:-LOGS_KEPT]:
+        old.unlink(missing_ok=True)
+    journal.note(
+        failure={
+            "act": act_of(journal),
+            "name": explanation.name,
+            "what": explanation.what,
+            "remedy": explanation.remedy,
+            "line": explanation.line,
+            "log": str(path),
+        }
+    )
