@@ -19,7 +19,11 @@ from tests.unit.test_store_crash import Node
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     made = Node(tmp_path / "node")
-    monkeypatch.setattr(module, "load_settings", lambda: Settings(store_dir=str(made.store_dir), workers=1))
+    monkeypatch.setattr(
+        module,
+        "load_settings",
+        lambda: Settings(store_dir=str(made.store_dir), history_dir=str(tmp_path / "history"), workers=1),
+    )
     made.dump(made.new)
     return made
 
