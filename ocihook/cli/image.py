@@ -55,7 +55,7 @@ def _fields(built: ops.Built) -> dict[str, object]:
 
 @image.command()
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
-@click.argument("target", metavar="[REGISTRY/]REPOSITORY[:TAG]")
+@click.argument("target", metavar="REGISTRY/REPOSITORY[:TAG]")
 @_thin
 @registry_options
 @json_option

@@ -70,16 +70,17 @@ class Reference(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Reference":
-        """Return the parts of [REGISTRY/]REPOSITORY[:TAG][@DIGEST]; without a registry it is Docker Hub, as ever.
+        """Return the parts of REGISTRY/REPOSITORY[:TAG][@DIGEST].
+
+        Others take Docker Hub for a registry that is not named. A checkpoint holds a job's memory: where it goes is said.
 
         Raises:
             ConfigError: if it is none.
         """
         rest, at, digest = text.partition("@")
-        first, slash, others = rest.partition("/")
-        registry = DOCKER_HUB
-        if slash and (first == "localhost" or any(mark in first for mark in ".:[")):
-            registry, rest = first, others
+        registry, slash, rest = rest.partition("/")
+        if not slash or not (registry == "localhost" or any(mark in registry for mark in ".:[")):
+            raise ConfigError(f"{text!r} names no registry", hint="write REGISTRY[:PORT]/REPOSITORY:TAG")
         name, colon, tag = rest.partition(":")
         if registry == DOCKER_HUB and "/" not in name:
             name = f"library/{name}"

@@ -369,8 +369,7 @@ def test_tls(tmp_path: Path, serve: Callable[..., Registry]) -> None:
         ("r.example:5000/a/b", ("r.example:5000", "a/b", "", "")),
         (f"[::1]:5000/a@{UNKNOWN}", ("[::1]:5000", "a", "", UNKNOWN)),
         (f"r.example/a:x@{UNKNOWN}", ("r.example", "a", "x", UNKNOWN)),
-        ("team/job:1", ("docker.io", "team/job", "1", "")),
-        ("job", ("docker.io", "library/job", "", "")),
+        ("docker.io/job", ("docker.io", "library/job", "", "")),
     ],
 )
 def test_references(text: str, reference: tuple[str, ...]) -> None:
@@ -389,6 +388,8 @@ def test_references(text: str, reference: tuple[str, ...]) -> None:
         "r.x/a/../b",
         "r.example:x/a",
         "r.example/a?b",
+        "team/job:1",
+        "job",
         "user@r.example/a",
         "http://r.example/a",
     ],
