@@ -94,6 +94,14 @@ def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
     assert second["added_bytes"] < first["added_bytes"] / 10
     assert "every byte right" in podman.ocihook("store", "verify", "--read-data")
     assert not list((podman.scratch / "store").glob("domains/*/pending/*"))
+    if leave_running:
+        return
+    complete = podman.scratch / "complete.tar"  # of a thin one: what a node without this store needs
+    podman.ocihook("archive", "pack", str(archives[1]), str(complete))
+    podman.remove("c")
+    configure(podman, podman.scratch / "elsewhere")
+    podman.restore(complete)
+    podman.assert_goes_on("c", before)
     assert not list(podman.namespace.path("/run/ocihook/sessions").glob("*"))
 
 

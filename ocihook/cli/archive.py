@@ -144,9 +144,10 @@ def _conversion(command: F) -> F:
 @_conversion
 @click.option("--store", "into_store", is_flag=True, help="Put the memory into this node's store: OUTPUT is thin then.")
 def pack(*, source: Path, output: Path, as_json: bool, into_store: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
-    """Write OUTPUT, a packed archive, from SOURCE, a plain one."""
-    store = Store.of(load_settings()) if into_store else None
-    _convert("packing", partial(ops.pack_archive, into_store=store), source, output, as_json=as_json, **options)
+    """Write OUTPUT, a packed archive, from SOURCE, a plain or thin one."""
+    store = Store.of(load_settings())
+    run = partial(ops.pack_archive, into_store=store if into_store else None, store=store)
+    _convert("packing", run, source, output, as_json=as_json, **options)
 
 
 @archive.command()

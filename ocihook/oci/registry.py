@@ -72,7 +72,7 @@ class Reference(NamedTuple):
     def parse(cls, text: str) -> "Reference":
         """Return the parts of REGISTRY/REPOSITORY[:TAG][@DIGEST].
 
-        Others take Docker Hub for a registry that is not named. A checkpoint holds a job's memory: where it goes is said.
+        Others take Docker Hub where none is named. A checkpoint holds a job's memory: it is said where it goes.
 
         Raises:
             ConfigError: if it is none.

@@ -35,7 +35,7 @@ from ocihook.ops.image_set import (
     rehydrate_image_set,
     verify_image_set,
 )
-from ocihook.ops.store import rehydrate_stored, store_image_set, wait_complete
+from ocihook.ops.store import pack_stored, rehydrate_stored, store_image_set, wait_complete
 from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, Region, decode_manifest, read_manifest
 from ocihook.store.pack import PackFile
 from ocihook.store.packing import Packs, Progress, no_progress
@@ -270,9 +270,10 @@ def pack_archive(
     force: bool,
     workers: int,
     into_store: Store | None = None,
+    store: Store = _STORE,
     progress: Progress = no_progress,
 ) -> None:
-    """Write a packed archive from a plain one, as if it had been dumped with ocihook.
+    """Write a packed archive from a plain or thin one, as if it had been dumped with ocihook.
 
     Args:
         source: the archive.
@@ -281,6 +282,7 @@ def pack_archive(
         force: whether the target may exist.
         workers: processes to use.
         into_store: put the memory into this store; the target is a thin archive then.
+        store: that a thin one is in.
         progress: told the bytes of memory done.
 
     Raises:
@@ -290,11 +292,14 @@ def pack_archive(
         images = _ImageSet(source, output.scratch, in_place=False, pages=True)
 
         def visit(member: Member) -> None:
-            if member.image_name in {MANIFEST_NAME, THIN_NAME}:
+            if member.image_name == MANIFEST_NAME or (member.image_name == THIN_NAME and into_store):
                 raise ArchiveError(f"{source} is packed already")
             images.take(member)
 
         facts = read_facts(source, visit)
+        if is_thin(facts):
+            _pack_thin(output, store, compression=compression, workers=workers, progress=progress)
+            return
         if into_store is not None:
             stored = store_image_set(
                 into_store, output.scratch, facts.container, created=facts.created, workers=workers, progress=progress
@@ -312,6 +317,17 @@ def pack_archive(
             )
         added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
         output.write(compression, dropped={image.name for image in manifest.packed_images}, added=added)
+
+
+def _pack_thin(output: "_Output", store: Store, *, compression: str, workers: int, progress: Progress) -> None:
+    thin = read_thin(output.scratch)
+    assert thin is not None
+    domain = store.open(thin.domain)
+    stored = wait_complete(domain, thin.checkpoint_id, workers=workers)
+    check_other_images(output.scratch, stored.other_images)
+    manifest = pack_stored(domain, stored, output.scratch, workers=workers, progress=progress)
+    added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
+    output.write(compression, dropped=set(), added=added)
 
 
 def unpack_archive(

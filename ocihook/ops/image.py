@@ -27,7 +27,14 @@ from ocihook.oci.layout import (
     write_layout_archive,
 )
 from ocihook.oci.registry import Access, Reference, Repository
-from ocihook.ops.archive import Inspection, inspect_archive, place_to_read, scratch_directory, unpack_archive
+from ocihook.ops.archive import (
+    Inspection,
+    inspect_archive,
+    pack_archive,
+    place_to_read,
+    scratch_directory,
+    unpack_archive,
+)
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.store import Store
 
@@ -188,7 +195,9 @@ def _image_of(source: Path, place: Path, thin: ThinRule, progress: Progress) -> 
         archive = source
         if inspection.thin and not thin.is_kept:
             archive = stack.enter_context(scratch_directory(place)) / "complete"
-            unpack_archive(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
+            stored = thin.store.open(inspection.thin.domain).read(inspection.thin.checkpoint_id)
+            complete = pack_archive if stored.gpu else unpack_archive  # what is plain restores anywhere, but for that
+            complete(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
         yield _make_image(inspection, archive, progress)
 
 

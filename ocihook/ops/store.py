@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +22,21 @@ from ocihook.ops.image_set import list_other_images, list_packable, open_packs
 from ocihook.ops.spans import Spans, opener
 from ocihook.ops.staging import discard_staged, domain_name, pins_of
 from ocihook.store import rewrite
-from ocihook.store.assemble import Target, assemble
+from ocihook.store.assemble import StoredPages, Target, assemble
 from ocihook.store.deduplicate import WORKER_BYTES, Before, deduplicate
 from ocihook.store.domain import Domain, Usage, lineage, new_checkpoint_id
-from ocihook.store.manifest import Manifest, read_manifest
-from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress, workers_within
+from ocihook.store.manifest import (
+    PACK_PREFIX,
+    REGION_PACK_PREFIX,
+    Manifest,
+    PackedImage,
+    Region,
+    Segment,
+    read_manifest,
+    write_manifest,
+)
+from ocihook.store.pack import PackInfo
+from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress, pack, workers_within
 from ocihook.store.pending import (
     Job,
     check_taken,
@@ -379,6 +389,51 @@ def write_stored_regions(
     with domain.shared():
         assemble(domain.layout(manifest), domain.packs, targets, workers=workers, progress=progress)
     return sum(region.size_bytes for region in manifest.regions)
+
+
+def pack_stored(
+    domain: Domain, manifest: StoredManifest, directory: Path, *, workers: int, progress: Progress = no_progress
+) -> Manifest:
+    """Write a stored checkpoint's memory into packs and a manifest in `directory`, as a dump inline would have.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+        OSError: from the file system, a full one included.
+    """
+    with domain.shared():
+        layout = domain.layout(manifest)
+        sources = {
+            part: Source(partial(StoredPages, layout.images[part.name], layout, domain.packs), 0, part.size_bytes)
+            for part in manifest.parts
+        }
+
+        def packed(
+            parts: Sequence[StoredImage | StoredRegion], prefix: str
+        ) -> tuple[list[tuple[Segment, ...]], list[PackInfo]]:
+            chosen = [sources[part] for part in parts]
+            return pack(chosen, directory, prefix=prefix, workers=workers, durable=False, progress=progress)
+
+        image_rows, image_packs = packed(manifest.images, PACK_PREFIX)
+        region_rows, region_packs = packed(manifest.regions, REGION_PACK_PREFIX)
+    made = Manifest(
+        created=manifest.created,
+        writer=f"ocihook {__version__}",
+        container=manifest.container,
+        host=manifest.host,
+        packed_images=tuple(
+            PackedImage(image.name, image.size_bytes, row)
+            for image, row in zip(manifest.images, image_rows, strict=True)
+        ),
+        other_images=manifest.other_images,
+        packs=(*image_packs, *region_packs),
+        regions=tuple(
+            Region(region.process, region.start, region.size_bytes, row)
+            for region, row in zip(manifest.regions, region_rows, strict=True)
+        ),
+        gpu=manifest.gpu,
+    )
+    write_manifest(directory, made, durable=False)
+    return made
 
 
 # --- what people ask

@@ -61,6 +61,38 @@ def assemble(
         progress(ranges[task][2] * PAGE_BYTES)
 
 
+class StoredPages:
+    """The pages of a stored image, read as those of a file are."""
+
+    def __init__(self, extents: Extents, layout: Layout, directory: PackDirectory) -> None:
+        """Take where they are; packs are opened as they are needed."""
+        self._extents = extents
+        self._numbers = [pack_number(info.name) for info in layout.packs]
+        self._packs = StoredPacks(directory, layout.packs)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view`, whole pages from a whole page on; return its length.
+
+        Raises:
+            IntegrityError: naming what is missing or damaged.
+        """
+        at = 0
+        for number, first, pages in self._extents.cut(offset // PAGE_BYTES, len(view) // PAGE_BYTES):
+            end = at + pages * PAGE_BYTES
+            if number == ZERO:
+                view[at:end] = bytes(end - at)
+            else:
+                for content in _contents(self._packs.get(self._numbers[number]), first, pages):
+                    view[at : at + len(content)] = content
+                    at += len(content)
+            at = end
+        return at
+
+    def close(self) -> None:
+        """Close what was opened."""
+        self._packs.close()
+
+
 def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> Iterator[bytes | memoryview]:
     """Yield the content of an image in pieces of whole pages, a batch at most.
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ocihook.engine.archive import compression_of, read_facts
 from ocihook.errors import ArchiveError, ImageError, IntegrityError, OcihookError, StoreFull
 from ocihook.ops import archive as ops
+from ocihook.store.manifest import Manifest
 from ocihook.store.store import Store
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 
@@ -415,7 +416,12 @@ def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
     assert stored is not None
     assert stored.raw_bytes == sum(map(len, MEMORY.values()))
     with pytest.raises(ArchiveError, match="packed already"):
-        pack(thin, again)
+        ops.pack_archive(thin, again, into_store=Store(store), compression="none", force=False, workers=2)
+    packed = tmp_path / "packed.tar"
+    ops.pack_archive(thin, packed, store=Store(store), compression="none", force=False, workers=2)
+    assert isinstance(ops.verify_archive(packed, workers=1), Manifest)
+    unpack(packed, tmp_path / "unpacked.tar")
+    assert members(tmp_path / "unpacked.tar") == members(plain)
     with pytest.raises(OcihookError, match="is in a store"):
         ops.diff_archives(thin, plain)
     elsewhere = tmp_path / "elsewhere"
