@@ -20,6 +20,7 @@ OcihookError
 ├─ RemoteError              a remote cannot be reached, or has not what it should
 │  └─ RegistryError         a registry cannot be reached, refuses, or sent something wrong (`status` is HTTP's)
 ├─ ArchiveError             a checkpoint archive is malformed or hostile
+├─ CriuError                CRIU has failed, for a cause that its log tells (criu/explain.py)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 └─ WorkerDied               a forked worker was killed, or ran out of memory (linux/workers.py)
 
@@ -173,6 +174,14 @@ class RegistryError(RemoteError):
     def __init__(self, message: str, *, status: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.status = status
+
+
+class CriuError(OcihookError):
+    """CRIU has failed, for a cause that its log tells."""
+
+    def __init__(self, message: str, *, cause: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.code = f"criu-{cause}"
 
 
 class AgentError(OcihookError):

@@ -13,7 +13,7 @@ from ocihook import wire
 from ocihook.config import Settings, load_settings
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.ops import dump, history, restore
-from ocihook.ops.failure import Attempt, message_of, record_failure
+from ocihook.ops.failure import Attempt, keep_log, message_of, record_failure
 from ocihook.ops.journal import Journal
 from ocihook.ops.statistics import note_statistics, open_work_directory
 from ocihook.ops.undo import undo_all, undo_interrupted
@@ -112,11 +112,14 @@ class Session:
             time.sleep(RETRY_S)
 
     def _keep(self, session_id: str, record: Mapping[str, Any]) -> None:
-        try:
-            settings = self._load()
-        except ConfigError:  # it was told when the session began
-            settings = Settings()
+        settings = self._settings()
         history.keep(Path(settings.history_dir), session_id, record, limit=settings.history_kept)
+
+    def _settings(self) -> Settings:
+        try:
+            return self._load()
+        except ConfigError:  # it was told when the session began
+            return Settings()
 
     def serve(self, control: socket.socket) -> None:
         """Handle stages that arrive on `control` (a packet with the caller's connection) until CRIU is gone."""
@@ -125,10 +128,10 @@ class Session:
             work_directory = open_work_directory(self.journal.criu.pid)
             attempt = Attempt(self.journal.criu)
             self._watch(pidfd, control, attempt)
+            self._explain(attempt, is_over=True)  # at once: the runtime is about to end
+            attempt.close()
             note_statistics(self.journal, work_directory)
             os.close(pidfd)
-            self._explain(attempt, is_over=True)
-            attempt.close()
         control.close()  # the agent starts another session should a request still be in it
         log.info("session %s: CRIU has ended", self.journal.session_id)
         self.finish()
@@ -148,22 +151,19 @@ class Session:
 
     def _explain(self, attempt: Attempt, *, is_over: bool) -> None:
         """Tell why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
-        try:
-            explanation, text = attempt.explain()
-            if explanation is None:
-                return
+        explanation, text = attempt.explain()
+        if explanation is not None:
             # That we refused something is in the log and in the journal already, with its state.
-            message = explanation.what if explanation.name == "ocihook" else message_of(self.journal, explanation)
+            is_ours = explanation.name == "ocihook"
+            message = explanation.what if is_ours else message_of(self.journal, explanation)
             if is_over or explanation.name != "killed":
                 attempt.tell(message)
+            if is_over and not is_ours:
+                log.error("%s", message)
             if is_over:
-                record_failure(self.journal, explanation, text)
-                if explanation.name != "ocihook":
-                    log.error("%s", message)
-        except OSError as error:
-            log.warning("session %s: CRIU's log cannot be kept: %s", self.journal.session_id, error)
-        finally:
-            attempt.let_go()
+                kept = keep_log(Path(self._settings().history_dir) / "logs", self.journal.session_id, text)
+                record_failure(self.journal, explanation, kept)
+        attempt.let_go()
 
     def _answer(self, control: socket.socket, attempt: Attempt) -> None:
         packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)

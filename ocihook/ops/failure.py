@@ -1,21 +1,25 @@
 """What becomes of a failed dump or restore: its cause is told, in the journal and to the engine; CRIU's log is kept.
 
 CRIU runs no stage when it fails, and engines remove its log, which runc and crun have it write where images go. So the
-log is opened at the first stage, with the runtime's standard error: podman shows what is there, CRI-O puts it into its
-own error. Both are let go as soon as CRIU or the runtime has ended, for an engine may wait for the latter's last copy.
+log is opened at the first stage, with the runtime's standard error, which engines show: on a dump it is podman's own,
+on a restore conmon reads it once, when the runtime ends. What a stage refuses is there by then; what CRIU fails on, if
+it comes in time. An engine may wait for the last copy of it, so it is let go as soon as CRIU or the runtime ends.
 """
 
 import contextlib
 import logging
 import os
+import time
+from pathlib import Path
 
 from ocihook.criu.explain import Explanation, explain
+from ocihook.errors import CriuError
 from ocihook.linux.descriptors import copy_descriptor, write_at_once
 from ocihook.linux.files import replace_file
 from ocihook.linux.procfs import Process, command_line, parent_pid
 from ocihook.oci.runtime import parse_runtime_call
+from ocihook.ops.history import act_of
 from ocihook.ops.journal import Journal
-from ocihook.wire import DUMP_STAGES
 
 LOGS_KEPT = 16
 _HEAD_BYTES, _TAIL_BYTES = 64 << 10, 192 << 10
@@ -90,28 +94,25 @@ def _read(fd: int) -> str:
 def message_of(journal: Journal, explanation: Explanation) -> str:
     """Return one line about a failure, for people."""
     about = f" of container {journal.container}" if journal.container else ""
-    return f"the {act_of(journal)}{about} failed: {explanation}"
+    return f"the {act_of(journal.to_json())}{about} failed: {explanation}"
 
 
-def act_of(journal: Journal) -> str:
-    """Return what a session is about: dump or restore."""
-    return "dump" if any(stage in DUMP_STAGES for stage in journal.to_json()["stages"]) else "restore"
+def keep_log(directory: Path, session_id: str, text: str) -> str:
+    """Keep a log, and the last ones before it; return where, "" if it cannot be kept."""
+    path = directory / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{session_id}.log"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, text.encode(), mode=0o600, durable=False)
+        for old in sorted(directory.glob("*.log"))[:-LOGS_KEPT]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("session %s: CRIU's log cannot be kept: %s", session_id, error)
+        return ""
+    return str(path)
 
 
-def record_failure(journal: Journal, explanation: Explanation, text: str) -> None:
-    """Put a failure into the journal, and CRIU's log beside it."""
-    path = journal.path.parent.parent / "logs" / f"{journal.session_id}.log"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    replace_file(path, text.encode(), mode=0o600, durable=False)
-    for old in sorted(path.parent.glob("*.log"), key=lambda kept: kept.stat().st_mtime)[:-LOGS_KEPT]:
-        old.unlink(missing_ok=True)
-    journal.note(
-        failure={
-            "act": act_of(journal),
-            "name": explanation.name,
-            "what": explanation.what,
-            "remedy": explanation.remedy,
-            "line": explanation.line,
-            "log": str(path),
-        }
-    )
+def record_failure(journal: Journal, explanation: Explanation, kept: str) -> None:
+    """Put a failure into the journal: its cause, and where CRIU's log is kept."""
+    if explanation.name != "ocihook":  # else our own error is there
+        journal.note_error(CriuError(explanation.what, cause=explanation.name, hint=explanation.remedy), "failed")
+    journal.note(failure={**explanation._asdict(), "log": kept})

@@ -11,9 +11,9 @@ import pytest
 
 from ocihook.criu.explain import explain
 from ocihook.linux.procfs import Process
-from ocihook.ops import failure
-from ocihook.ops.failure import Attempt, message_of, record_failure
-from ocihook.ops.journal import Journal, open_journals
+from ocihook.ops import failure, history
+from ocihook.ops.failure import Attempt, keep_log, message_of, record_failure
+from ocihook.ops.journal import Journal
 
 LOG = Path(__file__).parents[1] / "data/criu-logs/dump-flock.log"
 # A runtime whose child has CRIU's log open, as its arguments would have it: `runc checkpoint c`.
@@ -99,22 +99,27 @@ def test_nobody_is_told_whose_dump_is_no_runtimes() -> None:
     attempt.close()
 
 
-def test_journal_and_a_bounded_number_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "LOGS_KEPT", 2)
+def test_journal_says_why_and_where_the_log_is(tmp_path: Path) -> None:
     explanation = explain(LOG.read_text())
     assert explanation is not None
-    for pid in (11, 12, 13):
-        journal = Journal.create(tmp_path, Process(pid, 1))
-        journal.begin_stage("pre-dump")
-        record_failure(journal, explanation, LOG.read_text())
-        os.utime(tmp_path / f"logs/{pid}-1.log", (pid, pid))
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["12-1.log", "13-1.log"]
-    assert (tmp_path / "logs/13-1.log").stat().st_mode & 0o777 == 0o600
-    journal = Journal.load(open_journals(tmp_path)[-1])
-    recorded = journal.facts["failure"]
-    assert (recorded["act"], recorded["name"]) == ("dump", "file-locks")
-    assert Path(recorded["log"]).read_text() == LOG.read_text()
+    journal = Journal.create(tmp_path, Process(11, 1))
+    journal.begin_stage("pre-dump")
+    kept = keep_log(tmp_path / "logs", journal.session_id, LOG.read_text())
+    assert Path(kept).read_text() == LOG.read_text()
+    assert Path(kept).stat().st_mode & 0o777 == 0o600
+    record_failure(journal, explanation, kept)
+    record = Journal.load(journal.path).to_json()
+    assert record["facts"]["failure"] == {**explanation._asdict(), "log": kept}
+    assert history.error_of(record | {"ended": 1.0}) == ("criu-file-locks", str(explanation))
     assert message_of(journal, explanation) == f"the dump failed: {explanation}"
+
+
+def test_logs_that_are_kept_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "LOGS_KEPT", 2)
+    kept = [keep_log(tmp_path, f"{pid}-1", "text") for pid in (11, 12, 13)]
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(kept[1:])
+    (tmp_path / "file").touch()
+    assert keep_log(tmp_path / "file", "14-1", "text") == ""
 
 
 def test_of_a_long_log_both_ends_are_kept(runtime: subprocess.Popen[str], tmp_path: Path) -> None:
