@@ -53,7 +53,7 @@ def test_completions_in_a_real_shell(tmp_path: Path, shell: str) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ocihook "$@"\n')
     program.chmod(0o755)
     path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
-    script = PACKAGING / "completions" / {"bash": "ocihook.bash", "zsh": "_ocihook", "fish": "ocihook.fish"}[shell]
+    script = PACKAGING / "completions" / shell / {"bash": "ocihook", "zsh": "_ocihook", "fish": "ocihook.fish"}[shell]
 
     def complete(*words: str) -> list[str]:
         if shell == "fish":

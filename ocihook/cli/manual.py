@@ -27,9 +27,9 @@ _FILES = {
     "/var/lib/ocihook/history": "The last sessions, and totals of all: see ocihook-timeline(1), ocihook-metrics(1).",
 }
 _SHELLS: Mapping[str, type[ShellComplete]] = {
-    "ocihook.bash": BashComplete,
-    "_ocihook": ZshComplete,
-    "ocihook.fish": FishComplete,
+    "bash/ocihook": BashComplete,
+    "zsh/_ocihook": ZshComplete,
+    "fish/ocihook.fish": FishComplete,
 }
 _SETTING = re.compile(r"    (?P<key>\w+): \w+ = .*?(?:  # (?P<text>.*))?")
 _KINDS = {str: "string", int: "integer", float: "number"}

@@ -20,12 +20,15 @@ PROJECT = Path(__file__).parents[2]
 COMMANDS = [(path, command) for path, command in ALL if path]
 
 
+def texts(directory: Path) -> dict[str, str]:
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()}
+
+
 def test_what_is_committed_is_what_the_code_says(tmp_path: Path) -> None:
     # By a process of its own: commands that were called otherwise before keep how.
     subprocess.run([sys.executable, "-m", "ocihook.cli.manual", str(tmp_path)], check=True, timeout=60)
     for directory in ("man", "completions"):
-        made = {path.name: path.read_text() for path in (tmp_path / directory).iterdir()}
-        committed = {path.name: path.read_text() for path in (PROJECT / "packaging" / directory).iterdir()}
+        made, committed = texts(tmp_path / directory), texts(PROJECT / "packaging" / directory)
         assert made == committed, "`make docs` makes them anew"
 
 
