@@ -7,11 +7,12 @@ from integration.namespace import Namespace, wait_for
 
 
 def sessions(namespace: Namespace) -> list[dict[str, Any]]:
-    """Return the journals of all ended sessions, oldest first, once none is open any more."""
+    """Return the records of all ended dumps and restores, oldest first, once no session is open any more."""
     open_sessions = namespace.path("/run/ocihook/sessions")
     wait_for("all sessions to end", lambda: not list(open_sessions.glob("*.json")))
     paths = sorted(namespace.path("/var/lib/ocihook/history").glob("*.json"))
-    return [json.loads(path.read_text()) for path in paths]
+    records = [json.loads(path.read_text()) for path in paths]
+    return [record for record in records if record.get("act") != "store"]
 
 
 def last_session(namespace: Namespace, stage: str) -> dict[str, Any]:

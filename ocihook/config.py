@@ -48,7 +48,7 @@ class Settings:
 
     policy: Policy = field(default_factory=Policy)
     idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
-    memory_bound_bytes: int = 256 << 20  # of the agent with all its workers, whatever a checkpoint's size
+    memory_bound_bytes: int = 256 << 20  # of the agent with its workers; mode store: also of GPU memory on its way
     workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
     keep_last: int = 0  # checkpoints of each container in the store; 0 and keep_within_s 0: all
     keep_within_s: float = 0.0  # and what is younger

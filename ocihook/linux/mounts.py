@@ -1,4 +1,4 @@
-"""Files kept alive by a bind mount: they can be read at its place whatever becomes of their own names.
+"""Files kept alive by a mount: a bind mount, whatever becomes of their own names; or a file system in memory.
 
 The kernel keeps them, not a process: nothing that is killed takes them along.
 """
@@ -7,7 +7,7 @@ import ctypes
 import os
 from pathlib import Path
 
-_MS_BIND, _MNT_DETACH = 4096, 2  # linux/mount.h
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MNT_DETACH = 2, 4, 8, 4096, 2  # linux/mount.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -27,12 +27,31 @@ def pin_file(source: Path, place: Path) -> None:
         os.close(fd)
 
 
+def mount_memory(directory: Path, size_bytes: int) -> None:
+    """Mount a file system in memory at a directory, in huge pages where the node allows them (tmpfs(5)).
+
+    Raises:
+        OSError: if this process may not mount.
+    """
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    for options in (f"size={size_bytes},mode=700,huge=within_size", f"size={size_bytes},mode=700"):
+        if _libc.mount(b"ocihook", os.fsencode(directory), b"tmpfs", flags, options.encode()) == 0:
+            return
+    number = ctypes.get_errno()
+    raise OSError(number, f"no memory can be mounted at {directory}: {os.strerror(number)}")
+
+
+def unmount(directory: Path) -> None:
+    """Unmount whatever is mounted at a directory, though somebody may still have files of it open. May run any time."""
+    while _libc.umount2(os.fsencode(directory), _MNT_DETACH) == 0:
+        pass  # one on top of another, from an attempt that was interrupted
+
+
 def unpin_directory(directory: Path) -> None:
     """Unmount whatever is mounted on the files of a directory and remove it. May run any time."""
     if not directory.exists():
         return
     for path in directory.iterdir():
-        while _libc.umount2(os.fsencode(path), _MNT_DETACH) == 0:
-            pass  # one on top of another, from an attempt that was interrupted
+        unmount(path)
         path.unlink()
     directory.rmdir()

@@ -27,7 +27,7 @@ from ocihook.ops.staging import EFFECT, STAGED_NAME, begin, finish_staging, stag
 from ocihook.ops.undo import FREEZE_TIMEOUT_S
 from ocihook.store.cipher import KeySource
 from ocihook.store.manifest import Manifest, read_manifest
-from ocihook.store.packing import Progress, workers_within
+from ocihook.store.packing import AGENT_BYTES, Progress, workers_within
 from ocihook.store.store import Store
 from ocihook.store.thin import read_thin
 from ocihook.wire import Request
@@ -58,11 +58,14 @@ def pre_dump(journal: Journal, request: Request, directory: Path, load_settings:
         if policy.quiesce_signal:
             _quiesce(journal, request.init_pid, policy)
         if has_gpu:
-            _checkpoint_gpus(journal, request, directory, policy)
+            room = settings.memory_bound_bytes - AGENT_BYTES if call.leave_running else 0
+            _checkpoint_gpus(journal, request, directory, policy, memory_room_bytes=room)
     return ""
 
 
-def _checkpoint_gpus(journal: Journal, request: Request, directory: Path, policy: Policy) -> None:
+def _checkpoint_gpus(
+    journal: Journal, request: Request, directory: Path, policy: Policy, *, memory_room_bytes: int
+) -> None:
     image_dir = os.readlink(request.image_dir)
     progress = while_criu_lives(journal)
     if policy.mode != "store" or policy.gpu_memory != "packs" or journal.container is None:
@@ -70,7 +73,7 @@ def _checkpoint_gpus(journal: Journal, request: Request, directory: Path, policy
         return
     place = begin(journal, journal.container, image_dir, directory, store=_store(journal))
     (directory / STAGED_NAME).touch(mode=0o600)
-    checkpoint_gpus(journal, request.init_pid, str(place), place, progress)
+    checkpoint_gpus(journal, request.init_pid, str(place), place, progress, memory_room_bytes=memory_room_bytes)
 
 
 def _store(journal: Journal) -> Store:

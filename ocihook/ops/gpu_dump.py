@@ -35,6 +35,7 @@ from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions
 from ocihook.ops.journal import Journal
 from ocihook.ops.preflight import Situation, refusals
 from ocihook.ops.spans import Spans
+from ocihook.ops.staging import stage_in_memory
 from ocihook.store.manifest import read_manifest
 from ocihook.store.packing import Progress
 
@@ -43,11 +44,27 @@ EFFECT = "gpu-checkpointed"
 log = logging.getLogger(__name__)
 
 
-def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: Path, progress: Progress) -> None:
+def checkpoint_gpus(
+    journal: Journal,
+    init_pid: int,
+    image_dir: str,
+    directory: Path,
+    progress: Progress,
+    *,
+    memory_room_bytes: int = 0,
+) -> None:
     """Take the GPU away from every CUDA process of a container, whose tasks must be able to run.
 
     Afterwards each is checkpointed, and its GPU memory is in packs in `directory`, or in its own memory if the policy
     wants it to go through CRIU. The journal has an effect that brings all back.
+
+    Args:
+        journal: of the dump.
+        init_pid: of the container's init.
+        image_dir: where packs go, as the journal is to name it.
+        directory: the same; with `memory_room_bytes`, a place in the store.
+        progress: told the bytes of packs done.
+        memory_room_bytes: packs may stay in memory, if they take no more than this.
 
     Raises:
         OcihookError: to refuse the dump; every process runs on as if nothing had been.
@@ -98,7 +115,7 @@ def checkpoint_gpus(journal: Journal, init_pid: int, image_dir: str, directory: 
             check_contents(checkpointed, held_bytes)
             phase["bytes"] = sum(part.size_bytes for _, parts in checkpointed for part in parts)
         if in_packs:
-            _move_out(journal, checkpointed, names, directory, progress)
+            _move_out(journal, checkpointed, names, directory, memory_room_bytes, progress)
     except BaseException:
         effect = journal.effect(EFFECT)
         assert effect is not None
@@ -143,10 +160,15 @@ def _move_out(
     checkpointed: list[CheckpointedProcess],
     names: Mapping[Process, str],
     directory: Path,
+    memory_room_bytes: int,
     progress: Progress,
 ) -> None:
     discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
     discard_regions(directory)
+    size = sum(part.size_bytes for _, parts in checkpointed for part in parts)
+    if memory_room_bytes and stage_in_memory(directory, size, memory_room_bytes):
+        journal.amend(EFFECT, identity=identity(directory))
+        journal.note(staged_in_memory=True)
     with journal.phase("gpu move out") as phase, journal.spans(phase) as spans:
         moved = gpu_memory.move_out(
             checkpointed,

@@ -11,7 +11,8 @@ from typing import Any
 from ocihook import __version__, wire
 from ocihook.criu.images import check_page_images
 from ocihook.linux.files import identity, same_directory, sync_directory
-from ocihook.linux.mounts import pin_file, unpin_directory
+from ocihook.linux.memory import available_bytes
+from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
 from ocihook.model import ContainerRef
 from ocihook.ops.image_set import MovedRegions, discard_packs, list_other_images, list_packable
 from ocihook.ops.journal import Journal
@@ -22,6 +23,7 @@ from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin, write_thin
 
 EFFECT = "staging"
+_TABLES_BYTES = 64 << 20  # what a place in memory needs beside the content of packs, with a 64th of that
 STAGED_NAME = "ocihook.staged"  # in an image directory: memory was moved that the directory does not have; for the hook
 NODE_DOMAIN = "_node"  # of containers that are in no pod; no namespace can have this name
 
@@ -127,6 +129,28 @@ def stage(
     return job
 
 
+def stage_in_memory(pending: Path, size_bytes: int, bound_bytes: int) -> bool:
+    """Have what comes to a place made by `begin` stay in memory, if that fits; tell whether it does.
+
+    One dump at a time takes memory, and only so much that as much again is left to the node. What is there is lost
+    with the node's power, so it is for containers that run on.
+
+    Args:
+        pending: the place, empty.
+        size_bytes: of what comes.
+        bound_bytes: that may be taken.
+    """
+    others = (path for path in pending.parent.parent.parent.glob("*/pending/*") if path != pending)
+    if size_bytes > bound_bytes or available_bytes() < 2 * size_bytes or any(os.path.ismount(path) for path in others):
+        return False
+    try:
+        mount_memory(pending, size_bytes + _TABLES_BYTES + size_bytes // 64)
+    except OSError as error:
+        log.warning("%s", error)
+        return False
+    return True
+
+
 def _only_regions(moved: MovedRegions, container: ContainerRef) -> Manifest:
     return Manifest(
         created="",
@@ -178,6 +202,7 @@ def discard_staged(pending: Path, pins: Path) -> None:
     (pending / "job").unlink(missing_ok=True)
     unpin_directory(pins)
     if pending.exists():
+        unmount(pending)
         for path in pending.iterdir():
             path.unlink()
         pending.rmdir()

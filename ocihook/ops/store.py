@@ -181,7 +181,7 @@ def _store(
         for region, packed in zip(regions, moved.regions, strict=True):
             sources[region.name] = Source(partial(PackedPages, packs, packed), 0, region.size_bytes)
     newest = _newest(domain, job)
-    ids = pending / "ids"
+    ids = domain.new_ids_path(job.id)
     ids_fd = os.open(ids, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         taken = deduplicate(

@@ -122,7 +122,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
             _in_parallel(lacking, lambda info: _fetch(domain, location, info, pending), progress)
-            domain.adopt(checkpoint_id, data, layout_data, pending / "ids")
+            domain.adopt(checkpoint_id, data, layout_data, domain.new_ids_path(checkpoint_id))
         discard_staged(pending, pins_of(checkpoint_id))
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
 

@@ -299,6 +299,10 @@ class Domain:
 
     # --- adding
 
+    def new_ids_path(self, checkpoint_id: str) -> Path:
+        """Return where the page ids of a checkpoint are written before it is committed."""
+        return self.checkpoints_dir / f"{checkpoint_id}.ids.partial"
+
     def commit(
         self,
         manifest: StoredManifest,
@@ -312,7 +316,7 @@ class Domain:
         Args:
             manifest: `sequence` and `previous` are set here.
             layout: of its images.
-            ids: file with its page ids in the pending directory; moved away.
+            ids: file with its page ids, at `new_ids_path`; moved away.
             replaced: the checkpoint whose page ids nobody needs from now on.
 
         Raises:
@@ -342,7 +346,7 @@ class Domain:
             checkpoint_id: which it is to be.
             data: its manifest, as it is elsewhere.
             layout: likewise.
-            ids: file to be, in the pending directory, for its page ids; moved away.
+            ids: file to be, at `new_ids_path`, for its page ids; moved away.
             progress: told the bytes read.
 
         Raises:
