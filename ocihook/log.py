@@ -1,23 +1,75 @@
-"""Logging of agent and command line: stderr, or a file where a detached agent has no stderr."""
+"""Logging of agent and command line: the journal with fields of its own, stderr, or a file for a detached agent."""
 
 import logging
 import os
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# sd-daemon(3): a level prefix that the journal understands
-_SYSTEMD_FORMAT = {10: "<7>", 20: "<6>", 30: "<4>", 40: "<3>", 50: "<2>"}
+JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
+_PRIORITIES = {10: 7, 20: 6, 30: 4, 40: 3, 50: 2}  # syslog(3), by level
+
+Fields = Callable[[], Mapping[str, str]]
+_sources: list[Fields] = []
+
+
+def add_fields(source: Fields) -> None:
+    """Have `source` asked for fields of the journal at every record of this process, as OCIHOOK_CONTAINER is one."""
+    _sources.append(source)
 
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if "JOURNAL_STREAM" in os.environ:
-            return _SYSTEMD_FORMAT.get(record.levelno, "<6>") + text
         return f"{self.formatTime(record)} {record.levelname.lower()} [{record.process}] {text}"
 
 
+class _JournalHandler(logging.Handler):
+    """Speaks the journal's own protocol: fields as lines, or with a length where a value has line breaks.
+
+    https://systemd.io/JOURNAL_NATIVE_PROTOCOL
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._otherwise = logging.StreamHandler()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = {
+            "MESSAGE": self.format(record),
+            "PRIORITY": str(_PRIORITIES.get(record.levelno, 6)),
+            "SYSLOG_IDENTIFIER": "ocihook",
+            "LOGGER": record.name,
+        }
+        for source in _sources:
+            fields |= source()
+        try:
+            self._socket.sendto(b"".join(_encode(name, value) for name, value in fields.items()), str(JOURNAL_SOCKET))
+        except OSError:  # the journal restarts, or the record is too long for a packet
+            self._otherwise.emit(record)
+
+    def close(self) -> None:
+        self._socket.close()
+        super().close()
+
+
+def _encode(name: str, value: str) -> bytes:
+    data = value.encode("utf-8", "replace")
+    if b"\n" not in data:
+        return b"%s=%s\n" % (name.encode(), data)
+    return b"%s\n%s%s\n" % (name.encode(), len(data).to_bytes(8, "little"), data)
+
+
 def set_up_logging(level: int, file: Path | None = None) -> None:
-    """Send all records to stderr, or to `file`."""
-    handler = logging.StreamHandler() if file is None else logging.FileHandler(file, delay=True)
-    handler.setFormatter(_Formatter("%(message)s"))
+    """Send all records to `file`, else to the journal where stderr is connected to it, else to stderr."""
+    handler: logging.Handler
+    if file is not None:
+        handler = logging.FileHandler(file, delay=True)
+    elif "JOURNAL_STREAM" in os.environ and JOURNAL_SOCKET.exists():
+        handler = _JournalHandler()
+    else:
+        handler = logging.StreamHandler()
+    is_journal = isinstance(handler, _JournalHandler)
+    handler.setFormatter(logging.Formatter("%(message)s") if is_journal else _Formatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

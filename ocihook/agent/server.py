@@ -18,11 +18,12 @@ from pathlib import Path
 from ocihook import wire
 from ocihook.agent.session import Session
 from ocihook.config import Settings, load_settings
+from ocihook.cuda.driver import load_bindings
 from ocihook.errors import AgentError, ConfigError, OcihookError
 from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
-from ocihook.log import set_up_logging
+from ocihook.log import add_fields, set_up_logging
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.lock import lock_agent
 from ocihook.ops.prune import prune_by_policy
@@ -264,7 +265,9 @@ class Agent:
                 signal.signal(number, signal.SIG_IGN)  # a checkpoint that runs is finished
             ours.close()
             self._let_go()
-            Session(journal, self._load).serve(control)
+            session = Session(journal, self._load)
+            add_fields(session.log_fields)
+            session.serve(control)
             status = 0
         except Exception:
             log.exception("session %s", journal.session_id)
@@ -301,6 +304,7 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     listener, is_ours = _listener(runtime_dir)
     settings = _settings()
     metrics = _metrics_listener(settings.metrics_address)
+    load_bindings()  # while the files that this agent was started from are still there
     try:
         Agent(listener, runtime_dir, load_settings, metrics).run(settings.idle_timeout_s)
     finally:

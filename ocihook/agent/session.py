@@ -49,6 +49,14 @@ class Session:
         self.journal = journal
         self._load = load
 
+    def log_fields(self) -> dict[str, str]:
+        """Return what the journal is told with every record of this session."""
+        fields = {"OCIHOOK_SESSION": self.journal.session_id, "OCIHOOK_STAGE": self.journal.stage}
+        if container := self.journal.container:
+            fields |= {"OCIHOOK_CONTAINER": container.id, "OCIHOOK_CONTAINER_NAME": container.name}
+            fields |= {"OCIHOOK_POD": container.pod_name, "OCIHOOK_NAMESPACE": container.pod_namespace}
+        return {name: value for name, value in fields.items() if value}
+
     def handle(self, request: wire.Request) -> tuple[int, str]:
         """Handle one stage; the same stage again gets the same verdict.
 

@@ -7,6 +7,7 @@ that process does the work, and the call never returns.
 import ctypes
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +37,19 @@ class CudaState(StrEnum):
     FAILED = "failed"
 
 
+_CONTROL_DEVICE = Path("/dev/nvidiactl")
 _STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED, CudaState.FAILED)  # CUprocessState
+
+
+def load_bindings() -> None:
+    """Import what is otherwise imported late, where it may be needed: on a node with the driver's device.
+
+    For a process that outlives the files it was started from, as an agent does when its package is exchanged.
+    """
+    if _CONTROL_DEVICE.exists():
+        import pynvml  # noqa: F401 - for cuda/nvml.py
+
+        _load_bindings()
 
 
 def has_driver() -> bool:
