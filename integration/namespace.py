@@ -29,25 +29,24 @@ class Namespace:
             raise CommandError(f"namespace set-up failed: {self._holder.stderr.read()}")
         self._spawned: list[subprocess.Popen[bytes]] = []
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What kinds of namespaces it has of its own, as nsenter's options."""
+        return ("--mount",)
+
+    @property
+    def pid(self) -> int:
+        """A process that is inside."""
+        return self._holder.pid
+
     def path(self, path: str) -> Path:
         """Return a path of the namespace as this process can open it."""
-        return Path(f"/proc/{self._holder.pid}/root") / path.lstrip("/")
+        return Path(f"/proc/{self.pid}/root") / path.lstrip("/")
 
     def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         variables = [f"{key}={value}" for key, value in {"PATH": PATH, "HOME": "/root", **environment}.items()]
-        return [
-            "nsenter",
-            "-t",
-            str(self._holder.pid),
-            "-m",
-            "--root",
-            "--wd=/",
-            "env",
-            "-i",
-            "--chdir=/",
-            *variables,
-            *command,
-        ]
+        enter = ["nsenter", "-t", str(self.pid), *self.kinds, "--root", "--wd=/", "env", "-i", "--chdir=/"]
+        return [*enter, *variables, *command]
 
     def run(self, *command: str, check: bool = True, timeout_s: float = TIMEOUT_S, **environment: str) -> str:
         """Run a command inside; return what it printed (stdout and stderr).

@@ -95,18 +95,34 @@ def build_rpm(tree: Path, out: Path, version: str, scratch: Path, *, fast: bool)
     licenses.mkdir(parents=True)
     shutil.move(scratch / "LICENSE", licenses / "LICENSE")
     (licenses / "BUNDLED").write_text(bundled_licenses(tree))
+    listing = scratch / "files"
+    listing.write_text("".join(f"{line}\n" for line in rpm_files(tree)))
     defines = {
         "_topdir": scratch / "rpm",
         "_rpmdir": out,
         "_rpmfilename": "%{name}-%{version}-%{release}.%{_arch}.rpm",
         "package_version": version.replace("-", "~"),
         "tree": tree,
+        "listing": listing,
+        "changed": os.environ["SOURCE_DATE_EPOCH"],
         "_binary_payload": "w1.zstdio" if fast else "w19.zstdio",
         "bundled": " ".join(f"bundled(python3dist({name}))={number}" for name, number, _ in distributions(tree)),
     }
     command = ["rpmbuild", "-bb", "--quiet", *(f"--define={name} {value}" for name, value in defines.items())]
     subprocess.run([*command, HERE / "rpm/ocihook.spec"], check=True)
     return next(out.glob(f"ocihook-{defines['package_version']}-*.rpm"))
+
+
+def rpm_files(tree: Path) -> list[str]:
+    """Return the lines of an RPM's %files: all files, and of the directories those that are nobody else's."""
+    lines = []
+    for path in sorted(tree.rglob("*")):
+        name = f"/{path.relative_to(tree)}"
+        if not path.is_dir():
+            lines.append(f"%license {name}" if name.startswith("/usr/share/licenses/") else name)
+        elif "/ocihook" in name or name == "/etc/criu":
+            lines.append(f"%dir {name}")
+    return lines
 
 
 def package_version() -> str:

@@ -15,7 +15,7 @@ from integration.namespace import is_required
 from integration.packages.engine import Node
 
 PROJECT = Path(__file__).parents[2]
-MakeNode = Callable[[str], Node]
+MakeNode = Callable[..., Node]
 
 
 class Built(NamedTuple):
@@ -31,7 +31,7 @@ class Built(NamedTuple):
 def roots() -> Path:
     """The directory with root trees that `integration/node-setup packages` made."""
     directory = Path(os.environ.get("OCIHOOK_PACKAGE_ROOTS", "/var/cache/ocihook/packages"))
-    if not all((directory / name / ".complete").exists() for name in ("bookworm", "trixie")):
+    if not all((directory / name / ".complete").exists() for name in ("bookworm", "trixie", "checks")):
         if is_required():
             raise AssertionError(f"{directory} is not complete: run integration/node-setup packages {directory}")
         pytest.skip(f"needs {directory}: integration/node-setup packages {directory}")
@@ -39,9 +39,8 @@ def roots() -> Path:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory, roots: Path) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Everything that is built, once."""
-    del roots  # there is something to install in
     directory = tmp_path_factory.mktemp("packages")
     trees = directory / "tree", directory / "later"
     release = _run("stage.py", str(trees[0])).splitlines()[-1]
@@ -100,12 +99,12 @@ def _become_later(tree: Path, release: str) -> None:
 
 
 @pytest.fixture
-def make_node(scratch: Path, roots: Path, workload: Path) -> Iterator[MakeNode]:
+def make_node(scratch: Path, roots: Path, workload: Path, cuda_files: Path) -> Iterator[MakeNode]:
     """Return a function that makes a node of a suite; it is removed after the test."""
     made: list[Node] = []
 
-    def make(suite: str) -> Node:
-        node = Node(scratch, roots / suite, workload)
+    def make(suite: str, *, systemd: bool = False) -> Node:
+        node = Node(scratch, roots / suite, workload, cuda_files=cuda_files if systemd else None)
         made.append(node)
         return node
 

@@ -1,14 +1,15 @@
 """Packages on fresh nodes: installed, used, exchanged and removed while containers are checkpointed."""
 
+from pathlib import Path
+
 import pytest
 
 from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.packages.conftest import Built, MakeNode, copy_to
 from integration.packages.engine import Node
-from integration.podman.engine import assert_packed
+from integration.podman.engine import assert_packed, image_names
 
-MAX_BYTES = 12 << 20
 # CRIU runs this, too, at each stage before ours: in the middle of a dump, something happens.
 _MEANWHILE = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] && [ ! -e /run/done ] || exit 0
@@ -27,9 +28,14 @@ def meanwhile(node: Node, command: str) -> None:
     node.namespace.path("/run/done").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(("kind", "suite"), [("deb", "bookworm"), ("deb", "trixie"), ("rpm", "bookworm")])
-def test_package_comes_serves_is_exchanged_and_goes(built: Built, make_node: MakeNode, kind: str, suite: str) -> None:
-    node = make_node(suite)
+@pytest.mark.parametrize(
+    ("kind", "suite", "systemd"),
+    [("deb", "bookworm", False), ("deb", "trixie", True), ("rpm", "trixie", True)],
+)
+def test_package_comes_serves_is_exchanged_and_goes(
+    built: Built, make_node: MakeNode, kind: str, suite: str, *, systemd: bool
+) -> None:
+    node = make_node(suite, systemd=systemd)
     install, remove, purge = COMMANDS[kind]
     first, second = copy_to(node, *(built.debs if kind == "deb" else built.rpms))
     node.put("/etc/criu/runc.conf", "action-script /usr/local/bin/meanwhile\n")
@@ -44,6 +50,9 @@ def test_package_comes_serves_is_exchanged_and_goes(built: Built, make_node: Mak
     assert "A checkpoint will work here." in doctor
     assert_bytecode_is_not_checked(node, built.release)
 
+    if systemd:
+        assert "systemd starts it" in doctor
+        assert_agent_can_do_all_under_systemd(node)
     archives = [node.scratch / f"{number}.tar" for number in range(3)]
     node.start("c")
     # The package is exchanged while CRIU dumps: an agent of the version before serves the hook of the next.
@@ -75,11 +84,46 @@ def test_package_comes_serves_is_exchanged_and_goes(built: Built, make_node: Mak
     assert {name for name in left if "ocihook" in name or "criu" in name} <= {"etc/criu/runc.conf"}
 
 
+def assert_agent_can_do_all_under_systemd(node: Node) -> None:
+    """Check that the unit's limits keep the agent from nothing: GPU memory, the store, freezer, other processes."""
+    archive = node.scratch / "gpu.tar"
+    node.start_cuda("gpu", 24, mode="store")
+    assert systemctl(node, "is-active", "ocihook.service", check=False) == "inactive"
+    node.checkpoint("gpu", archive, "--leave-running")
+    assert systemctl(node, "is-active", "ocihook.service") == "active"
+    assert_has_no_page_images(archive)
+    before = node.count("gpu")
+    node.assert_goes_on("gpu", before)
+    node.ocihook("wait")
+    assert "complete" in node.ocihook("store", "list")
+    node.remove("gpu")
+    node.restore(archive)
+    node.assert_goes_on("gpu", before)
+    assert last_session(node.namespace, "post-resume")["effects"] == []
+    node.remove("gpu")
+    assert systemctl(node, "show", "--property=Result,ExecMainStatus", "--value", "ocihook.service") == "success\n0"
+    session = last_session(node.namespace, "pre-dump")
+    told = node.namespace.run(
+        "journalctl", "--quiet", f"OCIHOOK_CONTAINER={session['container']['id']}", "--output=cat"
+    )
+    assert "post-dump: " in told
+    systemctl(node, "start", "ocihook-prune.service")
+    assert systemctl(node, "is-active", "ocihook-prune.timer") == "active"
+
+
+def systemctl(node: Node, *arguments: str, check: bool = True) -> str:
+    return node.namespace.run("systemctl", *arguments, check=check).strip()
+
+
+def assert_has_no_page_images(archive: Path) -> None:
+    assert not any(name.startswith("pages-") or name.endswith(".pack") for name in image_names(archive))
+
+
 def is_of_package(name: str) -> bool:
     """Tell whether a file is where a package may have one, or where dpkg and its helpers keep their records."""
     ours = ("usr/bin/ocihook", "usr/lib/ocihook/", "usr/libexec/ocihook/", "usr/share/doc/ocihook/", "etc/ocihook/")
     units = ("usr/lib/systemd/", "etc/systemd/system/", "usr/lib/tmpfiles.d/ocihook", "usr/share/lintian/overrides/")
-    return name.startswith((*ours, *units, "usr/share/licenses/ocihook/", "usr/share/man/"))
+    return name.startswith((*ours, *units, "usr/share/licenses/ocihook/", "usr/share/ocihook/", "usr/share/man/"))
 
 
 def assert_bytecode_is_not_checked(node: Node, release: str) -> None:

@@ -79,8 +79,12 @@ class Podman:
         try:
             return self.namespace.run("podman", *self.options(), *arguments, check=check, TMPDIR=str(self.scratch))
         except CommandError as error:
-            log = self.namespace.path("/run/ocihook/agent.log")
-            raise CommandError(f"{error}\n{log.read_text() if log.exists() else 'no agent'}") from error
+            raise CommandError(f"{error}\n{self.agent_log()}") from error
+
+    def agent_log(self) -> str:
+        """Return what the agent has said."""
+        log = self.namespace.path("/run/ocihook/agent.log")
+        return log.read_text() if log.exists() else "no agent"
 
     def options(self) -> list[str]:
         """Return what every call of this podman needs."""

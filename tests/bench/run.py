@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -497,6 +498,21 @@ def _hook(directory: Path) -> Iterator[Figure]:
     yield Figure("hook, unhandled stage", unhandled_stage_ms(script), "ms", "", 1.0, "lower")
     with _agent_that_agrees():
         yield Figure("hook, handled stage", handled_stage_ratio(script), "x", "python -IS -c pass", 2.5, "lower")
+        launcher, python = _packaged_hook(directory / "tree")
+        ratio = handled_stage_ratio(launcher, python)
+        yield Figure("hook of a package, handled stage", ratio, "x", "python -IS -c pass", 2.5, "lower")
+
+
+def _packaged_hook(tree: Path) -> tuple[Path, str]:
+    """Stage the tree that packages consist of, with its bytecode; return its launcher and the Python it runs."""
+    subprocess.run([sys.executable, "packaging/stage.py", tree], check=True, stdout=subprocess.DEVNULL)
+    libexec = tree / "usr/libexec/ocihook"
+    for name in ("criu-action", "compile"):
+        script = libexec / name
+        script.write_text(script.read_text().replace("/usr/lib/ocihook", f"{tree}/usr/lib/ocihook"))
+    subprocess.run([libexec / "compile"], check=True)
+    found = re.findall(r"'(/usr/bin/python[\d.]+)'", (libexec / "criu-action").read_text())
+    return libexec / "criu-action", next(path for path in found if Path(path).exists())
 
 
 @contextlib.contextmanager
@@ -526,13 +542,13 @@ def unhandled_stage_ms(script: Path) -> float:
     return statistics.median(_spawn_ms([str(script)], environment) for _ in range(HOOK_RUNS))
 
 
-def handled_stage_ratio(script: Path) -> float:
+def handled_stage_ratio(script: Path, python: str = sys.executable) -> float:
     """Return how many times a bare `python -IS` a handled stage takes with an agent that answers at once."""
     environment = {"CRTOOLS_SCRIPT_ACTION": "pre-dump", "CRTOOLS_IMAGE_DIR": "/tmp", "CRTOOLS_INIT_PID": "1"}
     _spawn_ms([str(script)], environment)  # compiles the hook, once
     ratios = []
     for _ in range(HOOK_RUNS):
-        bare = _spawn_ms([sys.executable, "-IS", "-c", "pass"], {})
+        bare = _spawn_ms([python, "-IS", "-c", "pass"], {})
         ratios.append(_spawn_ms([str(script)], environment) / bare)
     return statistics.median(ratios)
 
