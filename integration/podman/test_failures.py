@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 from integration.criu.logs import record
 from integration.journals import last_session
@@ -77,3 +78,18 @@ def test_refusal_is_shown_by_the_engine(podman: Podman) -> None:
     assert failure["name"] == "ocihook"
     assert "Pre dump script failed" in kept_log(podman, failure)
     podman.assert_counts("c")
+
+
+def test_doctor_says_what_the_preflight_would(gpu_podman: Podman) -> None:
+    options = ["--env=CUDA_MPS_PIPE_DIRECTORY=/x", "--tmpfs=/scratch:size=100m"]
+    gpu_podman.start_cuda("c", options=options)
+    Path(f"/proc/{init_pid(gpu_podman, 'c')}/root/scratch/large").write_bytes(bytes(70 << 20))
+    answer = json.loads(gpu_podman.ocihook("doctor", "--json", "--pid", init_pid(gpu_podman, "c"), check=False))
+    found = {finding["check"]: finding for finding in answer["findings"] if finding["status"] != "ok"}
+    assert found["tmpfs"]["detail"].startswith("/scratch is memory (tmpfs) with 70 MiB")
+    assert found["gpu"]["status"] == "fail"
+    assert "is a client of MPS" in found["gpu"]["detail"]
+    assert found["gpu"]["remedy"] == "run it without MPS"
+    output = gpu_podman.checkpoint("c", gpu_podman.scratch / "c.tar", check=False)
+    assert found["gpu"]["detail"] in output
+    gpu_podman.assert_counts("c")

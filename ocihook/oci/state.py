@@ -54,7 +54,7 @@ def container_of(pid: int, run: Path = Path("/run")) -> RunningContainer | None:
 def _containers(run: Path) -> Iterator[RunningContainer]:
     for root in _ROOTS:
         for path in (*run.glob(f"{root}/*/state.json"), *run.glob(f"{root}/*/status")):
-            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
                 if container := _read(path):
                     yield container
 

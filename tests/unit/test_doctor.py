@@ -1,16 +1,20 @@
 """Each thing that would break a checkpoint is found, and comes with a remedy."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ocihook.config import Settings
 from ocihook.criu import version
 from ocihook.criu.version import Program
-from ocihook.ops.doctor import criu_files, machine, node
-from ocihook.ops.doctor.finding import Finding, Status
-from ocihook.ops.doctor.run import check_node, run_check
+from ocihook.linux.procfs import Process
+from ocihook.ops.doctor import criu_files, machine, node, run
+from ocihook.ops.doctor.finding import Finding, Repair, Status
+from ocihook.ops.doctor.run import check_node, repair, run_check
+from ocihook.ops.journal import Journal
 
 
 @pytest.fixture
@@ -357,3 +361,152 @@ def test_every_finding_that_is_not_ok_has_a_remedy() -> None:
     findings = check_node()
     assert {finding.check for finding in findings} >= {"kernel", "criu", "configuration", "cgroups", "memory"}
     assert all(finding.remedy for finding in findings if finding.status in (Status.WARN, Status.FAIL))
+
+
+@pytest.mark.parametrize(
+    ("hides", "criu", "is_told"), [(True, (4, 1, 1), True), (True, (4, 2), False), (False, (4, 1, 1), False)]
+)
+def test_criu_that_is_too_old_for_the_kernel(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, *, hides: bool, criu: tuple[int, ...], is_told: bool
+) -> None:
+    monkeypatch.setattr(machine, "hides_socket_options", lambda: hides)
+    put(programs, "criu", *criu)
+    found = [finding for finding in machine._check_kernel() if finding.check == "kernel-6.16"]
+    assert [finding.status for finding in found] == [Status.WARN] * is_told
+
+
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        ("runtimeRequestTimeout: 15m0s\n", [Status.OK]),
+        ("runtimeRequestTimeout: 2m\n", [Status.WARN]),
+        ("kind: KubeletConfiguration\n", [Status.WARN]),
+        ("runtimeRequestTimeout: 1h\nfeatureGates:\n  ContainerCheckpoint: false\n", [Status.WARN, Status.OK]),
+    ],
+)
+def test_kubelet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, statuses: list[Status]) -> None:
+    monkeypatch.setattr(node, "_KUBELET_CONFIG", tmp_path / "config.yaml")
+    assert list(node._check_kubelet()) == []
+    (tmp_path / "config.yaml").write_text(text)
+    assert [finding.status for finding in node._check_kubelet()] == statuses
+
+
+@pytest.mark.parametrize(
+    ("config", "has_cdi", "status"),
+    [
+        ('[nvidia-container-runtime]\nmode = "legacy"\n', True, Status.WARN),
+        ('[nvidia-container-runtime]\nmode = "auto"\n', False, Status.WARN),
+        ('[nvidia-container-runtime]\nmode = "cdi"\n', True, Status.OK),
+    ],
+)
+def test_nvidias_hook_mounts_where_there_is_no_cdi(
+    programs: dict[str, Program],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    config: str,
+    status: Status,
+    *,
+    has_cdi: bool,
+) -> None:
+    assert list(node._check_nvidia_runtime()) == []
+    (tmp_path / "nvidia-container-runtime").mkdir()
+    (tmp_path / "nvidia-container-runtime/config.toml").write_text(config)
+    (tmp_path / "cdi").mkdir()
+    monkeypatch.setattr(node, "_CDI_DIRS", (tmp_path / "cdi",))
+    if has_cdi:
+        (tmp_path / "cdi/nvidia.yaml").touch()
+    assert only(node._check_nvidia_runtime()).status is status
+
+
+def test_a_plugin_newer_than_criu(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cuda_plugin.so").write_bytes(b"\0check_and_remove_inventory_plugin\0")
+    (tmp_path / "criu").write_bytes(b"\0nothing of it\0")
+    monkeypatch.setattr(node, "_PLUGIN_DIRS", (str(tmp_path),))
+    monkeypatch.setattr(node, "_NVIDIA", tmp_path)
+    put(programs, "runc", 1, 3)
+    programs["criu"] = Program("criu", str(tmp_path / "criu"), (4, 0))
+    assert only(node._check_cuda_plugin()).status is Status.FAIL
+    (tmp_path / "criu").write_bytes((tmp_path / "cuda_plugin.so").read_bytes())
+    assert only(node._check_cuda_plugin()).status is not Status.FAIL
+
+
+def test_network_lock(programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "left_network_locks", lambda *_: "")
+    monkeypatch.setattr(machine, "_SBIN", str(tmp_path))
+    assert only(machine._check_network_lock()).check == "no-network-lock"
+    (tmp_path / "iptables-restore").touch(mode=0o755)
+    assert only(machine._check_network_lock()).status is Status.OK
+    (tmp_path / "default.conf").write_text("network-lock nftables\n")
+    assert only(machine._check_network_lock()).remedy == "install nftables"
+    monkeypatch.setattr(machine, "left_network_locks", lambda *_: "chain CRIU")
+    (tmp_path / "nft").touch(mode=0o755)
+    assert only(machine._check_network_lock()).check == "network-lock-left"
+
+
+def test_archives_that_nobody_removes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "_KUBELET_ARCHIVES", tmp_path / "none")
+    assert list(machine._check_archives()) == []
+    monkeypatch.setattr(machine, "_KUBELET_ARCHIVES", tmp_path)
+    monkeypatch.setattr(machine, "load_settings", Settings)
+    tmp_path.chmod(0o700)
+    assert only(machine._check_archives()).status is Status.OK
+    for number in range(21):
+        (tmp_path / f"checkpoint-{number}.tar").touch()
+    assert "which nobody removes" in only(machine._check_archives()).detail
+    monkeypatch.setattr(machine, "load_settings", lambda: Settings(archive_dir=str(tmp_path)))
+    assert only(machine._check_archives()).status is Status.OK
+    tmp_path.chmod(0o755)
+    assert next(machine._check_archives()).remedy == f"chmod 700 {tmp_path}"
+
+
+def test_a_session_left_behind_is_repaired(tmp_path: Path) -> None:
+    Journal.create(tmp_path, Process(os.getpid(), 1))  # of an earlier process with this pid
+    findings = [finding for finding in node._check_sessions(tmp_path) if finding.check == "sessions"]
+    assert [(finding.remedy, finding.repair) for finding in findings] == [("ocihook recover", Repair.RECOVER)]
+    (done,) = repair(findings, root=tmp_path, runtime_dir=tmp_path)
+    assert done.endswith("undone: nothing was left")
+    assert [finding for finding in node._check_sessions(tmp_path) if finding.check == "sessions"] == []
+
+
+def test_an_installation_is_repaired_and_nothing_else(tmp_path: Path) -> None:
+    missing = Finding("installation", Status.FAIL, "", "ocihook install", Repair.INSTALL)
+    other = Finding("huge pages", Status.WARN, "", "echo madvise")
+    assert repair([other], root=tmp_path, runtime_dir=tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+    done = repair([missing, missing, other], root=tmp_path, runtime_dir=tmp_path)
+    assert f"wrote {tmp_path}/etc/criu/runc.conf" in done
+    assert b"action-script" in (tmp_path / "etc/criu/runc.conf").read_bytes()
+    assert repair([missing], root=tmp_path, runtime_dir=tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "limit_bytes"),
+    [
+        ("", set(), 1 << 20),
+        ("tcp-close\nlink-remap\nno-link-remap\n", {"tcp-close"}, 1 << 20),
+        ("ghost-limit 512M\n", set(), 512 << 20),
+        ("--file-locks\nghost-limit=70000\n", {"file-locks"}, 70000),
+    ],
+)
+def test_options_that_criu_would_have(
+    programs: dict[str, Program], tmp_path: Path, text: str, names: set[str], limit_bytes: int
+) -> None:
+    put(programs, "runc", 1, 3)
+    (tmp_path / "runc.conf").write_text(text)
+    options = criu_files.options_for("runc")
+    assert (set(options.names), options.ghost_limit_bytes) == (names, limit_bytes)
+    assert options.file == str(tmp_path / "runc.conf")
+    assert criu_files.options_for("").names == set()  # a `criu dump` by hand does not read it
+
+
+def test_findings_of_one_kind_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = [Finding("device", Status.FAIL, str(number), "close it") for number in range(5)]
+    monkeypatch.setattr(run, "_run_all", lambda _checks: [*alike, Finding("size", Status.OK, "small")])
+    assert [finding.detail for finding in run.check_process(os.getpid())] == [
+        "0",
+        "1",
+        "2; and 2 more like it",
+        "small",
+    ]

@@ -37,6 +37,7 @@ IMAGE_SET_PLACES = {
 }
 _KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
 _MANY_ARCHIVES = 20
+_LOCKING = {"iptables": "iptables-restore", "nftables": "nft"}  # by what method CRIU calls which program
 
 
 def _check_privileges() -> Iterator[Finding]:
@@ -81,13 +82,13 @@ def hides_socket_options() -> bool:
 
 def _check_network_lock() -> Iterator[Finding]:
     """CRIU keeps packets out of a container's own network namespace while it dumps it."""
-    programs = [name for name in ("iptables-restore", "nft") if shutil.which(name, path=_SBIN)]
     method = "iptables"
     for option in options(content("default.conf")):
         method = option.value if option.name == "network-lock" else method
-    if method == "iptables" and "iptables-restore" not in programs:
-        detail = "iptables-restore is not there: containers with a network of their own cannot be dumped"
-        yield Finding("no-network-lock", Status.WARN, detail, "install iptables")
+    program = _LOCKING.get(method, "")
+    if program and not shutil.which(program, path=_SBIN):
+        detail = f"{program} is not there: containers with a network of their own cannot be dumped"
+        yield Finding("no-network-lock", Status.WARN, detail, f"install {method}")
     elif left := left_network_locks():
         detail = f"a killed CRIU left the network locked ({left}): nothing comes through"
         yield Finding("network-lock-left", Status.WARN, detail, REMOVE_LOCK)

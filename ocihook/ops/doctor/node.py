@@ -36,6 +36,7 @@ _ENGINE_CONFIGS = (
 _ETC = Path("/etc")
 _KUBELET_CONFIG = Path("/var/lib/kubelet/config.yaml")
 _KUBELET_TIMEOUT_S = 120  # kubelet's runtimeRequestTimeout, if nothing else is set
+_NVIDIA = Path("/proc/driver/nvidia")
 _NVIDIA_RUNTIME = "nvidia-container-runtime/config.toml"
 _CDI_DIRS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 _PLUGIN_SYMBOL = b"check_and_remove_inventory_plugin"  # of CRIU 4.1 and later (criu#2521)
@@ -318,7 +319,7 @@ def _check_criu_configuration() -> Iterator[Finding]:
 
 def _check_cuda_plugin() -> Iterator[Finding]:
     plugin, criu = _cuda_plugin(), find_program("criu")
-    if plugin is None or not Path("/proc/driver/nvidia").exists():
+    if plugin is None or not _NVIDIA.exists():
         yield Finding("criu's cuda plugin", Status.OK, "not in the way")
     elif criu and _PLUGIN_SYMBOL in plugin.read_bytes() and _PLUGIN_SYMBOL not in Path(criu.path).read_bytes():
         detail = f"{plugin} is newer than CRIU {criu.version_text} and cannot be loaded: every dump fails"
