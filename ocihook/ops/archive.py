@@ -42,6 +42,7 @@ from ocihook.store.packing import Packs, Progress, no_progress
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
 from ocihook.store.thin import THIN_NAME, Thin, decode_thin, read_thin, write_thin
+from ocihook.store.verify import verify_checkpoint
 
 _STORE = Store.of(Settings())
 _COPY_BYTES = 1 << 20  # whole pages
@@ -254,7 +255,7 @@ def verify_archive(
             check_other_images(scratch, stored.other_images)
             check_page_sizes(read_pagemaps(scratch), {**facts.sizes, **{i.name: i.size_bytes for i in stored.images}})
             with domain.shared():
-                domain.verify_checkpoint(stored, progress)
+                verify_checkpoint(domain, stored, progress)
             return stored
         manifest = verify_image_set(scratch, workers=workers, progress=progress, elsewhere=images.packs)
         if manifest is None:

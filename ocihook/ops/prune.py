@@ -17,6 +17,7 @@ from ocihook.store.pending import check_taken, read_job
 from ocihook.store.rewrite import drop_unneeded
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
+from ocihook.store.upkeep import remove_rubbish
 
 _TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
 _WRITTEN_WITHIN_S = 600.0  # since an archive was last written to: the engine may still be at it
@@ -68,7 +69,7 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False, now_s: float | Non
             freed = 0
             if not dry_run:
                 domain.remove(removed)
-                freed = domain.remove_rubbish() + _discard_lost(domain) + drop_unneeded(domain)
+                freed = remove_rubbish(domain) + _discard_lost(domain) + drop_unneeded(domain)
                 if keep.max_bytes:
                     more = _shrink(domain, keep.max_bytes)
                     removed, freed = [*removed, *more[0]], freed + more[1]
@@ -149,7 +150,7 @@ def _shrink(domain: Domain, max_bytes: int) -> tuple[list[str], int]:
         if oldest is None:
             break
         domain.remove([oldest])
-        freed += domain.remove_rubbish() + drop_unneeded(domain)
+        freed += remove_rubbish(domain) + drop_unneeded(domain)
         removed.append(oldest)
     return removed, freed
 

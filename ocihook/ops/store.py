@@ -21,10 +21,11 @@ from ocihook.ops import history
 from ocihook.ops.image_set import list_other_images, list_packable, open_packs
 from ocihook.ops.spans import Spans, opener
 from ocihook.ops.staging import discard_staged, domain_name, pins_of
-from ocihook.store import rewrite
+from ocihook.store import rewrite, upkeep
+from ocihook.store import verify as check
 from ocihook.store.assemble import StoredPages, Target, assemble
 from ocihook.store.deduplicate import WORKER_BYTES, Before, deduplicate
-from ocihook.store.domain import Domain, Usage, lineage, new_checkpoint_id
+from ocihook.store.domain import Domain, lineage, new_checkpoint_id
 from ocihook.store.manifest import (
     PACK_PREFIX,
     REGION_PACK_PREFIX,
@@ -480,13 +481,13 @@ def list_checkpoints(store: Store) -> list[Listed]:
     return rows
 
 
-def usage(store: Store) -> dict[str, Usage]:
+def usage(store: Store) -> dict[str, upkeep.Usage]:
     """Return what each domain takes.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.
     """
-    return {domain.name: domain.usage() for domain in store.domains()}
+    return {domain.name: upkeep.usage(domain) for domain in store.domains()}
 
 
 def verify(store: Store, *, read_data: bool, progress: Progress = no_progress) -> list[str]:
@@ -494,7 +495,9 @@ def verify(store: Store, *, read_data: bool, progress: Progress = no_progress) -
     wrong = []
     for domain in store.domains():
         with domain.shared():
-            wrong += [f"domain {domain.name}: {line}" for line in domain.verify(read_data=read_data, progress=progress)]
+            wrong += [
+                f"domain {domain.name}: {line}" for line in check.verify(domain, read_data=read_data, progress=progress)
+            ]
     return wrong
 
 
@@ -522,5 +525,5 @@ def repair(store: Store) -> list[str]:
     done = []
     for domain in store.domains():
         with domain.alone():
-            done += [f"domain {domain.name}: {line}" for line in domain.repair()]
+            done += [f"domain {domain.name}: {line}" for line in upkeep.repair(domain)]
     return done

@@ -16,10 +16,12 @@ from ocihook.ops.staging import discard_staged, pins_of
 from ocihook.ops.store import Listed, claimed
 from ocihook.remote.location import open_remote, remote_domains
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
-from ocihook.store.domain import Domain, index_pack, read_layout, read_manifest
+from ocihook.store.domain import Domain
 from ocihook.store.pack import PackFile, PackInfo, PackReader
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.pending import directory_of, pending_ids
+from ocihook.store.pulled import adopt, index_pack
+from ocihook.store.records import unseal_layout, unseal_manifest
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
 from ocihook.store.thin import Thin
@@ -58,7 +60,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
         size = sum(info.size_bytes for info in layout.packs)
         data = domain.manifest_bytes(checkpoint_id)
         there = remote.manifest(checkpoint_id)
-        if there is not None and read_manifest(domain.keyring, checkpoint_id, there) != manifest:
+        if there is not None and unseal_manifest(domain.keyring, checkpoint_id, there) != manifest:
             raise RemoteError(
                 f"{location} has another checkpoint {checkpoint_id} in domain {domain.name}",
                 hint="one of them was exchanged: `ocihook store verify --read-data` tells whether it is this one",
@@ -105,8 +107,8 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     layout_data = remote.layout(checkpoint_id)
     if data is None or layout_data is None:
         raise RemoteError(f"{location} has no checkpoint {checkpoint_id} in domain {name}")
-    manifest = read_manifest(keyring, checkpoint_id, data)
-    layout = read_layout(keyring, manifest, layout_data)
+    manifest = unseal_manifest(keyring, checkpoint_id, data)
+    layout = unseal_layout(keyring, manifest, layout_data)
     size = sum(info.size_bytes for info in layout.packs)
     domain = store.open(name, create=True)
     pending = directory_of(domain, checkpoint_id)
@@ -122,7 +124,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
             _in_parallel(lacking, lambda info: _fetch(domain, location, info, pending), progress)
-            domain.adopt(checkpoint_id, data, layout_data, domain.new_ids_path(checkpoint_id))
+            adopt(domain, checkpoint_id, data, layout_data)
         discard_staged(pending, pins_of(checkpoint_id))
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
 
@@ -209,7 +211,7 @@ class RemoteCheckpoints:
                 data = remote.manifest(checkpoint_id)
                 if data is None:  # removed meanwhile
                     continue
-                self._known[checkpoint_id] = read_manifest(self.keyring, checkpoint_id, data)
+                self._known[checkpoint_id] = unseal_manifest(self.keyring, checkpoint_id, data)
             found[checkpoint_id] = self._known[checkpoint_id]
         return sorted(found.values(), key=lambda manifest: (manifest.created, manifest.sequence))
 
@@ -226,7 +228,7 @@ class RemoteCheckpoints:
                 data = remote.layout(manifest.id)
                 if data is None:
                     raise IntegrityError(f"{self.location} has lost the layout of checkpoint {manifest.id}")
-                self._packs[manifest.id] = [info.name for info in read_layout(self.keyring, manifest, data).packs]
+                self._packs[manifest.id] = [info.name for info in unseal_layout(self.keyring, manifest, data).packs]
             names.update(self._packs[manifest.id])
         return names
 
@@ -296,5 +298,5 @@ def remote_bytes(location: str, keyring: Keyring, checkpoint_id: str) -> int:
     data, layout = remote.manifest(checkpoint_id), remote.layout(checkpoint_id)
     if data is None or layout is None:
         return 0
-    manifest = read_manifest(keyring, checkpoint_id, data)
-    return sum(info.size_bytes for info in read_layout(keyring, manifest, layout).packs)
+    manifest = unseal_manifest(keyring, checkpoint_id, data)
+    return sum(info.size_bytes for info in unseal_layout(keyring, manifest, layout).packs)

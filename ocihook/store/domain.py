@@ -8,64 +8,47 @@ removes holds it alone; so nobody finds a page in a pack that is being removed. 
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
-import json
 import mmap
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
-from ocihook.errors import IntegrityError, OcihookError, StoreError
+from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import replace_file, sync_directory
 from ocihook.model import ContainerRef
-from ocihook.store.assemble import read_image
-from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal, unseal
+from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
 from ocihook.store.deduplicate import Before
-from ocihook.store.extents import ZERO, Layout, decode_layout, encode_layout
-from ocihook.store.frame import as_name, as_number, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.extents import Layout, encode_layout
+from ocihook.store.frame import read_record
 from ocihook.store.identity import ID_BYTES, PageIds
-from ocihook.store.index import KEY_BYTES, add_to_index, merge_index
-from ocihook.store.pack import PAGE_BYTES, PackInfo
-from ocihook.store.packing import Progress, no_progress
-from ocihook.store.places import PackDirectory, StoredPack, pack_number
-from ocihook.store.stored import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest, encode_stored
+from ocihook.store.index import merge_index
+from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.places import PackDirectory, pack_number
+from ocihook.store.records import (
+    Entry,
+    Identity,
+    Pulled,
+    decode_entry,
+    decode_identity,
+    decode_pulled,
+    encode_entry,
+    encode_pulled,
+    entry_of,
+    unseal_layout,
+    unseal_manifest,
+    write_identity,
+)
+from ocihook.store.stored import CHECKPOINT_ID, StoredManifest, decode_stored, encode_stored
 
 LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 _MAX_RECORD_BYTES = 64 << 20
 _MAX_LAYOUT_BYTES = 4 << 30
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # what is in no pod; or a namespace: RFC 1123 label
-
-
-class Entry(NamedTuple):
-    """A link of the chain: a checkpoint that is there, or was and has been removed by a prune."""
-
-    link: Link
-    sequence: int
-    previous: Link | None
-
-
-class Pulled(NamedTuple):
-    """What is recorded of a checkpoint that came from elsewhere: it is in no chain here."""
-
-    after: int  # sequence of the newest checkpoint made here by then, -1 without one: its place among them
-    page_ids_digest: str  # of its page ids by the seed of this domain
-
-
-class Usage(NamedTuple):
-    """What a domain takes."""
-
-    checkpoints: int
-    raw_bytes: int
-    stored_bytes: int
-    index_bytes: int
-    rubbish_bytes: int
 
 
 class Domain:
@@ -105,7 +88,7 @@ class Domain:
             for part in ("packs", "index", "checkpoints", "pending", "pushes"):
                 (directory / part).mkdir(mode=0o700, parents=True, exist_ok=True)
             ids_key = secrets.token_bytes(16) if keyring.is_configured else None
-            _write_identity(record, keyring, _Identity(secrets.randbits(64), ids_key, is_converting=False))
+            write_identity(record, keyring, Identity(secrets.randbits(64), ids_key, is_converting=False))
             sync_directory(directory.parent)
         data = read_record(record, _MAX_RECORD_BYTES, "domain")
         if data is None:
@@ -118,15 +101,8 @@ class Domain:
         return domain
 
     @cached_property
-    def _identity(self) -> "_Identity":
-        record = unseal(self.keyring, "domain", self._record) if self.is_encrypted else self._record
-        _, body = decode_frame("domain", (1,), record)
-        try:
-            value = load_json(body)
-            ids_key = bytes.fromhex(value["ids_key"])
-            return _Identity(int(value["seed"], 16), ids_key or None, is_converting=value["is_converting"] is True)
-        except (ValueError, TypeError, KeyError) as error:
-            raise IntegrityError(f"the domain's record is malformed: {error!r}") from error
+    def _identity(self) -> Identity:
+        return decode_identity(self.keyring, self._record)
 
     @cached_property
     def page_ids(self) -> PageIds:
@@ -150,11 +126,13 @@ class Domain:
     def _sealed(self, name: str, data: bytes) -> bytes:
         return seal(self.keyring, name, data) if self.is_encrypted else data
 
-    def _manifest_of(self, checkpoint_id: str, data: bytes) -> StoredManifest:
-        return read_manifest(self.keyring, checkpoint_id, data, must_be_encrypted=self._must_be_encrypted)
+    def manifest_of(self, checkpoint_id: str, data: bytes) -> StoredManifest:
+        """Read a manifest of the domain as it is written."""
+        return unseal_manifest(self.keyring, checkpoint_id, data, must_be_encrypted=self._must_be_encrypted)
 
-    def _layout_of(self, manifest: StoredManifest, data: bytes) -> Layout:
-        return read_layout(self.keyring, manifest, data, must_be_encrypted=self._must_be_encrypted)
+    def layout_of(self, manifest: StoredManifest, data: bytes) -> Layout:
+        """Read a layout of the domain as it is written."""
+        return unseal_layout(self.keyring, manifest, data, must_be_encrypted=self._must_be_encrypted)
 
     # --- locks
 
@@ -205,7 +183,7 @@ class Domain:
             StoreError: if there is no such checkpoint.
             IntegrityError: if it is damaged.
         """
-        return self._manifest_of(checkpoint_id, self.manifest_bytes(checkpoint_id))
+        return self.manifest_of(checkpoint_id, self.manifest_bytes(checkpoint_id))
 
     def manifest_bytes(self, checkpoint_id: str) -> bytes:
         """Return a checkpoint's manifest as it is written.
@@ -233,7 +211,7 @@ class Domain:
 
     def _pulled(self, checkpoint_id: str) -> Pulled | None:
         data = read_record(self._pulled_path(checkpoint_id), _MAX_RECORD_BYTES, f"record of {checkpoint_id}")
-        return _decode_pulled(data) if data else None
+        return decode_pulled(data) if data else None
 
     def _page_ids_digest(self, manifest: StoredManifest) -> str:
         """Return what the digest of the page ids that are here must be."""
@@ -246,7 +224,7 @@ class Domain:
         Raises:
             IntegrityError: if that is missing or damaged.
         """
-        return self._layout_of(manifest, self.layout_bytes(manifest.id))
+        return self.layout_of(manifest, self.layout_bytes(manifest.id))
 
     def layout_bytes(self, checkpoint_id: str) -> bytes:
         """Return a checkpoint's layout as it is written.
@@ -277,7 +255,7 @@ class Domain:
             ids = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        self._verify_ids(manifest)
+        self.verify_ids(manifest)
         layout = self.layout(manifest)
         for info in layout.packs:
             self.packs.open(info.name, info).close()
@@ -287,6 +265,20 @@ class Domain:
             images[name] = Before(ids, first, extents, packs)
             first += extents.pages
         return images
+
+    def verify_ids(self, manifest: StoredManifest) -> None:
+        """Check a checkpoint's page ids, if they are there.
+
+        Raises:
+            IntegrityError: if they are damaged.
+        """
+        path = self._ids_path(manifest.id)
+        if path.exists() and self.page_ids.digest_of_file(path) != self._page_ids_digest(manifest):
+            raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
+
+    def is_pulled(self, checkpoint_id: str) -> bool:
+        """Tell whether a checkpoint came from elsewhere: then it is in no chain here."""
+        return self._pulled_path(checkpoint_id).exists()
 
     def _layout_path(self, checkpoint_id: str) -> Path:
         return self.checkpoints_dir / f"{checkpoint_id}.layout"
@@ -332,40 +324,31 @@ class Domain:
             record = encode_stored(linked)
             data = self._sealed(f"manifest {manifest.id}", record)
             replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
-            self._write_head(_entry_of(linked, record))
+            self._write_head(entry_of(linked, record))
         merge_index(self.index_dir)
         if replaced is not None:  # only the newest is compared with
             self._ids_path(replaced).unlink(missing_ok=True)
 
-    def adopt(
-        self, checkpoint_id: str, data: bytes, layout: bytes, ids: Path, progress: Progress = no_progress
-    ) -> StoredManifest:
-        """Make a checkpoint from elsewhere part of the domain; its packs are here. Call it with the lock shared.
+    def put_pulled(self, checkpoint_id: str, data: bytes, layout: bytes, ids: Path) -> None:
+        """Make a checkpoint that came from elsewhere part of the domain; call it with the lock shared.
 
         Args:
-            checkpoint_id: which it is to be.
+            checkpoint_id: which.
             data: its manifest, as it is elsewhere.
             layout: likewise.
-            ids: file to be, at `new_ids_path`, for its page ids; moved away.
-            progress: told the bytes read.
+            ids: file with its page ids as they are here, at `new_ids_path`; moved away.
 
         Raises:
-            IntegrityError: if the packs do not hold what the manifest says.
             OSError: from the file system, a full one included.
         """
-        manifest = self._manifest_of(checkpoint_id, data)
-        decoded = self._layout_of(manifest, layout)
-        self._verify_layout(manifest, decoded, {}, read_data=False)
-        with ids.open("wb") as file:
-            self._verify_content(manifest, decoded, progress, file)
-        self._put_parts(manifest.id, layout, ids)
+        self._put_parts(checkpoint_id, layout, ids)
         with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
-            pulled = Pulled(head.sequence if head else -1, self.page_ids.digest_of_file(self._ids_path(manifest.id)))
-            replace_file(self._pulled_path(manifest.id), _encode_pulled(pulled), mode=0o600)
-            replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
+            digest = self.page_ids.digest_of_file(self._ids_path(checkpoint_id))
+            pulled = encode_pulled(Pulled(head.sequence if head else -1, digest))
+            replace_file(self._pulled_path(checkpoint_id), pulled, mode=0o600)
+            replace_file(self.checkpoints_dir / f"{checkpoint_id}.manifest", data, mode=0o600)
         merge_index(self.index_dir)
-        return manifest
 
     # --- keys
 
@@ -381,7 +364,7 @@ class Domain:
         if identity.ids_key is None:
             for path in [*self.index_dir.iterdir(), *self.checkpoints_dir.glob("*.ids")]:
                 path.unlink()
-            identity = _Identity(identity.seed, secrets.token_bytes(16), is_converting=True)
+            identity = Identity(identity.seed, secrets.token_bytes(16), is_converting=True)
         return self._with(identity)
 
     def end_rekey(self) -> "Domain":
@@ -400,9 +383,9 @@ class Domain:
                     replace_file(path, self._sealed(name, self._opened(name, data)), mode=0o600)
         return self._with(self._identity._replace(is_converting=False))
 
-    def _with(self, identity: "_Identity") -> "Domain":
+    def _with(self, identity: Identity) -> "Domain":
         record = self.directory / "domain"
-        _write_identity(record, self.keyring, identity)
+        write_identity(record, self.keyring, identity)
         return Domain(self.directory, self.name, self.keyring, record.read_bytes())
 
     # --- layouts
@@ -441,125 +424,50 @@ class Domain:
 
     # --- the chain
 
+    def recorded_head(self) -> Entry | None:
+        """Return the newest link as it was recorded; one may have been committed since."""
+        return decode_entry(read_record(self.directory / "head", _MAX_RECORD_BYTES, "head"), "head")
+
+    def removed_entry(self, path: Path) -> Entry | None:
+        """Return a link of a checkpoint that a prune has removed, None if the record is gone."""
+        return decode_entry(read_record(path, _MAX_RECORD_BYTES, path.name), "removed")
+
+    def rewrite_head(self) -> None:
+        """Record the newest link."""
+        head = self._head()
+        if head is not None:
+            self._write_head(head)
+
     def _head(self) -> Entry | None:
         """Return the newest link: the one recorded, or one that was committed and not recorded any more."""
-        newest = _decode_entry(read_record(self.directory / "head", _MAX_RECORD_BYTES, "head"), "head")
-        for entry in self._entries().values():
+        newest = self.recorded_head()
+        for entry in self.entries().values():
             if newest is None or entry.sequence > newest.sequence:
                 newest = entry
         return newest
 
     def _write_head(self, entry: Entry) -> None:
-        replace_file(self.directory / "head", _encode_entry(entry, "head"), mode=0o600)
+        replace_file(self.directory / "head", encode_entry(entry, "head"), mode=0o600)
 
-    def _entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, Entry]:
         """Return the chain's links by id: of checkpoints made here, and of those that a prune has removed."""
         entries = {}
         for path in sorted(self.checkpoints_dir.glob("*.removed")):
-            entry = _decode_entry(read_record(path, _MAX_RECORD_BYTES, path.name), "removed")
+            entry = self.removed_entry(path)
             if entry is not None:
                 entries[entry.link.id] = entry
         for checkpoint_id in self.checkpoint_ids():
-            if not self._pulled_path(checkpoint_id).exists():
-                entries[checkpoint_id] = self._entry(checkpoint_id)
+            if not self.is_pulled(checkpoint_id):
+                entries[checkpoint_id] = self.entry(checkpoint_id)
         return entries
 
-    def _entry(self, checkpoint_id: str) -> Entry:
+    def entry(self, checkpoint_id: str) -> Entry:
+        """Return the link of a checkpoint that is there."""
         data = self._opened(f"manifest {checkpoint_id}", self.manifest_bytes(checkpoint_id))
-        return _entry_of(decode_stored(data), data)
+        return entry_of(decode_stored(data), data)
 
     def _opened(self, name: str, data: bytes) -> bytes:
         return opened(self.keyring, name, data, must_be_sealed=self._must_be_encrypted)
-
-    def check_chain(self) -> list[str]:
-        """Return what is wrong with the chain, a sentence each: checkpoints that were removed or exchanged."""
-        wrong = []
-        entries = self._entries()
-        there_are = set(self.checkpoint_ids())
-        head = _decode_entry(read_record(self.directory / "head", _MAX_RECORD_BYTES, "head"), "head")
-        named = [(entry.previous, f"checkpoint {entry.link.id}") for entry in entries.values() if entry.previous]
-        if head is not None:
-            named.append((head.link, "the domain's head"))
-        pulled = [self._entry(checkpoint_id) for checkpoint_id in there_are - entries.keys()]
-        for entry in pulled:  # what came before it elsewhere need not be here; if it is, it must be that
-            before = entry.previous
-            if before and before.id in there_are and self._entry(before.id).link != before:
-                wrong.append(f"checkpoint {before.id} was exchanged: checkpoint {entry.link.id} names another manifest")
-        for link, by in named:
-            there = entries.get(link.id)
-            if there is None:
-                # A prune drops the records of what it removed, but for the newest before what is left.
-                if not any(e.previous == link and e.link.id not in there_are for e in entries.values()):
-                    wrong.append(f"checkpoint {link.id}, which {by} names, was removed, but not by a prune")
-            elif there.link != link:
-                wrong.append(f"checkpoint {link.id} was exchanged: {by} names another manifest")
-        return wrong
-
-    # --- checking
-
-    def verify(self, *, read_data: bool, progress: Progress = no_progress) -> list[str]:
-        """Return what is wrong, a sentence each; with `read_data` every byte is read. Call it with the lock shared."""
-        wrong: list[str] = []
-        manifests = []
-        for checkpoint_id in self.checkpoint_ids():
-            with _collecting(wrong):
-                manifests.append(self.read(checkpoint_id))
-        with _collecting(wrong):
-            wrong += self.check_chain()
-        pages: dict[str, int] = {}
-        for manifest in manifests:
-            with _collecting(wrong):
-                layout = self.layout(manifest)
-                self._verify_layout(manifest, layout, pages, read_data=read_data)
-                self._verify_ids(manifest)
-                if read_data:
-                    self._verify_content(manifest, layout, progress)
-        return wrong
-
-    def verify_checkpoint(self, manifest: StoredManifest, progress: Progress = no_progress) -> None:
-        """Read every byte of one checkpoint. Call it with the lock shared.
-
-        Raises:
-            IntegrityError: naming what is missing or damaged.
-        """
-        layout = self.layout(manifest)
-        self._verify_layout(manifest, layout, {}, read_data=False)
-        self._verify_ids(manifest)
-        self._verify_content(manifest, layout, progress)
-
-    def _verify_layout(
-        self, manifest: StoredManifest, layout: Layout, pages: dict[str, int], *, read_data: bool
-    ) -> None:
-        for info in layout.packs:
-            if info.name not in pages:
-                with contextlib.closing(self.packs.open(info.name, info)) as pack:
-                    if read_data:
-                        pack.verify()
-                    pages[info.name] = pack.pages
-        for name, extents in layout.images.items():
-            for number, first, count in extents:
-                if number != ZERO and first + count > pages[layout.packs[number].name]:
-                    raise IntegrityError(f"checkpoint {manifest.id}: {name} lies outside of its packs")
-
-    def _verify_ids(self, manifest: StoredManifest) -> None:
-        path = self._ids_path(manifest.id)
-        if path.exists() and self.page_ids.digest_of_file(path) != self._page_ids_digest(manifest):
-            raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
-
-    def _verify_content(
-        self, manifest: StoredManifest, layout: Layout, progress: Progress, ids: BinaryIO | None = None
-    ) -> None:
-        """Read all pages; write their ids by this domain's seed into a file, if one is given."""
-        found = hashlib.blake2b(digest_size=32)
-        theirs = PageIds(manifest.seed)
-        for extents in layout.images.values():
-            for content in read_image(extents, layout, self.packs):
-                found.update(theirs.of(content))
-                if ids is not None:
-                    ids.write(self.page_ids.of(content))
-                progress(len(content))
-        if found.hexdigest() != manifest.page_ids_digest:
-            raise IntegrityError(f"checkpoint {manifest.id} does not hold the pages that were checkpointed")
 
     # --- removing
 
@@ -569,166 +477,25 @@ class Domain:
         Raises:
             StoreError: if there is no such checkpoint.
         """
-        entries = self._entries()
+        entries = self.entries()
         for checkpoint_id in checkpoint_ids:
             entry = entries.get(checkpoint_id)
-            if self._pulled_path(checkpoint_id).exists():
+            if self.is_pulled(checkpoint_id):
                 self._remove_manifest(checkpoint_id)
                 continue
             if entry is None:
                 raise StoreError(f"there is no checkpoint {checkpoint_id} in domain {self.name}")
             record = self.checkpoints_dir / f"{checkpoint_id}.removed"
-            replace_file(record, _encode_entry(entry, "removed"), mode=0o600)
+            replace_file(record, encode_entry(entry, "removed"), mode=0o600)
             self._remove_manifest(checkpoint_id)
 
     def _remove_manifest(self, checkpoint_id: str) -> None:
         (self.checkpoints_dir / f"{checkpoint_id}.manifest").unlink(missing_ok=True)
         sync_directory(self.checkpoints_dir)
 
-    def rubbish(self) -> tuple[list[Path], list[Path]]:
-        """Return packs, and other files, that no complete checkpoint needs. Right with the lock alone.
-
-        Raises:
-            IntegrityError: if a checkpoint is damaged: what it needs is not known then.
-        """
-        manifests = self.checkpoints()
-        needed = {info.name for manifest in manifests for info in self.layout(manifest).packs}
-        packs = [path for path in self.packs_dir.glob("*.pack") if path.name not in needed]
-        ids = {manifest.id for manifest in manifests}
-        newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
-        made_here = [manifest for manifest in manifests if not self._pulled_path(manifest.id).exists()]
-        own = {manifest.id for manifest in made_here}
-        oldest = min((manifest.sequence for manifest in made_here), default=1 << 60)
-        others = [*self.checkpoints_dir.glob("*.partial"), *self.index_dir.glob("*.partial")]
-        others += [path for path in self.pushes_dir.iterdir() if path.name not in ids]
-        for path in self.checkpoints_dir.iterdir():
-            checkpoint_id, _, kind = path.name.partition(".")
-            if checkpoint_id not in {"layout": ids, "pulled": ids, "ids": newest}.get(kind, (checkpoint_id,)):
-                others.append(path)
-            elif kind == "removed":
-                entry = _decode_entry(read_record(path, _MAX_RECORD_BYTES, path.name), "removed")
-                if checkpoint_id in own or (entry is not None and entry.sequence < oldest - 1 and made_here):
-                    others.append(path)
-        return packs, others
-
-    def remove_rubbish(self) -> int:
-        """Remove what no complete checkpoint needs; return the bytes. Call it with the lock alone.
-
-        Raises:
-            IntegrityError: if a checkpoint is damaged; nothing is removed then.
-        """
-        packs, others = self.rubbish()
-        size = sum(path.stat().st_size for path in [*packs, *others])
-        if packs:
-            gone = {path.name for path in packs}
-            kept = {pack_number(path.name) for path in self.packs_dir.glob("*.pack") if path.name not in gone}
-            merge_index(self.index_dir, packs=kept)
-        for path in [*packs, *others]:
-            path.unlink(missing_ok=True)
-        return size
-
-    def repair(self) -> list[str]:
-        """Make the index anew from the packs; return what was done. Call it with the lock alone.
-
-        Raises:
-            IntegrityError: if a checkpoint is damaged.
-        """
-        needed = {info.name: info for manifest in self.checkpoints() for info in self.layout(manifest).packs}
-        for path in list(self.index_dir.iterdir()):
-            path.unlink()
-        pages = 0
-        for name, info in sorted(needed.items()):
-            with contextlib.closing(self.packs.open(name, info)) as pack:
-                add_to_index(self.index_dir, pack_number(name), list(_keys_of(pack, self.page_ids)))
-                pages += pack.pages
-            merge_index(self.index_dir)
-        head = self._head()
-        if head is not None:
-            self._write_head(head)
-        return [f"made the index anew: {pages} pages of {len(needed)} packs"]
-
     def pack_bytes(self) -> int:
         """Return what all packs take."""
         return sum(path.stat().st_size for path in self.packs_dir.glob("*.pack"))
-
-    def usage(self) -> Usage:
-        """Return what the domain takes.
-
-        Raises:
-            IntegrityError: if a checkpoint is damaged.
-        """
-        manifests = self.checkpoints()
-        packs, others = self.rubbish()
-        files = [path for part in (self.packs_dir, self.checkpoints_dir) for path in part.iterdir()]
-        return Usage(
-            len(manifests),
-            sum(manifest.raw_bytes for manifest in manifests),
-            sum(path.stat().st_size for path in files),
-            sum(path.stat().st_size for path in self.index_dir.iterdir()),
-            sum(path.stat().st_size for path in [*packs, *others]),
-        )
-
-
-def read_manifest(
-    keyring: Keyring, checkpoint_id: str, data: bytes, *, must_be_encrypted: Callable[[], bool] = lambda: False
-) -> StoredManifest:
-    """Read a manifest as it is written, here or at a remote.
-
-    Args:
-        keyring: of its domain.
-        checkpoint_id: whose it must be.
-        data: the manifest.
-        must_be_encrypted: tells whether it must be, as all of its domain.
-
-    Raises:
-        IntegrityError: if it is damaged, or another one's, or not encrypted and should be.
-        KeyMissing: if it is encrypted, and there is no key.
-    """
-    manifest = decode_stored(opened(keyring, f"manifest {checkpoint_id}", data, must_be_sealed=must_be_encrypted))
-    if manifest.id != checkpoint_id or manifest.domain != keyring.domain:
-        raise IntegrityError(
-            f"where checkpoint {checkpoint_id} of domain {keyring.domain} should be is {manifest.id} of "
-            f"{manifest.domain}"
-        )
-    return manifest
-
-
-def read_layout(
-    keyring: Keyring, manifest: StoredManifest, data: bytes, *, must_be_encrypted: Callable[[], bool] = lambda: False
-) -> Layout:
-    """Read a checkpoint's layout as it is written, here or at a remote; arguments and errors as of `read_manifest`."""
-    record = opened(keyring, f"layout {manifest.id}", data, must_be_sealed=must_be_encrypted)
-    return decode_layout(record, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
-
-
-class _Identity(NamedTuple):
-    """What a domain's record holds."""
-
-    seed: int
-    ids_key: bytes | None
-    is_converting: bool  # to an encrypted one: some of it is not yet
-
-
-def _write_identity(record: Path, keyring: Keyring, identity: _Identity) -> None:
-    ids_key = identity.ids_key.hex() if identity.ids_key else ""
-    body = {"seed": f"{identity.seed:016x}", "ids_key": ids_key, "is_converting": identity.is_converting}
-    data = encode_frame("domain", 1, json.dumps(body).encode())
-    replace_file(record, seal(keyring, "domain", data) if identity.ids_key else data, mode=0o600)
-
-
-def _entry_of(manifest: StoredManifest, record: bytes) -> Entry:
-    """Return a checkpoint's link; its digest is of the record, however it is encrypted."""
-    return Entry(Link(manifest.id, digest(record)), manifest.sequence, manifest.previous)
-
-
-def index_pack(domain: Domain, path: Path, info: PackInfo) -> None:
-    """Verify every byte of a pack that is to become one of the domain, and let its index know the pages.
-
-    Raises:
-        IntegrityError: if it is damaged, or another one.
-    """
-    with contextlib.closing(domain.packs._replace(path=path.parent).open(info.name, info)) as pack:
-        add_to_index(domain.index_dir, pack_number(info.name), list(_keys_of(pack, domain.page_ids)))
 
 
 def lineage(container: ContainerRef) -> str:
@@ -739,55 +506,3 @@ def lineage(container: ContainerRef) -> str:
 def new_checkpoint_id() -> str:
     """Return an id that no other checkpoint has."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
-
-
-@contextlib.contextmanager
-def _collecting(wrong: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except (OcihookError, OSError) as error:
-        wrong.append(str(error))
-
-
-def _keys_of(pack: StoredPack, page_ids: PageIds) -> Iterator[bytes]:
-    done = 0
-    while done < pack.pages:
-        content, taken = pack.read(done, pack.pages)
-        ids = page_ids.of(content)
-        yield from (ids[at : at + KEY_BYTES] for at in range(0, len(ids), ID_BYTES))
-        done += taken
-
-
-def _encode_pulled(pulled: Pulled) -> bytes:
-    return encode_frame("pulled", 1, json.dumps(pulled._asdict()).encode())
-
-
-def _decode_pulled(data: bytes) -> Pulled:
-    _, body = decode_frame("pulled", (1,), data)
-    try:
-        value = load_json(body)
-        return Pulled(as_number(value["after"] + 1) - 1, as_name(value["page_ids_digest"], _DIGEST))
-    except (ValueError, TypeError, KeyError) as error:
-        raise IntegrityError(f"the record of a pulled checkpoint is malformed: {error!r}") from error
-
-
-def _encode_entry(entry: Entry, kind: str) -> bytes:
-    body = {"link": list(entry.link), "sequence": entry.sequence, "previous": entry.previous and list(entry.previous)}
-    return encode_frame(kind, 1, json.dumps(body).encode())
-
-
-def _decode_entry(data: bytes | None, kind: str) -> Entry | None:
-    if data is None:
-        return None
-    _, body = decode_frame(kind, (1,), data)
-    try:
-        value = load_json(body)
-        previous = value["previous"]
-        return Entry(_link(value["link"]), as_number(value["sequence"]), _link(previous) if previous else None)
-    except (ValueError, TypeError, KeyError) as error:
-        raise IntegrityError(f"the {kind} is malformed: {error!r}") from error
-
-
-def _link(value: Sequence[object]) -> Link:
-    checkpoint_id, found = value
-    return Link(as_name(checkpoint_id, CHECKPOINT_ID), as_name(found, _DIGEST))

@@ -2,12 +2,14 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
 from ocihook.store.cipher import Keyring, PackCipher
+from ocihook.store.identity import ID_BYTES, PageIds
+from ocihook.store.index import KEY_BYTES
 from ocihook.store.pack import PAGE_BYTES, ZERO, PackFile, PackInfo, PackReader, PackWriter, read_info
 from ocihook.store.packing import decode_chunk
 
@@ -140,3 +142,17 @@ class StoredPacks:
         for pack in self._open.values():
             pack.close()
         self._open.clear()
+
+
+def keys_of(pack: StoredPack, page_ids: PageIds) -> Iterator[bytes]:
+    """Yield the key of each page of a pack, as the index has it, and verify the pack on the way.
+
+    Raises:
+        IntegrityError: if it is damaged.
+    """
+    done = 0
+    while done < pack.pages:
+        content, taken = pack.read(done, pack.pages)
+        ids = page_ids.of(content)
+        yield from (ids[at : at + KEY_BYTES] for at in range(0, len(ids), ID_BYTES))
+        done += taken

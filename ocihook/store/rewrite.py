@@ -18,6 +18,7 @@ from ocihook.store.identity import ID_BYTES
 from ocihook.store.index import KEY_BYTES, add_to_index, merge_index
 from ocihook.store.pack import PAGE_BYTES, PackInfo, PackWriter
 from ocihook.store.places import StoredPack
+from ocihook.store.upkeep import remove_rubbish
 
 _AT_A_TIME = 16  # packs, 4 GiB
 
@@ -97,7 +98,7 @@ def rekey(domain: Domain) -> int:
             if pack.key_id != domain.keyring.newest.id:
                 old.append(name)
     _rewrite_all(domain, old, spans)
-    domain.end_rekey().remove_rubbish()
+    remove_rubbish(domain.end_rekey())
     return len(old)
 
 
@@ -109,7 +110,7 @@ def _rewrite_all(domain: Domain, names: list[str], spans: Mapping[str, list[Span
     """Rewrite packs, few at a time: of so many there are two copies on the disk."""
     for at in range(0, len(names), _AT_A_TIME):
         rewrite_packs(domain, {name: spans[name] for name in names[at : at + _AT_A_TIME]})
-        domain.remove_rubbish()
+        remove_rubbish(domain)
 
 
 def rewrite_packs(domain: Domain, packs: Mapping[str, list[Span]]) -> None:

@@ -20,6 +20,8 @@ from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.packing import ImageFile, Source
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredImage, StoredManifest
+from ocihook.store.upkeep import remove_rubbish, repair
+from ocihook.store.verify import verify
 from tests.fakes.images import mixed_pages
 from tests.fakes.keys import make_keys
 
@@ -111,7 +113,7 @@ def test_what_is_taken_comes_back(domain: Domain, tmp_path: Path, workers: int) 
         targets[name] = Target(partial(ImageFile, tmp_path / name, writable=True), 0)
     assemble(domain.layout(manifest), domain.packs, targets, workers=workers)
     assert {name: (tmp_path / name).read_bytes() for name in images} == images
-    assert domain.verify(read_data=True) == []
+    assert verify(domain, read_data=True) == []
     assert Store(tmp_path / "store").names() == ["team"]
 
 
@@ -121,7 +123,7 @@ def test_the_same_again_takes_nothing(domain: Domain) -> None:
     assert first.added_bytes > 0
     assert take(domain, images, before=first).added_bytes == 0
     assert take(domain, images).added_bytes == 0, "by the index, with every page compared"
-    assert domain.verify(read_data=True) == []
+    assert verify(domain, read_data=True) == []
 
 
 def shifted(pages: bytes) -> bytes:
@@ -180,19 +182,19 @@ def test_a_source_that_ends_early(domain: Domain, tmp_path: Path) -> None:
 def test_every_flipped_bit_is_found(domain: Domain) -> None:
     first = take(domain, {"pages-1.img": mixed_pages(300, seed=1)})
     second = take(domain, {"pages-1.img": mixed_pages(300, seed=2)}, before=first)
-    assert domain.verify(read_data=True) == []
+    assert verify(domain, read_data=True) == []
     files = [path for part in (domain.packs_dir, domain.checkpoints_dir) for path in part.iterdir()]
     assert len(files) == 2 * 4
     for path in [*files, domain.directory / "head"]:
         good = path.read_bytes()
         for position in {*range(0, len(good), max(1, len(good) // 25)), len(good) - 1}:
             path.write_bytes(good[:position] + bytes([good[position] ^ 4]) + good[position + 1 :])
-            assert domain.verify(read_data=True), f"{path.name} at {position}"
+            assert verify(domain, read_data=True), f"{path.name} at {position}"
         path.unlink()
         if path.suffix != ".ids" and path.name != "head":  # these are made again, and tell of nothing else
-            assert domain.verify(read_data=True), f"without {path.name}"
+            assert verify(domain, read_data=True), f"without {path.name}"
         path.write_bytes(good)
-    assert domain.verify(read_data=True) == []
+    assert verify(domain, read_data=True) == []
     assert content_of(domain, second)
 
 
@@ -205,22 +207,22 @@ def test_prune_removes_what_nothing_needs(domain: Domain) -> None:
     (domain.packs_dir / "00000000000000aa.pack").write_bytes(b"of a dump that was killed")
     with domain.alone():
         domain.remove([other.id])
-        assert domain.remove_rubbish() > 500 * PAGE_BYTES
-    assert domain.verify(read_data=True) == []
+        assert remove_rubbish(domain) > 500 * PAGE_BYTES
+    assert verify(domain, read_data=True) == []
     assert content_of(domain, second)["pages-1.img"] == new
     with domain.alone():
         domain.remove([first.id])
-        domain.remove_rubbish()
-    assert domain.verify(read_data=True) == []
+        remove_rubbish(domain)
+    assert verify(domain, read_data=True) == []
     assert content_of(domain, second)["pages-1.img"] == new
     with domain.alone():
         domain.remove([second.id])
-        domain.remove_rubbish()
+        remove_rubbish(domain)
     assert pack_bytes(domain) == 0
-    assert domain.verify(read_data=True) == []
+    assert verify(domain, read_data=True) == []
     third = take(domain, {"pages-1.img": old})
     assert third.sequence == 3
-    assert domain.verify(read_data=True) == []
+    assert verify(domain, read_data=True) == []
 
 
 def test_a_checkpoint_removed_by_hand_shows(domain: Domain) -> None:
@@ -229,9 +231,9 @@ def test_a_checkpoint_removed_by_hand_shows(domain: Domain) -> None:
         path = domain.checkpoints_dir / f"{manifest.id}.manifest"
         data = path.read_bytes()
         path.unlink()
-        assert any("was removed" in line for line in domain.verify(read_data=False)), number
+        assert any("was removed" in line for line in verify(domain, read_data=False)), number
         path.write_bytes(data)
-    assert domain.verify(read_data=False) == []
+    assert verify(domain, read_data=False) == []
 
 
 def test_repair_makes_the_index_anew(domain: Domain) -> None:
@@ -243,11 +245,11 @@ def test_repair_makes_the_index_anew(domain: Domain) -> None:
         with pytest.raises(StoreError, match="repair"):
             take(domain, images)
     with domain.alone():
-        assert domain.repair() == ["made the index anew: 500 pages of 1 packs"]
+        assert repair(domain) == ["made the index anew: 500 pages of 1 packs"]
     assert take(domain, images).added_bytes == 0
     with domain.alone():
-        domain.remove_rubbish()
-    assert domain.verify(read_data=True) == []
+        remove_rubbish(domain)
+    assert verify(domain, read_data=True) == []
 
 
 def test_a_lost_index_costs_space_and_no_data(domain: Domain) -> None:
@@ -285,7 +287,7 @@ def test_runs_of_the_index_are_merged(domain: Domain) -> None:
         assert content_of(domain, manifest) == content_of(domain, again)
     with domain.alone():
         domain.remove([manifest.id for manifest in domain.checkpoints() if manifest.id != made[0].id])
-        domain.remove_rubbish()
+        remove_rubbish(domain)
     with contextlib.closing(Index(domain.index_dir)) as index:
         assert len(index) == 20
 
@@ -302,7 +304,7 @@ def test_a_damaged_checkpoint_stops_a_prune(domain: Domain) -> None:
     path = domain.checkpoints_dir / f"{manifest.id}.layout"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(IntegrityError), domain.alone():
-        domain.remove_rubbish()
+        remove_rubbish(domain)
     assert pack_bytes(domain)
 
 

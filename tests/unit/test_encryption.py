@@ -18,6 +18,7 @@ from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, PackCipher, seal, 
 from ocihook.store.domain import Domain
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.store import Store
+from ocihook.store.verify import verify
 from tests.fakes.keys import make_keys
 from tests.unit.test_store_crash import DIED, Node, die_at, in_child, pages
 
@@ -116,7 +117,7 @@ def test_packs_cannot_be_exchanged(tmp_path: Path, keys: KeySource) -> None:
         with pytest.raises(Exception, match=r"^$"):
             cipher.decrypt(offset, stored, associated)
     pack.write_bytes(good)
-    assert node.domain.verify(read_data=True) == []
+    assert verify(node.domain, read_data=True) == []
 
 
 def test_a_plain_record_is_not_taken(node: Node, tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_a_rekey_that_dies_at_any_write(tmp_path: Path, *, torn: bool, was_encry
         status = in_child(act)
         assert status in {0, DIED}
         assert copy.contents() == [node.old, node.new]
-        assert copy.domain.verify(read_data=True) == []
+        assert verify(copy.domain, read_data=True) == []
         ops.rekey(copy.store)
         assert copy.contents() == [node.old, node.new]
         copy.assert_clean()
@@ -261,7 +262,7 @@ def test_to_a_remote_and_back(node: Node, tmp_path: Path, keys: KeySource) -> No
     other = Store(tmp_path / "other", keys)
     transfer.pull(other, "team", manifest.id, str(remote))
     domain = other.open("team")
-    assert domain.verify(read_data=True) == []
+    assert verify(domain, read_data=True) == []
     assert domain.page_ids.of(bytes(4096)) != node.domain.page_ids.of(bytes(4096))
     with domain.shared():
         assert len(domain.before(domain.read(manifest.id))) == 1

@@ -23,6 +23,8 @@ from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.pending import pending_ids
 from ocihook.store.store import Store
 from ocihook.store.thin import read_thin
+from ocihook.store.upkeep import rubbish
+from ocihook.store.verify import verify
 from tests.fakes.images import make_image_set
 
 CONTAINER = ContainerRef(id="c1", name="trainer", pod_name="pod", pod_namespace="team")
@@ -124,10 +126,10 @@ class Node:
 
     def assert_clean(self) -> None:
         domain = self.domain
-        assert domain.verify(read_data=True) == []
+        assert verify(domain, read_data=True) == []
         prune(self.store, Keep())
-        assert domain.verify(read_data=True) == []
-        assert domain.rubbish() == ([], [])
+        assert verify(domain, read_data=True) == []
+        assert rubbish(domain) == ([], [])
 
 
 def _read(domain: Domain, manifest: Any) -> Iterator[bytes]:
@@ -208,7 +210,7 @@ def test_a_prune_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: boo
 
         status = in_child(act)
         assert status in {0, DIED}
-        assert copy.domain.verify(read_data=True) == []
+        assert verify(copy.domain, read_data=True) == []
         assert copy.contents()[-1] == third
         prune(copy.store, Keep(last=1))
         assert copy.contents() == [third]

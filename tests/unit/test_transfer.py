@@ -20,6 +20,7 @@ from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.location import open_remote
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.verify import verify
 from tests.fakes.object_storage import make_bucket, object_storage
 from tests.fakes.registry import Registry
 from tests.unit.test_store_crash import DIED, Node, die_at, in_child, pages
@@ -100,7 +101,7 @@ def test_there_and_back(node: Node, remote: str, tmp_path: Path) -> None:
     assert other.contents() == [node.new]
     assert other.pull(first, remote).moved_bytes == 0, "it has all the packs"
     assert sorted(other.contents()) == sorted([node.old, node.new])
-    assert other.domain.verify(read_data=True) == []
+    assert verify(other.domain, read_data=True) == []
     assert other.domain.seed != node.domain.seed
 
 
@@ -119,7 +120,7 @@ def test_a_job_goes_on_elsewhere(node: Node, remote: str, tmp_path: Path) -> Non
     assert node.contents() == [node.old, node.new, changed]
     for each in (node, other):
         each.assert_clean()
-        assert each.domain.verify(read_data=True) == []
+        assert verify(each.domain, read_data=True) == []
     prune(other.store, Keep(last=1))
     assert other.contents() == [changed]
     other.assert_clean()
@@ -249,7 +250,7 @@ def test_a_pull_that_dies_at_any_write(node: Node, directory: Path, tmp_path: Pa
         status = in_child(act)
         assert status in {0, DIED}
         assert other.contents() in ([node.old], [node.old, node.new])
-        assert other.domain.verify(read_data=True) == []
+        assert verify(other.domain, read_data=True) == []
         other.pull(second, str(directory))
         assert other.contents() == [node.old, node.new]
         for path in other.domain.pending_dir.iterdir():
@@ -374,7 +375,7 @@ def test_a_remote_that_is_gone(node: Node, bucket: str, tmp_path: Path, monkeypa
     monkeypatch.setattr("ocihook.remote.s3._CONFIG", Config(retries={"max_attempts": 0}))
     with pytest.raises(RemoteError, match="Could not connect"):
         push(node.domain, first, re.sub(":[0-9]+&", ":1&", bucket))
-    assert node.domain.verify(read_data=True) == []
+    assert verify(node.domain, read_data=True) == []
 
 
 @pytest.mark.parametrize(

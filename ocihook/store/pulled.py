@@ -1,0 +1,48 @@
+"""Takes a checkpoint from elsewhere into a domain, once every byte of it has been verified."""
+
+import contextlib
+from pathlib import Path
+
+from ocihook.store.domain import Domain
+from ocihook.store.index import add_to_index
+from ocihook.store.pack import PackInfo
+from ocihook.store.packing import Progress, no_progress
+from ocihook.store.places import keys_of, pack_number
+from ocihook.store.stored import StoredManifest
+from ocihook.store.verify import verify_content, verify_layout
+
+
+def adopt(
+    domain: Domain, checkpoint_id: str, data: bytes, layout: bytes, progress: Progress = no_progress
+) -> StoredManifest:
+    """Make a checkpoint from elsewhere part of the domain; its packs are here. Call it with the lock shared.
+
+    Args:
+        domain: that it becomes part of.
+        checkpoint_id: which it is to be.
+        data: its manifest, as it is elsewhere.
+        layout: likewise.
+        progress: told the bytes read.
+
+    Raises:
+        IntegrityError: if the packs do not hold what the manifest says.
+        OSError: from the file system, a full one included.
+    """
+    manifest = domain.manifest_of(checkpoint_id, data)
+    decoded = domain.layout_of(manifest, layout)
+    verify_layout(domain, manifest, decoded, {}, read_data=False)
+    ids = domain.new_ids_path(checkpoint_id)
+    with ids.open("wb") as file:
+        verify_content(domain, manifest, decoded, progress, file)
+    domain.put_pulled(checkpoint_id, data, layout, ids)
+    return manifest
+
+
+def index_pack(domain: Domain, path: Path, info: PackInfo) -> None:
+    """Verify every byte of a pack that is to become one of the domain, and let its index know the pages.
+
+    Raises:
+        IntegrityError: if it is damaged, or another one.
+    """
+    with contextlib.closing(domain.packs._replace(path=path.parent).open(info.name, info)) as pack:
+        add_to_index(domain.index_dir, pack_number(info.name), list(keys_of(pack, domain.page_ids)))
