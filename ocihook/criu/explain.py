@@ -67,16 +67,24 @@ def _cause_of(line: str) -> tuple[Cause, re.Match[str]] | None:
 
 
 def _filled(cause: Cause, match: re.Match[str], line: str, process: str) -> Explanation:
-    values = {name: value or "" for name, value in match.groupdict().items()}
+    values = {name: _printable(value or "") for name, value in match.groupdict().items()}
     who = f"process {process}" if process else "a process"
     return Explanation(
-        cause.name, cause.what.format(who=who, **values), cause.remedy.format(who=who, **values), line.strip()
+        cause.name,
+        cause.what.format(who=who, **values),
+        cause.remedy.format(who=who, **values),
+        _printable(line.strip()),
     )
 
 
 def _text(line: str) -> str:
     """Return a line of the log without time, place and process."""
-    return re.sub(r"^(\([0-9.]+\))?\s*(pie: )?([0-9]+: )?\s*(Error|Warn)?\s*(\(\S+\): )?", "", line).strip()
+    return re.sub(r"^(\([0-9.]+\))?\s*(pie: )?([0-9]+: )?\s*(Error|Warn)?\s*(\(\S+\): )?", "", _printable(line)).strip()
+
+
+def _printable(text: str) -> str:
+    """Return text that no terminal takes for a command: a container chooses the names of its files."""
+    return "".join(c if c.isprintable() else "?" for c in text.replace("\t", " "))
 
 
 _ERROR = re.compile(r"\bError \(|\bERROR\b|symbol lookup error|undefined symbol")

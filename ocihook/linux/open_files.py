@@ -19,6 +19,7 @@ _WATCH = re.compile(
 )
 _LOCK = re.compile(r"^lock:\s+\d+:\s+(?P<kind>\w+)", re.MULTILINE)
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_MAX_LINKS = 40  # the kernel's own limit
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -139,7 +140,9 @@ def can_open_handle(pid: int, watch: Watch) -> bool:
         if mount.device != device:
             continue
         with contextlib.suppress(OSError):
-            place = os.open(f"/proc/{pid}/root{mount.place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            place = os.open(
+                f"/proc/{pid}/root{mount.place}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
             fd = _libc.open_by_handle_at(place, handle, os.O_PATH | os.O_CLOEXEC)
             os.close(place)
             if fd >= 0:
@@ -161,6 +164,29 @@ def mounts(pid: int) -> list[Mount]:
 
 def _unescape(text: str) -> str:
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def resolve_inside(pid: int, path: str) -> str:
+    """Return where an absolute path leads in the root of a process, its links followed as the process would."""
+    left, done, links = path.split("/"), "", 0
+    while left:
+        name, *left = left
+        if name in ("", "."):
+            continue
+        if name == "..":
+            done = done.rpartition("/")[0]
+            continue
+        try:
+            target = os.readlink(f"/proc/{pid}/root{done}/{name}")
+        except OSError:  # no link
+            done = f"{done}/{name}"
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            return path
+        left = target.split("/") + left
+        done = "" if target.startswith("/") else done
+    return done or "/"
 
 
 def namespaces(pid: int) -> dict[str, str]:

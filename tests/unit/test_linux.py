@@ -11,6 +11,7 @@ import pytest
 
 from ocihook.errors import FreezeError, QuiesceError
 from ocihook.linux.cgroup import Freezer, find_freezer
+from ocihook.linux.open_files import resolve_inside
 from ocihook.linux.procfs import Process, command_line, has_ended, parent_pid, tracer_pid
 from ocihook.ops.quiesce import ask_to_quiesce
 
@@ -176,3 +177,20 @@ def test_links_of_a_container_lead_nowhere(application: subprocess.Popen[str], a
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(QuiesceError, match="did not create or touch"):
         ask_to_quiesce(found(application), signal_name="USR1", ack=f"{tmp_path}/link/ack", timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [("/run/secrets", "{0}/run/secrets"), ("/var/run/secrets", "{0}/run/secrets"), ("/loop/x", "{0}/loop/x")],
+)
+def test_links_are_followed_inside_a_root(tmp_path: Path, path: str, place: str) -> None:
+    (tmp_path / "run/secrets").mkdir(parents=True)
+    (tmp_path / "var").mkdir()
+    (tmp_path / "var/run").symlink_to("../run")
+    (tmp_path / "loop").symlink_to("loop")
+    assert resolve_inside(os.getpid(), f"{tmp_path}{path}") == place.format(tmp_path)
+
+
+def test_absolute_links_start_at_the_root(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/proc")
+    assert resolve_inside(os.getpid(), f"{tmp_path}/link/./self/../1") == resolve_inside(os.getpid(), "/proc/1")

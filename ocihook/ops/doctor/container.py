@@ -11,7 +11,7 @@ from ocihook.engine.identity import engine_of
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.memory import available_bytes
-from ocihook.linux.open_files import Mount, mounts, namespaces
+from ocihook.linux.open_files import Mount, mounts, namespaces, resolve_inside
 from ocihook.linux.procfs import Process
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.machine import IMAGE_SET_PLACES, REMOVE_LOCK, left_network_locks
@@ -25,9 +25,9 @@ _LARGE_TMPFS_BYTES = 64 * _MIB  # CRIU writes it with tar and gzip, on one core
 
 def _check_mounts(workload: Workload) -> Iterator[Finding]:
     container = workload.container
-    if container is None:
+    if container is None or not container.config:
         return
-    known = _configured_mounts(container.config)
+    known = _configured_mounts(container.config, workload.init_pid)
     for mount in mounts(workload.init_pid):
         if mount.kind == "tmpfs" and mount.place not in known.get("bind", set()):
             yield from _about_tmpfs(workload, mount)
@@ -43,19 +43,20 @@ def _check_mounts(workload: Workload) -> Iterator[Finding]:
             yield Finding("mount", Status.FAIL, detail, remedy)
 
 
-def _configured_mounts(config: Mapping[str, object]) -> dict[str, set[str]]:
-    """Return the places where a bundle has its runtime mount, by what for."""
+def _configured_mounts(config: Mapping[str, object], pid: int) -> dict[str, set[str]]:
+    """Return the places where a bundle has its runtime mount, by what for: /var/run may be a link to /run."""
     linux = config.get("linux")
     linux = linux if isinstance(linux, Mapping) else {}
     rows = [m for m in (config.get("mounts") or ()) if isinstance(m, Mapping)]  # type: ignore[attr-defined]
     binds = {str(m.get("destination")) for m in rows if m.get("type") == "bind" or "bind" in (m.get("options") or ())}
-    return {
+    places = {
         "bind": binds,
         "mount": {str(m.get("destination")) for m in rows},
         "device": {str(d.get("path")) for d in (linux.get("devices") or ()) if isinstance(d, Mapping)},
         "masked": {*map(str, linux.get("maskedPaths") or ()), *map(str, linux.get("readonlyPaths") or ())},
         "console": {"/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"},
     }
+    return {purpose: {resolve_inside(pid, place) for place in named} for purpose, named in places.items()}
 
 
 def _about_tmpfs(workload: Workload, mount: Mount) -> Iterator[Finding]:

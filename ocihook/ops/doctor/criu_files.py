@@ -60,7 +60,7 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
     ghost_limit_bytes = _GHOST_LIMIT_BYTES
     scanned = []
     for path in paths:
-        for option in options(path.read_bytes() if path.exists() else b""):
+        for option in options(path.read_bytes() if path.is_file() else b""):
             if option.name == "ghost-limit":
                 ghost_limit_bytes = _size(option.value)
             elif option.name == "irmap-scan-path":
