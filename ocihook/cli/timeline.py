@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable
 from ocihook.config import load_settings
+from ocihook.errors import OcihookError
 from ocihook.linux.files import replace_file
 from ocihook.ops import history
 from ocihook.ops.journal import Journal, open_journals
@@ -20,7 +21,9 @@ _WIDTH = 32  # of the bars in the table
 
 def _complete(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the sessions and checkpoints that the history has, the newest first."""
-    records = [r for r in history.read(Path(load_settings().history_dir)) if history.act_of(r) != "store"]
+    records = []
+    with contextlib.suppress(OcihookError, OSError):  # nobody wants an error in the middle of a line
+        records = [r for r in history.read(Path(load_settings().history_dir)) if history.act_of(r) != "store"]
     names = [(str(n), history.act_of(r)) for r in records[::-1] for n in (r["id"], r["facts"].get("checkpoint")) if n]
     return [CompletionItem(name, help=act) for name, act in dict(names).items() if name.startswith(incomplete)]
 

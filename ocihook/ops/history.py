@@ -82,9 +82,17 @@ def keep(directory: Path, session_id: str, record: Mapping[str, Any], *, limit: 
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Return the records that are kept, the oldest first; what cannot be read is left out."""
+    """Return the records that are kept, the oldest first; a damaged one is left out.
+
+    Raises:
+        PermissionError: to who is not root, and would take an unreadable history for an empty one.
+    """
     found = []
-    for path in sorted(directory.glob("*.json")):
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(".json"))
+    except FileNotFoundError:  # no session has ended yet
+        return []
+    for path in (directory / name for name in names):
         with contextlib.suppress(OSError, ValueError):  # pruned meanwhile, or damaged
             record = json.loads(path.read_bytes())
             if isinstance(record, dict) and {"id", "began", "ended", "stages", "phases", "facts"} <= record.keys():

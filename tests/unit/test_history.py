@@ -86,6 +86,21 @@ def test_a_session_is_found_by_any_of_its_names(tmp_path: Path) -> None:
             history.find(found, name)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_who_may_not_read_it_does_not_take_it_for_empty(tmp_path: Path) -> None:
+    history.keep(tmp_path / "history", "1-1", record(), limit=1)
+    assert history.read(tmp_path / "none") == []
+
+    def read_as_nobody(_: None) -> object:
+        os.chdir(tmp_path)  # so that it is not the way there that is closed
+        os.setuid(65534)
+        return history.read(Path("history"))
+
+    tmp_path.chmod(0o755)
+    (outcome,) = call_each(read_as_nobody, [None], timeout_s=60)
+    assert isinstance(outcome, PermissionError)
+
+
 def test_an_error_that_was_met_is_the_cause(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path / "run", Process(1, 1))
     journal.begin_stage("pre-dump")

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -145,5 +146,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     html = tmp_path / "page.html"
     assert json.loads(run(command.timeline, ["--chrome", "--html", str(html)]).output)["traceEvents"]
     assert html.read_text().startswith("<!DOCTYPE html>")
+    offered = command.timeline.params[0].shell_complete(click.Context(command.timeline), "2026")
+    assert [(item.value, item.help) for item in offered] == [(CHECKPOINT, "dump")]
     assert run(command.timeline, ["--chrome", "--json"]).exit_code == 2
     assert "no session, checkpoint or container 'x'" in str(run(command.timeline, ["x"]).exception)
