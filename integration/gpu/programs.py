@@ -2,6 +2,7 @@
 
 programs.py hold GIB            bf16 weights on every GPU, summed up whole in every round; a counter on the GPU
 programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
+programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
 """
 
@@ -58,6 +59,31 @@ def train(steps: int) -> None:
     time.sleep(3600)
 
 
+def lora(gib: float) -> None:
+    torch.manual_seed(1)
+    torch.use_deterministic_algorithms(True)
+    width, rank = 8192, 16
+    layers = max(1, int(gib * 2**30 / (2 * width * width)))
+    weights = [torch.empty(width, width, dtype=torch.bfloat16, device="cuda").normal_(0, 0.01) for _ in range(layers)]
+    down = [torch.nn.Parameter(torch.randn(rank, width, device="cuda") * 0.01) for _ in weights]
+    up = [torch.nn.Parameter(torch.zeros(width, rank, device="cuda")) for _ in weights]
+    optimizer = torch.optim.AdamW([*down, *up], lr=1e-3)
+    step = 0
+    while True:
+        step += 1
+        generator = torch.Generator().manual_seed(step)
+        hidden = torch.randn(64, width, generator=generator).cuda()
+        wanted = torch.randn(64, width, generator=generator).cuda()
+        for base, a, b in zip(weights, down, up, strict=True):
+            hidden = torch.nn.functional.gelu((hidden.bfloat16() @ base.T).float() + hidden @ a.T @ b.T) + hidden
+        loss = torch.nn.functional.mse_loss(hidden, wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say(step, struct.pack(">f", loss.item()).hex())
+        time.sleep(PAUSE_S)
+
+
 def nccl_rank(rank: int, world: int, gib: float) -> None:
     import torch.distributed as dist
 
@@ -91,4 +117,4 @@ def nccl(gib: float) -> None:
 
 
 if __name__ == "__main__":
-    {"hold": hold, "nccl": nccl}.get(sys.argv[1], lambda steps: train(int(steps)))(float(sys.argv[2]))
+    {"hold": hold, "lora": lora, "nccl": nccl}.get(sys.argv[1], lambda steps: train(int(steps)))(float(sys.argv[2]))

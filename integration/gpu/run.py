@@ -6,9 +6,12 @@ Before, on a machine with network: `integration/node-setup forky DIR; integratio
 A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
 `always` (huge pages for everybody; else for those who ask), `running` (left running), `gpus=N`, `swap` (restored with
 the first two GPUs changed for one another), `onto=N` (restored with the GPU of that minor), `warm=GIB` (memory of the
-machine to touch before). One JSON object a case is written, and a table printed.
+machine to touch before), `store=N` (mode `store`: N checkpoints of a container left running, 15 rounds apart, and a
+restore of the last; with `ram=GIB` GPU memory may wait in so much memory, else on the disk). One JSON object a case is
+written, and a table printed.
 
-    run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap
+    run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap \\
+        lora:8:store=5 lora:8:store=5:ram=24
 """
 
 import contextlib
@@ -70,8 +73,13 @@ def set_up() -> None:
     with Path("/etc/criu/runc.conf").open("a") as file:
         file.write("network-lock skip\n")  # connections are on loopback, both ends in the container
     Path("/etc/ocihook").mkdir(exist_ok=True)
-    cores = os.cpu_count() or 1
-    Path("/etc/ocihook/config.toml").write_text(f"[agent]\nmemory_bound_bytes = {(cores * 24 + 64) << 20}\n")
+    configure()
+
+
+def configure(room_gib: int = 0) -> None:
+    """Write ocihook's configuration, with so much memory for GPU memory on its way into the store."""
+    bound = (((os.cpu_count() or 1) * 24 + 64) << 20) + (room_gib << 30)
+    Path("/etc/ocihook/config.toml").write_text(f'[agent]\nmemory_bound_bytes = {bound}\nstore_dir = "{WORK}/store"\n')
 
 
 def warm(gib: int) -> None:
@@ -215,6 +223,9 @@ def prepare(name: str, program: str, size: str, options: list[str], gpus: int) -
         if option.startswith("warm="):
             warm(int(option.removeprefix("warm=")))
     annotations = {"mode": "off"} if "criu" in options else {}
+    if value(options, "store"):
+        annotations = {"mode": "store"}
+        configure(value(options, "ram"))
     if "swap" in options:
         uuids = re.findall(r"UUID: (GPU-[0-9a-f-]+)", command("nvidia-smi", "-L", capture_output=True).stdout)
         first, second = uuids[:2]
@@ -225,12 +236,72 @@ def prepare(name: str, program: str, size: str, options: list[str], gpus: int) -
     return Container(name, words, list(range(gpus)), annotations)
 
 
+def value(options: list[str], name: str) -> int:
+    """Return the number behind an option, 0 if it is not given."""
+    return int(next((option.partition("=")[2] for option in options if option.startswith(f"{name}=")), "0"))
+
+
+def ocihook(*words: str) -> dict[str, Any]:
+    """Run a command of ocihook; return what it prints."""
+    done = command(sys.executable, "-m", "ocihook", *words, "--json", cwd=PROJECT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def run_store_case(container: Container, case: str, count: int) -> dict[str, Any]:
+    """Checkpoint a container that runs on several times into the store, and restore the last one."""
+    row: dict[str, Any] = {"case": case, "checkpoints": []}
+    image_dirs = [IMAGES / f"{container.name}-{number}" for number in range(count)]
+    try:
+        container.start()
+        for image_dir in image_dirs:
+            container.wait_for(15)
+            first = len(container.lines)
+            dump_s = container.dump(image_dir, leave_running=True)
+            container.wait_for(3)
+            times = [line[0] for line in container.lines[first - 1 :]]
+            began = time.time()
+            ocihook("wait")
+            session = last_session("pre-dump", container.name)
+            stored = ocihook("store", "list")["checkpoints"][-1]
+            taken: dict[str, Any] = {
+                "dump_s": dump_s,
+                "frozen_s": max(b - a for a, b in pairwise(times)),
+                "store_s": time.time() - began,
+            }
+            taken |= {"raw_bytes": stored["raw_bytes"], "added_bytes": stored["added_bytes"]}
+            taken |= {"skipped": 1 - stored["added_bytes"] / stored["raw_bytes"], "phases": phases(session)}
+            row["checkpoints"].append(taken)
+            print("    ", {key: _shown(value) for key, value in taken.items()}, flush=True)
+        command("runc", "kill", container.name, "KILL", capture_output=True)
+        time.sleep(1)
+        container.remove()
+        row["restore_s"] = container.restore(image_dirs[-1])
+        container.wait_for(10)
+        row["restore_phases"] = phases(last_session("post-resume", container.name))
+        seen: dict[int, set[str]] = {}
+        for _, step, loss in container.lines:
+            seen.setdefault(step, set()).add(loss)
+        again = [step for _, step, _ in container.lines]
+        row["verified"] = all(len(losses) == 1 for losses in seen.values()) and len(again) > len(set(again))
+    finally:
+        container.remove()
+        for image_dir in image_dirs:
+            shutil.rmtree(image_dir, ignore_errors=True)
+        ocihook("wait")
+        shutil.rmtree(WORK / "store", ignore_errors=True)
+    return row
+
+
 def run_case(case: str, number: int) -> dict[str, Any]:
     """Run one case; return its row."""
     program, size, *options = case.split(":")
     is_baseline, leave_running = "criu" in options, "running" in options
-    count = int(next((option.partition("=")[2] for option in options if option.startswith("gpus=")), "1"))
+    count = value(options, "gpus") or 1
     container = prepare(f"case{number}", program, size, options, count)
+    if value(options, "store"):
+        return run_store_case(container, case, value(options, "store"))
     image_dir = IMAGES / container.name
     row: dict[str, Any] = {"case": case, "gpus": count, "memory_path": not is_baseline, "left_running": leave_running}
     row["thp"] = "always" if "always" in options else "madvise"
@@ -322,7 +393,7 @@ def main() -> None:
                 f"({time.time() - began:.0f} s)",
                 flush=True,
             )
-            print("    ", row["dump_phases"], row["restore_phases"], flush=True)
+            print("    ", row.get("dump_phases", ""), row["restore_phases"], flush=True)
         except (OSError, RuntimeError, TimeoutError, subprocess.TimeoutExpired, AssertionError) as error:
             row = {**facts, "case": case, "verified": False, "error": str(error)}
             print(case, "FAILED", error, flush=True)
