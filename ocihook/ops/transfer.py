@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -198,7 +198,7 @@ class RemoteCheckpoints:
     _packs: dict[str, list[str]] = field(default_factory=dict)
 
     def all(self) -> list[StoredManifest]:
-        """Return their manifests, in the order in which they were made, as far as nodes' clocks tell.
+        """Return their manifests in the order in which they were made: of one node's by their sequence, else by clocks.
 
         Raises:
             RemoteError: if the remote cannot be reached.
@@ -213,7 +213,7 @@ class RemoteCheckpoints:
                     continue
                 self._known[checkpoint_id] = unseal_manifest(self.keyring, checkpoint_id, data)
             found[checkpoint_id] = self._known[checkpoint_id]
-        return sorted(found.values(), key=lambda manifest: (manifest.created, manifest.sequence))
+        return in_order(found.values())
 
     def packs(self) -> set[str]:
         """Return the packs that they need.
@@ -231,6 +231,19 @@ class RemoteCheckpoints:
                 self._packs[manifest.id] = [info.name for info in unseal_layout(self.keyring, manifest, data).packs]
             names.update(self._packs[manifest.id])
         return names
+
+
+def in_order(manifests: Iterable[StoredManifest]) -> list[StoredManifest]:
+    """Return checkpoints of several nodes in the order in which they were made.
+
+    A node's clock may go backwards; then what it made later counts as made when the clock was last ahead.
+    """
+    made: dict[str, str] = {}
+    latest: dict[int, str] = {}
+    rows = sorted(manifests, key=lambda manifest: manifest.sequence)
+    for manifest in rows:
+        made[manifest.id] = latest[manifest.seed] = max(latest.get(manifest.seed, ""), manifest.created)
+    return sorted(rows, key=lambda manifest: (made[manifest.id], manifest.sequence))
 
 
 def prune_remote(

@@ -1,7 +1,9 @@
 """Push and pull, over every kind of remote: what is there does not travel, what is wrong is seen, nothing is lost."""
 
 import contextlib
+import dataclasses
 import os
+import random
 import re
 import secrets
 import shutil
@@ -20,6 +22,7 @@ from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.location import open_remote
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.stored import StoredManifest
 from ocihook.store.verify import verify
 from tests.fakes.object_storage import make_bucket, object_storage
 from tests.fakes.registry import Registry
@@ -162,6 +165,19 @@ def test_pruning_a_remote(node: Node, remote: str, tmp_path: Path) -> None:
     assert done.removed == (second,)
     assert remote.startswith("oci://") or done.freed_bytes > 90 * PAGE_BYTES, "a registry does that itself"
     assert len(RemoteCheckpoints(remote, Keyring(NO_KEYS, "team")).packs()) == 1
+
+
+def test_the_order_of_what_several_nodes_made(node: Node) -> None:
+    """By each node's sequence, whatever its clock did; by clocks between nodes."""
+    (manifest, _) = node.domain.checkpoints()
+
+    def made(name: str, seed: int, sequence: int, hour: int) -> StoredManifest:
+        created = f"2026-01-01T{hour:02}:00:00Z"
+        return dataclasses.replace(manifest, id=name, seed=seed, sequence=sequence, created=created)
+
+    rows = [made("a", 1, 0, 3), made("b", 1, 1, 9), made("c", 1, 2, 1), made("d", 2, 5, 8), made("e", 2, 6, 10)]
+    random.Random(1).shuffle(rows)
+    assert [row.id for row in transfer.in_order(rows)] == ["a", "d", "b", "c", "e"]
 
 
 def test_a_prune_spares_what_is_being_pushed(node: Node, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
