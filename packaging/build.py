@@ -41,6 +41,8 @@ def main() -> int:
             subprocess.run(
                 [sys.executable, HERE / "stage.py", tree], check=True, stdout=subprocess.DEVNULL, cwd=PROJECT
             )
+        for page in (tree / "usr/share/man").rglob("*.[1-8]"):
+            subprocess.run(["gzip", "-9n", page], check=True)
         build = build_deb if options.kind == "deb" else build_rpm
         print(build(tree, options.out.resolve(), options.version, Path(directory), fast=options.fast))
     return 0
@@ -57,12 +59,10 @@ def build_deb(tree: Path, out: Path, version: str, _scratch: Path, *, fast: bool
     changes = (HERE / "deb/changelog").read_text()
     date = time.strftime("%a, %d %b %Y %H:%M:%S +0000", time.gmtime(int(os.environ["SOURCE_DATE_EPOCH"])))
     write_gz(documents / "changelog.gz", changes.replace("@VERSION@", version).replace("@DATE@", date))
-    (documents / "CHANGELOG.md").unlink()
+    (documents / "CHANGELOG.md").rename(documents / "NEWS.md")
     overrides = tree / "usr/share/lintian/overrides/ocihook"
     overrides.parent.mkdir(parents=True)
     shutil.copy(HERE / "deb/lintian-overrides", overrides)
-    for page in (tree / "usr/share/man").rglob("*.[1-8]"):
-        subprocess.run(["gzip", "-9n", page], check=True)
     control = tree / "DEBIAN"
     control.mkdir(mode=0o755)
     size = sum(path.lstat().st_size for path in tree.rglob("*") if path.is_file()) >> 10

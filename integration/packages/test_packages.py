@@ -123,7 +123,8 @@ def is_of_package(name: str) -> bool:
     """Tell whether a file is where a package may have one, or where dpkg and its helpers keep their records."""
     ours = ("usr/bin/ocihook", "usr/lib/ocihook/", "usr/libexec/ocihook/", "usr/share/doc/ocihook/", "etc/ocihook/")
     units = ("usr/lib/systemd/", "etc/systemd/system/", "usr/lib/tmpfiles.d/ocihook", "usr/share/lintian/overrides/")
-    return name.startswith((*ours, *units, "usr/share/licenses/ocihook/", "usr/share/ocihook/", "usr/share/man/"))
+    shared = ("licenses/ocihook/", "ocihook/", "man/", "bash-completion/", "zsh/", "fish/")
+    return name.startswith((*ours, *units, *(f"usr/share/{directory}" for directory in shared)))
 
 
 def assert_bytecode_is_not_checked(node: Node, release: str) -> None:
