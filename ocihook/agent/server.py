@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from ocihook import wire
 from ocihook.agent.session import Session
@@ -27,8 +28,8 @@ from ocihook.log import add_fields, set_up_logging
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.lock import lock_agent
 from ocihook.ops.prune import prune_by_policy
-from ocihook.ops.store import complete_all, has_work
-from ocihook.ops.transfer import push_due
+from ocihook.ops.store import complete_all, has_pending
+from ocihook.ops.transfer import has_due_pushes, push_due
 from ocihook.store.store import Store
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
@@ -39,6 +40,23 @@ _SCRAPE_TIMEOUT_S = 30
 _FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
 log = logging.getLogger(__name__)
+
+
+class _Background(NamedTuple):
+    """Work that needs no haste."""
+
+    name: str
+    is_due: Callable[[Store], bool]
+    act: Callable[[Settings], None]
+
+
+def _complete(settings: Settings) -> None:
+    complete_all(settings)
+    prune_by_policy(settings)
+
+
+_STORE = _Background("pending checkpoints", has_pending, _complete)
+_PUSH = _Background("pushes", has_due_pushes, push_due)
 
 
 class Agent:
@@ -56,8 +74,8 @@ class Agent:
         self._load = load
         self._controls: dict[str, socket.socket] = {}  # by session id
         self._children: dict[int, tuple[str, int]] = {}  # pidfd -> session id, pid
-        self._background: tuple[int, int] | None = None  # pidfd, pid of what completes checkpoints
-        self._has_more = False  # there may be checkpoints that it has not seen
+        self._background: dict[int, tuple[_Background, int]] = {}  # pidfd -> what is done, pid
+        self._again: set[_Background] = set()  # there may be checkpoints that these have not seen
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._metrics = metrics
@@ -72,7 +90,7 @@ class Agent:
             signal.signal(number, lambda *_: self._stop())
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
-        self._complete_pending()
+        self._start_background()
         idle_since = time.monotonic()
         while self._is_needed(time.monotonic() - idle_since < idle_timeout_s):
             for key, _ in self._selector.select(timeout=1.0):
@@ -82,11 +100,11 @@ class Agent:
                     self._accept_scrape()
                 elif key.fd in self._scrapes:
                     self._reap_scrape(key.fd)
-                elif self._background and key.fd == self._background[0]:
-                    self._reap_background()
+                elif key.fd in self._background:
+                    self._reap_background(key.fd)
                 else:
                     self._reap(key.fd)
-                    self._complete_pending()
+                    self._start_background()
                 idle_since = time.monotonic()
 
     def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
@@ -113,51 +131,54 @@ class Agent:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(control, [request.encode()], [connection.fileno()])
 
-    def _complete_pending(self) -> None:
-        """Have pending checkpoints completed, by one process at a time."""
-        self._has_more = self._background is not None
-        if self._background or self._is_stopping:
-            return
-        try:
-            settings = self._load()
-            if not has_work(Store.of(settings)):
-                return
-        except (OcihookError, OSError) as error:
-            log.error("pending checkpoints: %s", error)
-            return
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._be_background(settings, parent)
-        self._background = os.pidfd_open(pid), pid
-        self._selector.register(self._background[0], selectors.EVENT_READ)
+    def _start_background(self, *kinds: "_Background") -> None:
+        """Have done what is waiting to be done, by one process at a time of each kind."""
+        for kind in kinds or (_STORE, _PUSH):
+            if any(running is kind for running, _ in self._background.values()):
+                self._again.add(kind)
+                continue
+            if self._is_stopping:
+                continue
+            try:
+                settings = self._load()
+                if not kind.is_due(Store.of(settings)):
+                    continue
+            except (OcihookError, OSError) as error:
+                log.error("%s: %s", kind.name, error)
+                continue
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                self._be_background(kind, settings, parent)
+            pidfd = os.pidfd_open(pid)
+            self._background[pidfd] = kind, pid
+            self._selector.register(pidfd, selectors.EVENT_READ)
 
-    def _be_background(self, settings: Settings, parent: int) -> None:
-        """Body of the process that completes checkpoints; never returns."""
+    def _be_background(self, kind: "_Background", settings: Settings, parent: int) -> None:
+        """Body of a process that does what needs no haste; never returns."""
         try:
             die_with_parent(parent)
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)  # it can be interrupted at any point
             self._let_go()
             run_at_low_priority()
-            complete_all(settings)
-            push_due(settings)
-            prune_by_policy(settings)
+            kind.act(settings)
         except Exception:
-            log.exception("pending checkpoints")
+            log.exception("%s", kind.name)
         finally:
             logging.shutdown()
             os._exit(0)
 
-    def _reap_background(self) -> None:
-        assert self._background is not None
-        pidfd, pid = self._background
-        self._background = None
+    def _reap_background(self, pidfd: int) -> None:
+        kind, pid = self._background.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         os.waitpid(pid, 0)
-        if self._has_more:
-            self._complete_pending()
+        if kind in self._again:
+            self._again.discard(kind)
+            self._start_background(kind)
+        if kind is _STORE:
+            self._start_background(_PUSH)
 
     def _accept_scrape(self) -> None:
         """Have metrics told by a process of its own: the agent waits for nobody."""
@@ -211,7 +232,7 @@ class Agent:
             control.close()
         if self._metrics is not None:
             self._metrics.close()
-        for pidfd in [*self._children, *self._scrapes, *(self._background or ())[:1]]:
+        for pidfd in [*self._children, *self._scrapes, *self._background]:
             os.close(pidfd)
 
     def _read_request(self, connection: socket.socket) -> wire.Request:

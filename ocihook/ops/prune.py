@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from ocihook.config import Settings
 from ocihook.engine.archive import read_facts
-from ocihook.errors import IntegrityError, OcihookError
+from ocihook.errors import IntegrityError, OcihookError, StoreError
 from ocihook.ops.staging import discard_staged, pins_of
 from ocihook.ops.store import claimed
-from ocihook.store.domain import Domain, lineage
+from ocihook.store.domain import LOCK_TIMEOUT_S, Domain, lineage
 from ocihook.store.pending import check_taken, read_job
 from ocihook.store.rewrite import drop_unneeded
 from ocihook.store.store import Store
@@ -55,8 +55,22 @@ class _Candidate(NamedTuple):
     name: str
 
 
-def prune(store: Store, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> list[Pruned]:
+def prune(
+    store: Store,
+    keep: Keep,
+    *,
+    dry_run: bool = False,
+    now_s: float | None = None,
+    timeout_s: float = LOCK_TIMEOUT_S,
+) -> list[Pruned]:
     """Remove checkpoints of a store that nothing keeps, and what no checkpoint needs.
+
+    Args:
+        store: of which.
+        keep: what stays.
+        dry_run: only say what would go.
+        now_s: since the epoch; None: now.
+        timeout_s: how long to wait for checkpoints that are being written, read, pushed or pulled.
 
     Raises:
         StoreError: if checkpoints are being written or read for too long.
@@ -64,7 +78,7 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False, now_s: float | Non
     """
     result = []
     for domain in store.domains():
-        with domain.alone():
+        with domain.alone(timeout_s):
             removed = choose(domain.checkpoints(), keep, time.time() if now_s is None else now_s)
             freed = 0
             if not dry_run:
@@ -104,7 +118,13 @@ def prune_by_policy(settings: Settings) -> None:
     keep = Keep.of(settings)
     if not any(keep):
         return
-    done = prune(Store.of(settings), keep)
+    try:
+        done = prune(Store.of(settings), keep, timeout_s=0)
+    except IntegrityError:
+        raise
+    except StoreError as error:  # in use: what comes next prunes, too
+        log.info("nothing is pruned: %s", error)
+        return
     if settings.archive_dir:
         done.append(prune_archives(Path(settings.archive_dir), keep))
     for pruned in done:

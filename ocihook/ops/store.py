@@ -255,9 +255,9 @@ def _before(domain: Domain, newest: StoredManifest | None) -> dict[str, Before]:
         return {}
 
 
-def has_work(store: Store) -> bool:
-    """Tell whether a checkpoint is waiting to be completed, or to be pushed."""
-    return any(pending_ids(domain) or domain.due_pushes() for domain in store.domains())
+def has_pending(store: Store) -> bool:
+    """Tell whether a checkpoint is waiting to be completed."""
+    return any(map(pending_ids, store.domains()))
 
 
 def store_workers(settings: Settings) -> int:

@@ -162,6 +162,11 @@ def _in_parallel(
         progress(size)
 
 
+def has_due_pushes(store: Store) -> bool:
+    """Tell whether a checkpoint is to be pushed by policy."""
+    return bool(due(store))
+
+
 def push_due(settings: Settings) -> None:
     """Push what is to be pushed by policy. What fails is logged, and tried again the next time."""
     store = Store.of(settings)
