@@ -16,7 +16,7 @@ from ocihook.model import ContainerRef
 from ocihook.ops import history
 from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.recover import recover as recover_sessions
-from ocihook.ops.store import list_checkpoints
+from ocihook.ops.store import list_pending
 from ocihook.store.store import Store
 
 
@@ -31,7 +31,7 @@ def ps(*, show_all: bool, as_json: bool) -> None:
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             journal = Journal.load(path)
             found.append({"id": journal.session_id, **journal.to_json()})
-    pending = [row for row in list_checkpoints(Store.of(settings)) if row.state == "pending"]
+    pending = [row for row in list_pending(Store.of(settings)) if row.state == "pending"]
     if as_json:
         print_json({"sessions": found, "pending": [row._asdict() for row in pending]})
         return

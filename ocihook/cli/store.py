@@ -267,7 +267,7 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     settings = load_settings()
     found, workers = Store.of(settings), ops.store_workers(settings)
     began = time.monotonic()
-    ids = [checkpoint] if checkpoint else [row.id for row in ops.list_checkpoints(found) if row.state == "pending"]
+    ids = [checkpoint] if checkpoint else [row.id for row in ops.list_pending(found) if row.state == "pending"]
     complete = []
     for checkpoint_id in ids:
         try:

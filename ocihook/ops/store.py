@@ -457,28 +457,40 @@ def list_checkpoints(store: Store) -> list[Listed]:
 
     Raises:
         IntegrityError: if one is damaged.
+        KeyMissing: if one is encrypted, and there is no key.
     """
     rows = []
     for domain in store.domains():
-        complete_ids = set(domain.checkpoint_ids())
         rows += [
             Listed(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
             for m in domain.checkpoints()
         ]
-        for checkpoint_id in pending_ids(domain):
-            job = read_job(domain, checkpoint_id)
-            if job is None or checkpoint_id in complete_ids:
-                continue
-            try:
-                check_taken(job)
-                state = "pending"
-            except IntegrityError:
-                state = "lost"
-            done = read_progress(domain, checkpoint_id)
-            rows.append(
-                Listed(domain.name, checkpoint_id, state, str(job.container), job.created, job.raw_bytes, 0, done)
-            )
+        rows += _pending_of(domain)
     return rows
+
+
+def list_pending(store: Store) -> list[Listed]:
+    """Return the checkpoints that are still being stored, and those that were lost on their way.
+
+    Raises:
+        IntegrityError: if a record is damaged.
+    """
+    return [row for domain in store.domains() for row in _pending_of(domain)]
+
+
+def _pending_of(domain: Domain) -> Iterator[Listed]:
+    complete_ids = set(domain.checkpoint_ids())
+    for checkpoint_id in pending_ids(domain):
+        job = read_job(domain, checkpoint_id)
+        if job is None or checkpoint_id in complete_ids:
+            continue
+        try:
+            check_taken(job)
+            state = "pending"
+        except IntegrityError:
+            state = "lost"
+        done = read_progress(domain, checkpoint_id)
+        yield Listed(domain.name, checkpoint_id, state, str(job.container), job.created, job.raw_bytes, 0, done)
 
 
 def usage(store: Store) -> dict[str, upkeep.Usage]:
