@@ -163,8 +163,7 @@ def _stage(journal: Journal, container: ContainerRef, request: Request, director
                 moved=moved,
                 is_pushed=journal.facts["policy"].get("push") == "always",
             )
-            raw_bytes = sum(job.sizes.values()) if job else 0
-            raw_bytes += sum(region.size_bytes for region in moved.regions) if moved else 0
+            raw_bytes = job.raw_bytes if job else 0
             phase["bytes"] = raw_bytes
     except (OcihookError, OSError) as error:
         if moved is not None and moved.regions:  # the archive would have only half of the memory

@@ -118,6 +118,7 @@ def stage(
         images=taken,
         sizes={name: os.stat(path).st_size for name, path in taken.items()},
         other_images=tuple(list_other_images(directory, packed_names=set(names))),
+        region_bytes=sum(region.size_bytes for region in moved.regions) if moved else 0,
         is_pushed=is_pushed,
         boot_id="" if durable and is_linked else this_boot(),
     )

@@ -35,13 +35,14 @@ class Job:
     images: Mapping[str, Path]  # where each page image is
     sizes: Mapping[str, int]
     other_images: tuple[OtherImage, ...]
+    region_bytes: int = 0  # of memory that went past CRIU
     is_pushed: bool = False  # to the remote, once it is complete
     boot_id: str  # of the boot on which images that were not synced are whole; "": they were
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all page images."""
-        return sum(self.sizes.values())
+        """Bytes of all page images and regions."""
+        return sum(self.sizes.values()) + self.region_bytes
 
 
 def directory_of(domain: Domain, checkpoint_id: str) -> Path:
@@ -71,6 +72,7 @@ def write_job(domain: Domain, job: Job, *, durable: bool) -> None:
         "host": dict(job.host),
         "images": [[name, str(path), job.sizes[name]] for name, path in job.images.items()],
         "other_images": [list(image) for image in job.other_images],
+        "region_bytes": job.region_bytes,
         "is_pushed": job.is_pushed,
         "boot_id": job.boot_id,
     }
@@ -103,6 +105,7 @@ def _from_json(value: Any) -> Job:  # noqa: ANN401 - anything that JSON can say
         images={as_text(name): Path(as_text(path)) for name, path, _ in value["images"]},
         sizes={as_text(name): as_number(size) for name, _, size in value["images"]},
         other_images=tuple(OtherImage(*image) for image in value["other_images"]),
+        region_bytes=as_number(value["region_bytes"]),
         is_pushed=value["is_pushed"] is True,
         boot_id=as_text(value["boot_id"]),
     )
