@@ -8,7 +8,7 @@ from pathlib import Path
 from ocihook import wire
 from ocihook.criu.version import find_program
 from ocihook.oci.state import container_of, find_container
-from ocihook.ops.doctor import container, kernel_objects, machine, node
+from ocihook.ops.doctor import container, kernel_objects, machine, node, store
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.workload import Workload, read_workload
 from ocihook.ops.install import NODE, apply_install, plan_install
@@ -20,7 +20,7 @@ _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
 
 def check_node() -> list[Finding]:
     """Run every check of the node; those that call programs run at the same time."""
-    return _run_all((*machine.CHECKS, *node.CHECKS))
+    return _run_all((*machine.CHECKS, *node.CHECKS, *store.CHECKS))
 
 
 def check_container(name: str) -> list[Finding]:
