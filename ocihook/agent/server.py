@@ -5,6 +5,7 @@ One process a session, forked from a warm interpreter: sessions cannot disturb o
 """
 
 import contextlib
+import importlib
 import logging
 import os
 import selectors
@@ -208,7 +209,7 @@ class Agent:
             signal.alarm(_SCRAPE_TIMEOUT_S)  # which ends this process
             self._let_go()
             run_at_low_priority()
-            from ocihook.agent.metrics import answer  # late: no checkpoint has to wait for it
+            from ocihook.agent.metrics import answer  # loaded only where somebody is to ask
 
             answer(connection, self._load(), self._runtime_dir)
         except (OcihookError, OSError) as error:
@@ -325,6 +326,8 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     listener, is_ours = _listener(runtime_dir)
     settings = _settings()
     metrics = _metrics_listener(settings.metrics_address)
+    if metrics is not None:
+        importlib.import_module("ocihook.agent.metrics")  # its files may be another version's when it is asked
     load_bindings()  # while the files that this agent was started from are still there
     try:
         Agent(listener, runtime_dir, load_settings, metrics).run(settings.idle_timeout_s)
