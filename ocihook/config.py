@@ -5,6 +5,7 @@ A wrong key or value is an error that names the file (or annotation) and the key
 
 import dataclasses
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
 _REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
 _METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}")
+_LEAST_BOUND_BYTES = 256 << 20
+_AGENT_BYTES, _WORKER_BYTES = 48 << 20, 40 << 20  # as store/packing.py and, for the larger kind, deduplicate.py have it
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 
 
@@ -48,7 +51,7 @@ class Settings:
 
     policy: Policy = field(default_factory=Policy)
     idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
-    memory_bound_bytes: int = 256 << 20  # of the agent with its workers; mode store: also of GPU memory on its way
+    memory_bound_bytes: int = 0  # of the agent, its workers, GPU memory on its way into the store; 0: as cores need
     workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
     keep_last: int = 0  # checkpoints of each container in the store; 0 and keep_within_s 0: all
     keep_within_s: float = 0.0  # and what is younger
@@ -61,6 +64,19 @@ class Settings:
     history_dir: str = "/var/lib/ocihook/history"  # of ended sessions, for `ocihook timeline` and `ocihook metrics`
     history_kept: int = 100  # ended sessions; their totals stay
     metrics_address: str = ""  # 127.0.0.1:9748 or unix:/run/ocihook/metrics.sock: the agent stays and serves metrics
+
+    @property
+    def bound_bytes(self) -> int:
+        """What the agent and its workers may take of memory, whatever a checkpoint's size.
+
+        Unless configured: what a worker on each core needs, but no more than a 64th of the node's memory, and no less
+        than 256 MiB.
+        """
+        if self.memory_bound_bytes:
+            return self.memory_bound_bytes
+        cores = len(os.sched_getaffinity(0))
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(_LEAST_BOUND_BYTES, min(_AGENT_BYTES + cores * _WORKER_BYTES, memory_bytes // 64))
 
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -165,7 +181,7 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
         raise ConfigError(f"{where}: {key} must be one of {', '.join(map(repr, CHOICES[key]))}, not {value!r}")
     if key in RANGES and isinstance(value, (int, float)):
         low, high = RANGES[key]
-        if not low <= value <= high:
+        if not low <= value <= high and (key != "memory_bound_bytes" or value):
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")

@@ -58,7 +58,7 @@ def pre_dump(journal: Journal, request: Request, directory: Path, load_settings:
         if policy.quiesce_signal:
             _quiesce(journal, request.init_pid, policy)
         if has_gpu:
-            room = settings.memory_bound_bytes - AGENT_BYTES if call.leave_running else 0
+            room = settings.bound_bytes - AGENT_BYTES if call.leave_running else 0
             _checkpoint_gpus(journal, request, directory, policy, memory_room_bytes=room)
     return ""
 
@@ -252,7 +252,7 @@ def while_criu_lives(journal: Journal) -> Progress:
 def pack_workers(settings: Settings) -> int:
     """Return how many processes may pack or unpack at a time."""
     cores = settings.workers or len(os.sched_getaffinity(0))
-    return workers_within(settings.memory_bound_bytes, cores)
+    return workers_within(settings.bound_bytes, cores)
 
 
 def host_facts(criu: str) -> dict[str, str]:

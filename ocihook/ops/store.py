@@ -263,7 +263,7 @@ def has_pending(store: Store) -> bool:
 def store_workers(settings: Settings) -> int:
     """Return how many processes may store at a time."""
     cores = settings.workers or len(os.sched_getaffinity(0))
-    return workers_within(settings.memory_bound_bytes, cores, WORKER_BYTES)
+    return workers_within(settings.bound_bytes, cores, WORKER_BYTES)
 
 
 def complete_all(settings: Settings) -> None:

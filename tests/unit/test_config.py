@@ -53,6 +53,10 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ('[agent]\nhistory_dir = "history"', "history_dir must be an absolute path"),
         ('[agent]\nmetrics_address = "0.0.0.0:9748"', "metrics_address must be 127.0.0.1:PORT"),
         ('[agent]\nmetrics_address = "unix:relative"', "metrics_address must be"),
+        ('[agent]\nremote = "ftp://x"', "remote must be /DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY"),
+        ('[agent]\nkey_file = "keys"', "key_file must be an absolute path"),
+        ('[policy]\npush = "always"', r"push is 'always', and no remote is configured. Set \[agent\] remote"),
+        ("[agent]\nmemory_bound_bytes = -1", "memory_bound_bytes must be between"),
         ("[policy", "is not TOML"),
         ("a = \x80", "is not TOML|cannot be read"),
     ],
@@ -87,3 +91,16 @@ def test_a_directory_in_the_place_of_the_file(tmp_path: Path) -> None:
 def test_mistakes_name_the_annotation(name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         apply_annotations(Policy(), {name: text})
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "configured", "bound_mib"),
+    [(2, 8, 0, 256), (64, 1024, 0, 48 + 64 * 40), (64, 64, 0, 1024), (64, 1024, 100 << 20, 100)],
+)
+def test_the_bound_grows_with_the_node(
+    monkeypatch: pytest.MonkeyPatch, cores: int, gib: int, configured: int, bound_mib: int
+) -> None:
+    pages = {"SC_PHYS_PAGES": gib << 18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr("ocihook.config.os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("ocihook.config.os.sysconf", pages.get)
+    assert Settings(memory_bound_bytes=configured).bound_bytes == bound_mib << 20

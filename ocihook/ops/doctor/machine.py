@@ -186,11 +186,11 @@ def _check_memory_bound() -> Iterator[Finding]:
     except ConfigError:
         settings = Settings()
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if free_bytes < settings.memory_bound_bytes:
-        detail = f"{free_bytes >> 20} MiB free, the agent may use {settings.memory_bound_bytes >> 20} MiB"
+    if free_bytes < settings.bound_bytes:
+        detail = f"{free_bytes >> 20} MiB free, the agent may use {settings.bound_bytes >> 20} MiB"
         yield Finding("memory", Status.WARN, detail, "lower memory_bound_bytes in /etc/ocihook/config.toml")
     else:
-        yield Finding("memory", Status.OK, f"the agent's bound is {settings.memory_bound_bytes >> 20} MiB")
+        yield Finding("memory", Status.OK, f"the agent's bound is {settings.bound_bytes >> 20} MiB")
 
 
 def _check_cgroups() -> Iterator[Finding]:
