@@ -112,6 +112,7 @@ def load_settings(root: Path = Path("/")) -> Settings:
     """
     main = root / CONFIG_FILE.relative_to("/")
     drop_ins = sorted((main.parent / "config.d").glob("*.toml"))
+    named_in: dict[str, Path] = {}  # which file has a key last
     policy: dict[str, Any] = {}
     agent: dict[str, Any] = {}
     for file in (main, *drop_ins):
@@ -122,10 +123,13 @@ def load_settings(root: Path = Path("/")) -> Settings:
             if not isinstance(table, dict):
                 raise ConfigError(f"{file}: {name} must be a table, as in [{name}]")
             _check_keys(table, known, f"{file}: [{name}]", "key")
+            named_in |= dict.fromkeys(table, file)
             values |= {key: _check_value(key, value, known[key], str(file)) for key, value in table.items()}
     settings = Settings(policy=Policy(**policy), **agent)
     if settings.policy.push == "always" and not settings.remote:
-        raise ConfigError(f"{main}: [policy] push is 'always', and no remote is configured", hint="set [agent] remote")
+        raise ConfigError(
+            f"{named_in['push']}: push is 'always', and no remote is configured", hint="set remote in [agent]"
+        )
     return settings
 
 

@@ -55,7 +55,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ('[agent]\nmetrics_address = "unix:relative"', "metrics_address must be"),
         ('[agent]\nremote = "ftp://x"', "remote must be /DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY"),
         ('[agent]\nkey_file = "keys"', "key_file must be an absolute path"),
-        ('[policy]\npush = "always"', r"push is 'always', and no remote is configured. Set \[agent\] remote"),
+        ('[policy]\npush = "always"', r"push is 'always', and no remote is configured. Set remote in \[agent\]"),
         ("[agent]\nmemory_bound_bytes = -1", "memory_bound_bytes must be between"),
         ("[policy", "is not TOML"),
         ("a = \x80", "is not TOML|cannot be read"),
