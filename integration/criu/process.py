@@ -91,6 +91,7 @@ def hazard(name: str) -> Iterator[Hazard]:
                 process.close()
             if name == "inotify_overlay":
                 subprocess.run(["umount", directory / "overlay"], check=True)
+            Path(f"/dev/shm/sem.ocihook-{directory.name}").unlink(missing_ok=True)
             shutil.rmtree(directory)
 
 
