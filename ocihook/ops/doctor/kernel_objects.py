@@ -1,7 +1,7 @@
 """Checks of a workload's files, sockets and processes: what CRIU will refuse, or take only with an option.
 
-What CRIU takes was tried out with CRIU 4.1.1 and 4.2.1, and integration/criu/test_doctor.py tries it again. A finding
-that fails has the name that criu/explain.py gives the failure of the dump.
+What CRIU takes was tried out with CRIU 4.1.1 and 4.2.1; integration/criu/test_doctor.py tries it with the CRIU of the
+machine, which CI has at 4.1.1. A finding that fails has the name that criu/explain.py gives the failure of the dump.
 """
 
 import os
