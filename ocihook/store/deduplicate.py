@@ -32,7 +32,7 @@ RANGE_BYTES = 64 << 20  # what a worker takes at a time
 PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole packs
 # Peak of one worker, `make bench` ("memory of one worker that stores"): what it shares with its parent, keys and ids of
 # a pack's pages, and 2 MiB that it reads and writes at a time.
-WORKER_BYTES = 40 << 20
+WORKER_BYTES = 48 << 20
 
 _BATCH_PAGES = 512
 _BLOCK_PAGES = 64  # compared at once with the checkpoint before

@@ -331,8 +331,8 @@ def _store_memory(directory: Path, dataset: Path) -> Iterator[Figure]:
             shutil.copyfileobj(source, out, 1 << 20)
     program = (
         "import sys, ocihook.agent.server; from pathlib import Path; from tests.bench.store import OurStore\n"
-        "store = OurStore(Path(sys.argv[1]), 2); store.prepare(Path(sys.argv[2])); store.put()\n"
-        "store.get(Path(sys.argv[3]))\n"
+        "memory = Path(sys.argv[2]); store = OurStore(Path(sys.argv[1]), 2); store.prepare(memory)\n"
+        "store.put(); memory.unlink(); store.get(Path(sys.argv[3]))\n"
     )
     command = [sys.executable, "-c", program, directory / "ours", image, directory / "out"]
     with subprocess.Popen([str(argument) for argument in command]) as process:
@@ -344,7 +344,6 @@ def _store_memory(directory: Path, dataset: Path) -> Iterator[Figure]:
     own = STORE_WORKER_BYTES / (1 << 20)
     yield Figure("memory of one worker that stores", peak_process / (1 << 20), "MiB", "its share", own, "lower")
     shutil.rmtree(directory / "ours")
-    image.unlink()
     (directory / "out").unlink()
 
 

@@ -48,6 +48,7 @@ class OurStore:
         assert job is not None
         journal.finish()
         assert complete(self.domain, job.id, workers=self._workers)
+        shutil.rmtree(self._images)
 
     @property
     def domain(self) -> Domain:
