@@ -37,7 +37,16 @@ from ocihook.store.manifest import (
     write_manifest,
 )
 from ocihook.store.pack import PackInfo
-from ocihook.store.packing import ImageFile, PackedPages, Progress, Source, no_progress, pack, workers_within
+from ocihook.store.packing import (
+    ImageFile,
+    PackedPages,
+    Progress,
+    Source,
+    make_image,
+    no_progress,
+    pack,
+    workers_within,
+)
 from ocihook.store.pending import (
     Job,
     check_taken,
@@ -360,11 +369,7 @@ def rehydrate_stored(
         targets = {}
         for image in manifest.images:
             path = directory / image.name
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                os.ftruncate(fd, image.size_bytes)
-            finally:
-                os.close(fd)
+            make_image(path, image.size_bytes)
             targets[image.name] = Target(partial(ImageFile, path, writable=True), 0)
         assemble(layout, domain.packs, targets, workers=workers, progress=progress)
 

@@ -69,13 +69,12 @@ class DirectoryBlobs:
         """Store a file; yield the bytes done, bit by bit. It is read again from where it was put."""
         with self._telling(), self._new(name) as partial:
             sent, stored = hashlib.blake2b(), hashlib.blake2b()
-            with path.open("rb") as source, partial.open("xb", buffering=0) as target:
+            with path.open("rb") as source, partial.open("xb") as target:
                 while data := source.read(PIECE_BYTES):
-                    written = 0
-                    while written < len(data):
-                        written += target.write(data[written:])
+                    target.write(data)
                     sent.update(data)
                     yield len(data)
+                target.flush()
                 os.fsync(target.fileno())
                 os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from there
             with partial.open("rb") as file:
@@ -88,12 +87,10 @@ class DirectoryBlobs:
         """Append to a file what it lacks of a blob; yield the bytes done, bit by bit."""
         with self._telling():
             self._check()
-            with open(open_regular(self._directory / name), "rb") as source, path.open("ab", buffering=0) as target:
+            with open(open_regular(self._directory / name), "rb") as source, path.open("ab") as target:
                 source.seek(target.tell())
                 while data := source.read(PIECE_BYTES):
-                    written = 0
-                    while written < len(data):
-                        written += target.write(data[written:])
+                    target.write(data)
                     yield len(data)
 
     def remove(self, name: str) -> None:

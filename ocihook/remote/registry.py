@@ -86,12 +86,10 @@ class RegistryRemote:
         blob = self._packs().get(info.name)
         if blob is None:
             raise RemoteError(f"{self._repository} has no pack {info.name}")
-        with path.open("ab", buffering=0) as target:
+        with path.open("ab") as target:
             while (at := target.tell()) < blob.size_bytes:
                 data = self._repository.read_range(blob.digest, at, min(PIECE_BYTES, blob.size_bytes - at))
-                written = 0
-                while written < len(data):
-                    written += target.write(data[written:])
+                target.write(data)
                 yield len(data)
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:

@@ -84,13 +84,11 @@ class S3Blobs:
 
     def fetch(self, name: str, path: Path) -> Iterator[int]:
         """Append to a file what it lacks of a blob; yield the bytes done, bit by bit."""
-        with self._telling(), path.open("ab", buffering=0) as target:
+        with self._telling(), path.open("ab") as target:
             lacking = f"bytes={target.tell()}-"
             with contextlib.closing(self._client.get_object(**self._object(name), Range=lacking)["Body"]) as body:
                 while data := body.read(PIECE_BYTES):
-                    written = 0
-                    while written < len(data):
-                        written += target.write(data[written:])
+                    target.write(data)
                     yield len(data)
 
     def remove(self, name: str) -> None:

@@ -109,6 +109,19 @@ class ImageFile:
         os.close(self._fd)
 
 
+def make_image(path: Path, size_bytes: int) -> None:
+    """Make a new image, all zero, to be written.
+
+    Raises:
+        OSError: also if there is anything at its place.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Pages to be packed."""
@@ -323,11 +336,7 @@ class Packs:
                 continue
             path = directory / image.name
             targets[image] = (partial(ImageFile, path, writable=True), 0)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                os.ftruncate(fd, image.size_bytes)
-            finally:
-                os.close(fd)
+            make_image(path, image.size_bytes)
         self._run([task for task in self._tasks if task.image in targets], targets, workers, progress)
 
     def write_regions(
