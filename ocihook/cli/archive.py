@@ -97,7 +97,12 @@ def inspect(*, path: Path, as_json: bool) -> None:
         ],
     ]
     if manifest:
-        rows.append(["dumped on", ", ".join(f"{key} {text}" for key, text in manifest["host"].items() if text)])
+        rows.append(
+            [
+                "dumped on",
+                ", ".join(f"{key} {text}" for key, text in manifest["host"].items() if text and key != "cpu_features"),
+            ]
+        )
     if value["gpu"]:
         names = ", ".join(f"{device['name']} {device['uuid']}" for device in value["gpu"]["devices"])
         rows.append(["GPUs", f"{names}; {format_bytes(value['gpu']['memory_bytes'])}, driver {value['gpu']['driver']}"])

@@ -1,11 +1,13 @@
 """`ocihook doctor`: what would keep a checkpoint from working, here or of a container, each with its remedy."""
 
 import os
+from pathlib import Path
 
 import click
 
 from ocihook.cli.render import json_option, print_json, print_table
 from ocihook.errors import UnsupportedError
+from ocihook.ops.doctor.archive import check_archive
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.run import check_container, check_node, check_process, repair
 
@@ -13,22 +15,27 @@ from ocihook.ops.doctor.run import check_container, check_node, check_process, r
 @click.command()
 @click.option("--container", help="Look into this running container: id, its beginning, or name.")
 @click.option("--pid", type=click.IntRange(min=1), help="Look into this process and its descendants.")
+@click.option(
+    "--archive",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Look whether this checkpoint can be restored here.",
+)
 @click.option("--fix", is_flag=True, help="Do what is safe: complete the installation, recover what was left behind.")
 @json_option
-def doctor(*, container: str | None, pid: int | None, fix: bool, as_json: bool) -> None:
-    """Tell whether a checkpoint will work on this node, or of a container, and what to do if not.
+def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix: bool, as_json: bool) -> None:
+    """Tell whether a checkpoint will work on this node, or of a container, or be restored here; and what to do if not.
 
     Exit status 0: it will (warnings may tell of cases in which it will not); 1: it will not.
     """
-    if container and pid:
-        raise click.UsageError("--container and --pid exclude one another")
-    findings = _check(container, pid)
+    if sum(bool(chosen) for chosen in (container, pid, archive)) > 1:
+        raise click.UsageError("--container, --pid and --archive exclude one another")
+    findings = _check(container, pid, archive)
     done: list[str] = []
     if fix and any(finding.repair is not Repair.NONE for finding in findings):
         if os.geteuid() != 0:
             raise UnsupportedError("only root can change this node", hint="use sudo")
         done = repair(findings)
-        findings = _check(container, pid)
+        findings = _check(container, pid, archive)
     will_work = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
         print_json({"will_work": will_work, "findings": [_json(f) for f in findings], "done": done})
@@ -39,12 +46,15 @@ def doctor(*, container: str | None, pid: int | None, fix: bool, as_json: bool) 
             click.echo("There was nothing to fix that is safe to fix.")
         print_table(["", "CHECK", "FINDING", "REMEDY"], [_row(finding) for finding in findings])
         what = "of this container " if container else "of this process " if pid else ""
-        click.echo(f"A checkpoint {what}will work here." if will_work else f"A checkpoint {what}will not work here.")
+        what = "A restore of this checkpoint" if archive else f"A checkpoint {what}".strip()
+        click.echo(f"{what} will work here." if will_work else f"{what} will not work here.")
     if not will_work:
         raise click.exceptions.Exit(1)
 
 
-def _check(container: str | None, pid: int | None) -> list[Finding]:
+def _check(container: str | None, pid: int | None, archive: Path | None) -> list[Finding]:
+    if archive:
+        return check_archive(archive)
     if container:
         return check_container(container)
     return check_process(pid) if pid else check_node()

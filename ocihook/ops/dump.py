@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
+from ocihook.ops.compatibility import host_facts
 from ocihook.ops.gpu import find_gpu_processes
 from ocihook.ops.gpu_dump import checkpoint_gpus, moved_regions
 from ocihook.ops.image_set import MovedRegions, discard_all, finish_packing, pack_image_set
@@ -253,11 +253,6 @@ def pack_workers(settings: Settings) -> int:
     """Return how many processes may pack or unpack at a time."""
     cores = settings.workers or len(os.sched_getaffinity(0))
     return workers_within(settings.bound_bytes, cores)
-
-
-def host_facts(criu: str) -> dict[str, str]:
-    """Return what a restore on another node may have to be told of this one."""
-    return {"kernel": platform.release(), "machine": platform.machine(), "criu": criu}
 
 
 def criu_version(criu_pid: int) -> str:

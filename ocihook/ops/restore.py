@@ -10,10 +10,11 @@ from typing import Any
 
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import ConfigError, IdentificationError, StoreError, UnsupportedError
+from ocihook.errors import ConfigError, IdentificationError, StoreError
 from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
+from ocihook.ops.compatibility import check_criu, check_machine, missing_features
 from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
 from ocihook.ops.gpu_memory import write_back
 from ocihook.ops.gpu_restore import HALF_RESTORED, check_node, fill_memory, note_half_restored, resume_gpus
@@ -52,7 +53,7 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
         return _from_store(journal, request, directory, thin, settings)
     manifest = read_manifest(directory)
     if manifest is not None:
-        _check_criu(manifest.host, criu_version(request.criu_pid))
+        _check_host(manifest.host, request.criu_pid)
         check_node(journal, manifest.gpu, request.criu_pid)
         journal.push(
             "rehydrated",
@@ -87,7 +88,7 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
         manifest = wait_complete(
             domain, thin.checkpoint_id, workers=store_workers(settings), check=lambda: alive(0), settings=settings
         )
-    _check_criu(manifest.host, criu_version(request.criu_pid))
+    _check_host(manifest.host, request.criu_pid)
     check_node(journal, manifest.gpu, request.criu_pid)
     check_other_images(directory, manifest.other_images)
     names = [image.name for image in manifest.images]
@@ -101,22 +102,12 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     return f"container {manifest.container}: {manifest.raw_bytes} bytes of memory from checkpoint {manifest.id}"
 
 
-def _check_criu(host: Mapping[str, str], here: str) -> None:
-    """Refuse what CRIU would fail on halfway: pagemaps of 4.2 and later are not read by older ones."""
-    there = host.get("criu", "")
-    if _major_minor(there) >= (4, 2) and (0, 0) < _major_minor(here) < (4, 2):
-        raise UnsupportedError(
-            f"the checkpoint was made by CRIU {there}, this node's CRIU {here} cannot read it",
-            hint="install CRIU 4.2 or later on this node",
-        )
-
-
-def _major_minor(version: str) -> tuple[int, int]:
-    try:
-        major, minor = version.split(".")[:2]
-        return int(major), int(minor)
-    except ValueError:
-        return 0, 0
+def _check_host(host: Mapping[str, str], criu_pid: int) -> None:
+    check_machine(host)
+    check_criu(host, criu_version(criu_pid))
+    missing = missing_features(host)
+    if missing:
+        log.warning("the checkpoint was made on processors that have %s, and these have not", ", ".join(missing))
 
 
 def setup_namespaces(journal: Journal, request: Request, _directory: Path, _load: Callable[[], Settings]) -> str:

@@ -190,6 +190,28 @@ def is_here(store: Store, thin: Thin) -> bool:
     return thin.checkpoint_id in domain.checkpoint_ids() or thin.checkpoint_id in pending_ids(domain)
 
 
+def find_stored(settings: Settings, thin: Thin) -> tuple[StoredManifest, str]:
+    """Return the manifest of a checkpoint that is in the store, or would be pulled from the remote; and where it is.
+
+    Raises:
+        StoreError: if it is in neither.
+        RemoteError: if the remote cannot be reached.
+    """
+    store = Store.of(settings)
+    if is_here(store, thin):
+        if thin.checkpoint_id in pending_ids(store.open(thin.domain)):
+            raise StoreError(f"checkpoint {thin.checkpoint_id} is still being stored", hint="`ocihook wait`")
+        return store.open(thin.domain).read(thin.checkpoint_id), "this node's store"
+    if settings.remote:
+        data = open_remote(settings.remote, thin.domain).manifest(thin.checkpoint_id)
+        if data is not None:
+            return unseal_manifest(Keyring(store.keys, thin.domain), thin.checkpoint_id, data), settings.remote
+    raise StoreError(
+        f"checkpoint {thin.checkpoint_id} of domain {thin.domain} is neither in this node's store nor at its remote",
+        hint="configure the remote that it was pushed to",
+    )
+
+
 # --- what people ask
 
 

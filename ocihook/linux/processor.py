@@ -1,0 +1,15 @@
+"""What this node's processors can do, as the kernel names it: memory that was made with more cannot go on with less."""
+
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+_NAMES = ("flags", "Features")  # on x86-64; on aarch64
+
+
+def features() -> frozenset[str]:
+    """Return the names of the first processor's features; none if the kernel does not tell."""
+    for line in _CPUINFO.read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in _NAMES:
+            return frozenset(value.split())
+    return frozenset()

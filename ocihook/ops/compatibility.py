@@ -1,0 +1,80 @@
+"""What a checkpoint tells of where it was made, and whether it can be restored here: CRIU, processors, GPUs."""
+
+import platform
+from collections.abc import Mapping
+
+from ocihook.errors import UnsupportedError
+from ocihook.linux.processor import features
+
+# Of what libraries choose code by at their start, and go on using: a process that misses one dies on SIGILL.
+_CHOSEN_BY = (
+    "amx",
+    "avx",
+    "bmi",
+    "fma",
+    "sse",
+    "ssse",
+    "sve",
+    "xsave",
+    "aes",
+    "sha",
+    "vaes",
+    "vpclmul",
+    "asimd",
+    "gfni",
+)
+
+
+def host_facts(criu: str) -> dict[str, str]:
+    """Return what a restore on another node may have to be told of this one."""
+    return {
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "criu": criu,
+        "cpu_features": " ".join(sorted(features())),
+    }
+
+
+def check_criu(host: Mapping[str, str], here: str) -> None:
+    """Refuse what CRIU would fail on halfway: pagemaps of 4.2 and later are not read by older ones.
+
+    Args:
+        host: where the checkpoint was made.
+        here: version of this node's CRIU, "" if it is not known.
+
+    Raises:
+        UnsupportedError: if it is too old.
+    """
+    there = host.get("criu", "")
+    if _major_minor(there) >= (4, 2) and (0, 0) < _major_minor(here) < (4, 2):
+        raise UnsupportedError(
+            f"the checkpoint was made by CRIU {there}, this node's CRIU {here} cannot read it",
+            hint="install CRIU 4.2 or later on this node",
+        )
+
+
+def check_machine(host: Mapping[str, str]) -> None:
+    """Refuse a checkpoint of another kind of processor.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    there, here = host.get("machine", ""), platform.machine()
+    if there and there != here:
+        raise UnsupportedError(
+            f"the checkpoint was made on {there}, this node is {here}", hint="restore it on a like one"
+        )
+
+
+def missing_features(host: Mapping[str, str]) -> list[str]:
+    """Return the processors' features that programs choose code by, that were there, and are not here."""
+    there = set(host.get("cpu_features", "").split())
+    return sorted(name for name in there - features() if name.startswith(_CHOSEN_BY)) if features() else []
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    try:
+        major, minor = version.split(".")[:2]
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0

@@ -1,0 +1,123 @@
+"""What doctor says of a restore before anybody tries."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ocihook.config import Settings
+from ocihook.cuda.nvml import Gpu
+from ocihook.errors import ArchiveError, CudaUnsupported
+from ocihook.ops import archive as archives
+from ocihook.ops import compatibility
+from ocihook.ops.doctor import archive as module
+from ocihook.ops.doctor.finding import Finding, Status
+from ocihook.ops.transfer import push
+from ocihook.store.manifest import read_manifest, write_manifest
+from ocihook.store.store import Store
+from tests.fakes.images import make_archive, make_image_set, mixed_pages
+
+HOST = {"machine": compatibility.host_facts("4.1.1")["machine"], "criu": "4.1.1", "cpu_features": "avx2 fpu"}
+
+
+def packed(tmp_path: Path, host: dict[str, str], **changes: Any) -> Path:
+    """Return a packed archive that was made on such a host."""
+    images, plain, path = tmp_path / "images", tmp_path / "plain.tar", tmp_path / "packed.tar"
+    make_image_set(images, {1: mixed_pages(50)})
+    make_archive(plain, images, "containerd")
+    archives.pack_archive(plain, path, compression="none", force=False, workers=1)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    import tarfile
+
+    with tarfile.open(path) as tar:
+        tar.extractall(scratch, filter="data")
+    manifest = read_manifest(scratch / "checkpoint")
+    assert manifest is not None
+    write_manifest(scratch / "checkpoint", dataclasses.replace(manifest, host=host, **changes), durable=False)
+    with tarfile.open(path, "w") as tar:
+        for entry in scratch.iterdir():
+            tar.add(entry, entry.name)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "load_settings", lambda: Settings(store_dir=str(tmp_path / "store")))
+    monkeypatch.setattr(compatibility, "features", lambda: frozenset({"fpu", "avx2", "new"}))
+
+
+def found(path: Path) -> dict[str, Finding]:
+    return {finding.check: finding for finding in module.check_archive(path)}
+
+
+def test_one_that_fits(tmp_path: Path) -> None:
+    findings = found(packed(tmp_path, HOST))
+    assert {name: finding.status for name, finding in findings.items()} == {
+        "host": Status.OK,
+        "gpus": Status.OK,
+        "room": Status.OK,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "message"),
+    [
+        ({"machine": "riscv64"}, "host", "made on riscv64, this node is"),
+        ({"criu": "4.3"}, "host", "this node's CRIU 4.1.1 cannot read it"),
+        ({"cpu_features": "avx2 avx512f amx_tile fpu weird"}, "cpu", "lack amx_tile, avx512f: programs"),
+    ],
+)
+def test_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], check: str, message: str
+) -> None:
+    monkeypatch.setattr(module, "find_program", lambda _: type("Criu", (), {"version_text": "4.1.1"}))
+    finding = found(packed(tmp_path, HOST | changes))[check]
+    assert finding.status is Status.FAIL
+    assert message in finding.detail
+    assert finding.remedy
+
+
+def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    had = {"driver": "580", "processes": 1, "devices": [{"uuid": "GPU-a", "name": "H200", "minor": 0, "held_bytes": 9}]}
+    path = packed(tmp_path, HOST, gpu=had)
+
+    def no_driver() -> None:
+        raise CudaUnsupported("there is no driver", hint="install it")
+
+    monkeypatch.setattr(module, "CudaDriver", no_driver)
+    assert found(path)["gpus"] == Finding("gpus", Status.FAIL, "there is no driver", "install it")
+    monkeypatch.setattr(module, "CudaDriver", lambda: None)
+    other = Gpu(uuid="GPU-b", name="H200", minor=1, total_bytes=20, free_bytes=20)
+    nodes: list[tuple[str, list[Gpu]]] = [("580", [other]), ("590", [other]), ("580", [])]
+    monkeypatch.setattr(module, "read_node", lambda: nodes.pop(0))
+    assert found(path)["gpus"] == Finding("gpus", Status.OK, "driver 580; 1 GPUs: GPU-a becomes GPU-b")
+    assert "this node has 590" in found(path)["gpus"].detail
+    assert "this node gives it 0" in found(path)["gpus"].detail
+
+
+def test_a_thin_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, plain, thin = tmp_path / "images", tmp_path / "plain.tar", tmp_path / "thin.tar"
+    make_image_set(images, {1: mixed_pages(50)})
+    make_archive(plain, images, "containerd")
+    store, remote = Store(tmp_path / "store"), tmp_path / "remote"
+    remote.mkdir()
+    archives.pack_archive(plain, thin, into_store=store, compression="none", force=False, workers=1)
+    assert found(thin)["store"].detail.endswith("is in this node's store")
+    (name,) = store.names()
+    domain = store.open(name)
+    push(domain, domain.checkpoint_ids()[0], str(remote))
+    elsewhere = Settings(store_dir=str(tmp_path / "other"), remote=str(remote))
+    monkeypatch.setattr(module, "load_settings", lambda: elsewhere)
+    assert found(thin)["store"].detail.endswith(f"is in {remote}")
+    monkeypatch.setattr(module, "load_settings", lambda: dataclasses.replace(elsewhere, remote=""))
+    finding = found(thin)["store"]
+    assert finding.status is Status.FAIL
+    assert "is neither in this node's store nor at its remote" in finding.detail
+
+
+def test_what_is_no_archive(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(b"no archive")
+    with pytest.raises(ArchiveError):
+        module.check_archive(tmp_path / "x.tar")
