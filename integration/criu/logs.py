@@ -18,7 +18,7 @@ def reduce_log(log: str, directory: Path) -> str:
         elif any(word in line for word in ("(pid: ", "scripts", "finished successfully", "Version: ")):
             kept.add(number)
     text = "\n".join(lines[number] for number in sorted(kept)) + "\n"
-    text = re.sub(rf"/?{re.escape(str(directory).lstrip('/'))}", "/work", text)
+    text = re.sub(rf"/?{re.escape(str(directory).lstrip('/'))}", "/scratch", text)
     text = re.sub(r"[^ \[]*/(python3)[.0-9]*", r"/usr/bin/\1", text)
     return re.sub(r"run id = \S+", "run id = 0", text)
 

@@ -11,7 +11,6 @@ from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs
 
 FIRST_DRIVER = 570
-_FIRST_DRIVER_WITH_IPC = 610
 FIRST_DRIVER_ON_ARM = 610
 # The transports that are left with these, sockets and shared memory, survive; P2P, NVLS and cuMem do not.
 _NCCL_NEEDS: Mapping[str, str] = {

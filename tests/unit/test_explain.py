@@ -87,13 +87,13 @@ def test_real_logs(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("dump-ghost_large", "/work/ghost is deleted but in use, and with 3145728 bytes larger than"),
+        ("dump-ghost_large", "/scratch/ghost is deleted but in use, and with 3145728 bytes larger than"),
         ("dump-mount", "/tmp was mounted into the container after"),
         ("dump-device_fuse", "has a device (chr 10:229) open"),
         ("dump-nested_user", "is in a nested user namespace"),
         ("dump-userfaultfd", "has a file of the kind userfaultfd open"),
         ("dump-no-network-lock", "still with iptables-restore, which this node does not have. Install iptables"),
-        ("restore-file-size", "/work/data has 1 bytes, when the checkpoint was made it had 1000"),
+        ("restore-file-size", "/scratch/data has 1 bytes, when the checkpoint was made it had 1000"),
         ("veto-pre-dump", "pre-dump of container c: the reason. The end"),
     ],
 )
@@ -153,7 +153,7 @@ def test_what_our_hook_said_earlier_is_not_the_cause() -> None:
 def test_scripts_of_others() -> None:
     explanation = explain(read("veto-pre-dump").replace("ocihook: ", "other: "))
     assert explanation is not None
-    assert (explanation.name, "the action script /work/veto refused" in explanation.what) == ("other-script", True)
+    assert (explanation.name, "the action script /scratch/veto refused" in explanation.what) == ("other-script", True)
 
 
 def test_nothing_to_explain() -> None:
@@ -162,7 +162,7 @@ def test_nothing_to_explain() -> None:
 
 
 def test_names_of_files_are_no_commands_for_a_terminal() -> None:
-    explanation = explain(read("dump-ghost_large").replace("/work/ghost", "/work/\x1b[2Jghost"))
+    explanation = explain(read("dump-ghost_large").replace("/scratch/ghost", "/scratch/\x1b[2Jghost"))
     assert explanation is not None
     assert explanation.name == "ghost-file"
     assert "\x1b" not in str(explanation) + explanation.line
