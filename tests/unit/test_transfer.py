@@ -7,6 +7,7 @@ import random
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,16 @@ def test_a_remote_that_is_gone(node: Node, bucket: str, tmp_path: Path, monkeypa
     with pytest.raises(RemoteError, match="Could not connect"):
         push(node.domain, first, re.sub(":[0-9]+&", ":1&", bucket))
     assert verify(node.domain, read_data=True) == []
+
+
+def test_a_remote_that_never_answers(node: Node, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    del endpoint  # its credentials are needed
+    config = Config(connect_timeout=1, read_timeout=0.2, retries={"max_attempts": 0})
+    monkeypatch.setattr("ocihook.remote.s3._CONFIG", config)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        location = f"s3://bucket?endpoint=http://127.0.0.1:{silent.getsockname()[1]}&region=us-east-1"
+        with pytest.raises(RemoteError, match="Read timeout"):
+            push(node.domain, ids(node)[0], location)
 
 
 @pytest.mark.parametrize(
