@@ -8,20 +8,8 @@ from ocihook.linux.processor import features
 
 # Of what libraries choose code by at their start, and go on using: a process that misses one dies on SIGILL.
 _CHOSEN_BY = (
-    "amx",
-    "avx",
-    "bmi",
-    "fma",
-    "sse",
-    "ssse",
-    "sve",
-    "xsave",
-    "aes",
-    "sha",
-    "vaes",
-    "vpclmul",
-    "asimd",
-    "gfni",
+    *("aes", "amx", "avx", "bmi", "erms", "fma", "fsrm", "gfni", "sha", "sse", "ssse", "vaes", "vpclmul", "xsave"),
+    *("asimd", "sve"),  # on aarch64
 )
 
 
