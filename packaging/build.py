@@ -144,7 +144,7 @@ def distributions(tree: Path) -> list[tuple[str, str, str]]:
 def bundled_licenses(tree: Path) -> str:
     """Return what the tree bundles, in words."""
     rows = "".join(f" {name} {version}: {license_name}\n" for name, version, license_name in distributions(tree))
-    return f"Comment: what lies in /usr/lib/ocihook beside ocihook, with its license texts beside it:\n{rows}"
+    return f"What lies in /usr/lib/ocihook beside ocihook, with its license texts beside it:\n{rows}"
 
 
 def last_change() -> int:
