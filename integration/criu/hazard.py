@@ -293,6 +293,10 @@ def session_outside(_directory: Path) -> None:
     """Of a session whose leader is not in the tree: the test does not make it a leader."""
 
 
+def session_unseen(_directory: Path) -> None:
+    """Of a session whose leader is not even in its PID namespace: the test makes it one of its own."""
+
+
 def file_open(directory: Path) -> None:
     file = (directory / "data").open("w")
     file.write("x" * 1000)

@@ -12,9 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from integration.namespace import PATH, wait_for
+from ocihook.linux.procfs import descendants
 
 _PROGRAM = Path(__file__).parent / "hazard.py"
 _TIMEOUT_S = 30.0
+# Whose child it is, where it is to be in another's session: one of its PID namespace, or one outside.
+_SESSION_LEADERS = {
+    "session_outside": ["sh", "-c", '"$@" & wait', "sh"],
+    "session_unseen": ["unshare", "--pid", "--fork", "--kill-child"],
+}
 
 
 class Hazard:
@@ -24,19 +30,18 @@ class Hazard:
         self.directory = directory
         self.images = directory / "images"
         self.images.mkdir()
-        is_leader = name != "session_outside"
+        leader = _SESSION_LEADERS.get(name, [])
         self._process = subprocess.Popen(
-            [sys.executable, "-S", _PROGRAM, name, directory, str(port)],
+            [*leader, sys.executable, "-S", _PROGRAM, name, directory, str(port)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=is_leader,
-            process_group=None if is_leader else 0,
+            start_new_session=True,
         )
-        self.pid = self._process.pid
         wait_for(f"{name} to be ready", lambda: self._process.poll() is not None or (directory / "ready").exists())
         if self._process.poll() is not None:
             raise OSError(f"{name} cannot be made on this machine")
+        self.pid = descendants(self._process.pid)[1 if leader else 0]
 
     def dump(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
         """Dump it: whether that succeeded, and CRIU's log. It runs on only with --leave-running."""
@@ -63,7 +68,7 @@ class Hazard:
     def close(self) -> None:
         """End it, and what it started."""
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
 
 

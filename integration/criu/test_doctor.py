@@ -58,6 +58,7 @@ HAZARDS = {
     "nested_time": "nested-namespace",
     "traced": "traced",
     "session_outside": "session-leader",
+    "session_unseen": "session-leader",
 }
 
 

@@ -237,9 +237,15 @@ _CAUSES: Sequence[Cause] = tuple(
         ),
         (
             "session-leader",
-            r"is not a session leader|A session leader of .* is outside of its pid namespace",
+            r"is not a session leader",
             "the root process belongs to a session outside",
             "start it with `setsid`, or dump it with --shell-job",
+        ),
+        (
+            "session-leader",
+            r"A session leader of (?P<pid>\d+)\(\d+\) is outside of its pid namespace",
+            "{who} belongs to a session outside its PID namespace",
+            "start it with `setsid`",
         ),
         (
             "terminal",

@@ -56,16 +56,30 @@ def _stat_fields(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()  # a command name may contain anything, ')' too
 
 
+def _status(pid: int) -> dict[str, str]:
+    """Return the lines of /proc/PID/status by their names; {} when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
 def parent_pid(pid: int) -> int:
     """Return the parent's pid, 0 if there is none."""
     fields = _stat_fields(pid)
     return int(fields[1]) if fields else 0
 
 
-def session_id(pid: int) -> int:
-    """Return the pid of a process's session leader, 0 when it is gone or that is in no namespace of ours."""
+def is_session_leader(pid: int) -> bool:
+    """Tell whether a process leads its session; False when it is gone."""
     fields = _stat_fields(pid)
-    return int(fields[3]) if fields else 0
+    return bool(fields) and int(fields[3]) == pid
+
+
+def has_session_outside(pid: int) -> bool:
+    """Tell whether the leader of a process's session is outside its PID namespace; False when it is gone."""
+    return _status(pid).get("NSsid", "").split()[-1:] == ["0"]  # as each namespace sees it, its own last (proc(5))
 
 
 def command_line(pid: int) -> list[str]:
@@ -79,13 +93,8 @@ def command_line(pid: int) -> list[str]:
 
 def tracer_pid(pid: int) -> int | None:
     """Return the pid of the process that traces this one, 0 for none, None when it is gone."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("TracerPid:"):
-                return int(line.split()[1])
-    except OSError:
-        pass
-    return None
+    value = _status(pid).get("TracerPid")
+    return int(value) if value else None
 
 
 def has_ended(pidfd: int) -> bool:

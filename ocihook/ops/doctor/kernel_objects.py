@@ -13,7 +13,7 @@ from pathlib import Path
 from ocihook.criu.version import find_program
 from ocihook.engine.identity import engine_of
 from ocihook.linux.open_files import OpenFile, Watch, can_open_handle, locks, mounts, namespaces, watches
-from ocihook.linux.procfs import session_id, tracer_pid
+from ocihook.linux.procfs import has_session_outside, is_session_leader, tracer_pid
 from ocihook.linux.sockets import Socket, unix_peers
 from ocihook.ops.doctor.finding import Finding, Status
 from ocihook.ops.doctor.machine import FIRST_CRIU_FOR_6_16, hides_socket_options
@@ -242,8 +242,11 @@ def _check_processes(workload: Workload) -> Iterator[Finding]:
         if tracer := tracer_pid(pid):
             detail = f"{workload.who(pid)} is traced by {workload.who(tracer)}"
             yield Finding("traced", Status.FAIL, detail, f"end the tracer: kill {tracer}")
-    if workload.container is None and session_id(workload.init_pid) != workload.init_pid:
-        if not workload.options.has("shell-job"):
+        if has_session_outside(pid):
+            detail = f"{workload.who(pid)} belongs to a session outside its PID namespace"
+            yield Finding("session-leader", Status.FAIL, detail, "start it with setsid")
+    if workload.container is None and not is_session_leader(workload.init_pid):
+        if not (workload.options.has("shell-job") or has_session_outside(workload.init_pid)):
             detail = f"{workload.who(workload.init_pid)} belongs to a session outside"
             yield Finding("session-leader", Status.FAIL, detail, "start it with setsid, or dump it with --shell-job")
     elif workload.container and not workload.has_own_pids:
