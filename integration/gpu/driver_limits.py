@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -24,9 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.driver_contract import call_apart, looks
 from ocihook.cuda.driver import CudaDriver
-from ocihook.linux.memory import anonymous_spans, subtract
+from ocihook.linux.memory import Mapping, ProcessMemory, anonymous_spans, read_mappings, subtract
 from ocihook.linux.procfs import Process
-from ocihook.linux.ptrace import HeldThread, thread_ids
+from ocihook.linux.ptrace import HeldThread, find_call_instruction, thread_ids
 from ocihook.ops.gpu import checkpoint_all, lock_all
 
 MIB = 1 << 20
@@ -158,7 +159,11 @@ def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     """Run a program of this file until it is ready; also give the pids of its children that it named."""
     command = [sys.executable, __file__, *arguments]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
+        start_new_session=True,
     ) as process:
         children = []
         try:
@@ -426,7 +431,8 @@ def nccl(name: str) -> Callable[[], dict[str, Any]]:
 def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
     """Checkpoint two ranks over sockets and leave them so for a while, as a dump does.
 
-    Their own threads run meanwhile (`free`), or are held by a tracer (`held`); or all is as ocihook does it (`ours`).
+    Their own threads run meanwhile (`free`), or are held by a tracer (`held`), and what the driver has put into their
+    memory is taken from them for the while (`moved`); or all is as ocihook does it (`ours`).
     """
 
     def case() -> dict[str, Any]:
@@ -442,21 +448,31 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
             pids = [process.pid for process in processes]
             driver = CudaDriver()
             lock_all(driver, processes, 30)
-            held = []
+            held, taken = [], []
+            before = [read_mappings(pid) for pid in pids]
             if way == "ours":
                 found["spans"] = [
                     sum(span.size_bytes for span in spans) for _, spans in checkpoint_all(driver, processes)
                 ]
             else:
-                if way == "held":
-                    for pid in pids:
-                        able = driver.restore_thread_id(pid)
-                        held += [HeldThread(tid) for tid in thread_ids(pid) if tid != able]
+                ables = [driver.restore_thread_id(pid) for pid in pids]
+                if way in ("held", "moved"):
+                    held = [HeldThread(tid) for pid in pids for tid in thread_ids(pid) if tid not in ables]
                 found["answers"] = verbs(pids, "checkpoint")
+                if way == "moved":
+                    taken = [
+                        take(process, able, was) for process, able, was in zip(processes, ables, before, strict=True)
+                    ]
+            found["mappings gone, come"] = [
+                changes(was, read_mappings(pid)) for pid, was in zip(pids, before, strict=True)
+            ]
             found["alive"] = []
             for _ in range(10):
                 found["alive"].append([rank.poll() for rank in ranks])
                 time.sleep(0.5)
+            for process, parts in zip(processes, taken, strict=False):
+                for address, data in parts:
+                    ProcessMemory(process).write([data], address)
             found["answers"] = [*found.get("answers", []), *verbs(pids, "state", "restore", "state", "unlock", "state")]
             for thread in held:
                 thread.release()
@@ -465,6 +481,29 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
             return found
 
     return case
+
+
+def take(process: Process, able: int, before: list[Mapping]) -> list[tuple[int, memoryview]]:
+    """Read what is new in a process's memory, and make it drop that."""
+    old = [mapping.span for mapping in before if mapping.is_anonymous]
+    memory, thread, parts = ProcessMemory(process), HeldThread(able), []
+    for span in subtract(anonymous_spans(process.pid), old):
+        data = memoryview(bytearray(span.size_bytes))
+        assert memory.read_into(data, span.start) == len(data)
+        thread.make_call("madvise", find_call_instruction(process.pid), span.start, span.size_bytes, 4)
+        parts.append((span.start, data))
+    thread.release()
+    return parts
+
+
+def changes(before: list[Mapping], after: list[Mapping]) -> list[list[str]]:
+    """Tell which mappings are gone and which have come, by mode, size and name."""
+
+    def said(mappings: set[Mapping]) -> list[str]:
+        counts = Counter(f"{m.mode} {m.span.size_bytes:#x} {re.sub(r'[0-9]{4,}', 'N', m.name)}" for m in mappings)
+        return sorted(f"{count} times {what}" for what, count in counts.items())
+
+    return [said(set(before) - set(after)), said(set(after) - set(before))]
 
 
 def kernel_log() -> list[str]:
@@ -494,7 +533,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "held threads": held_threads,
     "gpu map": gpu_map,
     **{f"nccl {name}": nccl(name) for name in NCCL_WITHOUT},
-    **{f"nccl sockets at rest, {way}": nccl_at_rest(way) for way in ("free", "held", "ours")},
+    **{f"nccl sockets at rest, {way}": nccl_at_rest(way) for way in ("free", "held", "moved", "ours")},
 }
 
 

@@ -4,8 +4,9 @@
 
 Before, on a machine with network: `integration/node-setup forky DIR; integration/gpu/carry DIR 3.12` fills .gpu-node/.
 A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
-`always` (huge pages for everybody; else for those who ask), `running` (left running), `gpus=N`, `swap` (restored with
-the first two GPUs changed for one another), `onto=N` (restored with the GPU of that minor), `warm=GIB` (memory of the
+`always` (huge pages for everybody; else for those who ask), `never` (for nobody, which is what the driver gets where it
+would have to ask: with `criu` all is as without ocihook), `running` (left running), `gpus=N`, `swap` (restored with the
+first two GPUs changed for one another), `onto=N` (restored with the GPU of that minor), `warm=GIB` (memory of the
 machine to touch before), `store=N` (mode `store`: N checkpoints of a container left running, 15 rounds apart, and a
 restore of the last; with `ram=GIB` GPU memory may wait in so much memory, else on the disk). One JSON object a case is
 written, and a table printed.
@@ -218,7 +219,7 @@ def phases(session: dict[str, Any]) -> dict[str, float]:
 
 def prepare(name: str, program: str, size: str, options: list[str], gpus: int) -> Container:
     """Set the machine up for a case and return its container."""
-    THP.write_text("always" if "always" in options else "madvise")
+    THP.write_text(huge_pages(options))
     for option in options:
         if option.startswith("warm="):
             warm(int(option.removeprefix("warm=")))
@@ -234,6 +235,11 @@ def prepare(name: str, program: str, size: str, options: list[str], gpus: int) -
     if program == "c":  # cuda_workload.c, to try this script where there is no torch
         words = ["/tmp/ocihook-cuda/cuda_workload", size]
     return Container(name, words, list(range(gpus)), annotations)
+
+
+def huge_pages(options: list[str]) -> str:
+    """Return the system's setting for a case."""
+    return next((option for option in options if option in ("always", "never")), "madvise")
 
 
 def value(options: list[str], name: str) -> int:
@@ -304,7 +310,7 @@ def run_case(case: str, number: int) -> dict[str, Any]:
         return run_store_case(container, case, value(options, "store"))
     image_dir = IMAGES / container.name
     row: dict[str, Any] = {"case": case, "gpus": count, "memory_path": not is_baseline, "left_running": leave_running}
-    row["thp"] = "always" if "always" in options else "madvise"
+    row["thp"] = huge_pages(options)
     try:
         container.start()
         row["dump_s"] = container.dump(image_dir, leave_running=leave_running)

@@ -219,6 +219,7 @@ def _size(path: Path) -> int:
 
 def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
     zero_pages = 0
+    was_raw = False
     starts_with = buffer.startswith
     with memoryview(buffer) as view:
         for batch_start in range(start, start + size, BATCH_BYTES):
@@ -244,15 +245,26 @@ def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter
                 content: bytes | memoryview = view[chunk_start:chunk_end]
                 if present != (1 << pages) - 1:
                     content = b"".join(content[a:b] for a, b in _byte_runs(present))
-                compressed = lz4.block.compress(content, store_size=False)
-                # Less than 1/16 saved is not worth the time to decompress it.
-                if len(compressed) < len(content) - len(content) // 16:
-                    writer.append(LZ4, pages, present, compressed)
-                else:
+                compressed = None if was_raw and not _compress(_sample(content)) else _compress(content)
+                was_raw = compressed is None
+                if compressed is None:
                     writer.append(RAW, pages, present, content)
+                else:
+                    writer.append(LZ4, pages, present, compressed)
             writer.flush()
     if zero_pages:
         writer.append(ZERO, zero_pages, 0)
+
+
+def _compress(content: bytes | memoryview) -> bytes | None:
+    """Return it compressed; None where less than 1/16 is saved, which is not worth the time to decompress it."""
+    compressed: bytes = lz4.block.compress(content, store_size=False)
+    return compressed if len(compressed) < len(content) - len(content) // 16 else None
+
+
+def _sample(content: bytes | memoryview) -> bytes:
+    """Return every 16th page: where the chunk before did not compress, as weights do not, this chunk seldom does."""
+    return b"".join(content[at : at + PAGE_BYTES] for at in range(0, len(content), 16 * PAGE_BYTES))
 
 
 def _byte_runs(present: int) -> Iterator[tuple[int, int]]:
