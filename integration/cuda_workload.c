@@ -6,6 +6,7 @@
  *   managed      with managed memory
  *   fork         with a child that was forked after CUDA was initialised
  *   nccl         with a socket as NCCL has one for each communicator
+ *   watch        with a thread that asks for an event again and again, as NCCL's watchdog does
  *   uffd, uring  with a descriptor that CRIU cannot dump
  *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; a kernel of S seconds again and again
  */
@@ -28,7 +29,8 @@
 
 int cuInit(unsigned), cuDeviceGetCount(int *), cuDeviceGet(int *, int), cuDevicePrimaryCtxRetain(void **, int),
     cuCtxSetCurrent(void *), cuMemAlloc_v2(uint64_t *, size_t), cuMemAllocManaged(uint64_t *, size_t, unsigned),
-    cuMemcpyHtoD_v2(uint64_t, const void *, size_t), cuMemcpyDtoH_v2(void *, uint64_t, size_t), cuCtxSynchronize(void);
+    cuMemcpyHtoD_v2(uint64_t, const void *, size_t), cuMemcpyDtoH_v2(void *, uint64_t, size_t), cuCtxSynchronize(void),
+    cuEventCreate(void **, unsigned), cuEventRecord(void *, void *), cuEventQuery(void *);
 
 #define CHECK(call) do { int code_ = (call); if (code_) { printf("%s: %d\n", #call, code_); fflush(stdout); _exit(1); } } while (0)
 
@@ -66,6 +68,17 @@ static void *kernels(void *unused)
     (void)unused;
     for (;; usleep(1000))
         call_stand_in("ocihook_fake_cuda_kernel", 1000 * kernel_s);
+    return NULL;
+}
+
+static void *watch(void *context)
+{
+    void *event;
+    CHECK(cuCtxSetCurrent(context));
+    CHECK(cuEventCreate(&event, 0));
+    CHECK(cuEventRecord(event, NULL));
+    for (;; usleep(200))
+        cuEventQuery(event);
     return NULL;
 }
 
@@ -130,6 +143,9 @@ int main(int argc, char **argv)
         for (;;)
             pause();
     CHECK(pthread_create(&thread, NULL, disturb, NULL));
+    for (int i = 2; i < argc; i++)
+        if (!strcmp(argv[i], "watch"))
+            CHECK(pthread_create(&thread, NULL, watch, contexts[0]));
     if (kernel_s)
         CHECK(pthread_create(&thread, NULL, kernels, NULL));
     for (;; usleep(50000)) {

@@ -13,7 +13,7 @@ PACKET_BYTES = 16384
 
 DUMP_STAGES = ("pre-dump", "post-dump")
 SELF_TEST_STAGE = "self-test"  # none of CRIU's: `ocihook doctor` sees with it whether the hook can start
-RESTORE_STAGES = ("pre-restore", "setup-namespaces", "post-restore", "post-resume")
+RESTORE_STAGES = ("pre-restore", "setup-namespaces", "post-restore", "pre-resume", "post-resume")
 
 
 class ProtocolError(Exception):

@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.driver_contract import call_apart, looks
 from ocihook.cuda.driver import CudaDriver
 from ocihook.linux.memory import Mapping, ProcessMemory, anonymous_spans, read_mappings, subtract
-from ocihook.linux.procfs import Process
-from ocihook.linux.ptrace import HeldThread, find_call_instruction, thread_ids
-from ocihook.ops.gpu import checkpoint_all, lock_all
+from ocihook.linux.procfs import Process, thread_ids
+from ocihook.linux.ptrace import HeldThread, find_call_instruction
+from ocihook.ops.gpu import checkpoint_all, driver_threads, lock_all
+from ocihook.ops.standstill import Hold
 
 MIB = 1 << 20
 NCCL_WITHOUT = {
@@ -448,12 +449,13 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
             pids = [process.pid for process in processes]
             driver = CudaDriver()
             lock_all(driver, processes, 30)
-            held, taken = [], []
+            held, taken, hold = [], [], None
             before = [read_mappings(pid) for pid in pids]
             if way == "ours":
-                found["spans"] = [
-                    sum(span.size_bytes for span in spans) for _, spans in checkpoint_all(driver, processes)
-                ]
+                threads = driver_threads(driver, processes)
+                hold = stack.enter_context(contextlib.closing(Hold()))
+                hold.add(threads)
+                found["spans"] = [sum(span.size_bytes for span in one.spans) for one in checkpoint_all(driver, threads)]
             else:
                 ables = [driver.restore_thread_id(pid) for pid in pids]
                 if way in ("held", "moved"):
@@ -476,6 +478,8 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
             found["answers"] = [*found.get("answers", []), *verbs(pids, "state", "restore", "state", "unlock", "state")]
             for thread in held:
                 thread.release()
+            if hold:
+                hold.close()
             found["goes on"] = [goes_on(rank) for rank in ranks]
             found["kernel log"] = kernel_log()
             return found

@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 import time
+from multiprocessing.connection import wait
 
 import torch
 
@@ -112,8 +113,12 @@ def nccl(gib: float) -> None:
     ranks = [mp.Process(target=nccl_rank, args=(rank, world, gib)) for rank in range(world)]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join()
+    while True:
+        ended = wait([rank.sentinel for rank in ranks])
+        print("ended:", [(rank.pid, rank.exitcode) for rank in ranks if rank.sentinel in ended], flush=True)
+        ranks = [rank for rank in ranks if rank.sentinel not in ended]
+        if not ranks:
+            break
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def set_up() -> None:
     command("ldconfig", stderr=subprocess.DEVNULL)
     shutil.rmtree(WORK, ignore_errors=True)
     IMAGES.mkdir(parents=True)
-    command("mount", "-t", "tmpfs", "-o", "size=90%", "tmpfs", IMAGES)
+    command("mount", "-t", "tmpfs", "-o", "size=90%,huge=always", "tmpfs", IMAGES)
     Path("/etc/criu").mkdir(exist_ok=True)
     installed = command(sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", cwd=PROJECT)
     assert installed.returncode == 0

@@ -23,7 +23,7 @@ def test_round_trip(
 ) -> None:
     podman = make_podman(runtime, cuda_files=cuda_files)
     podman.install()
-    podman.start_cuda("c", VRAM_MIB, gpu_memory=gpu_memory)
+    podman.start_cuda("c", VRAM_MIB, "watch", gpu_memory=gpu_memory)
     archive = podman.scratch / "c.tar"
     podman.checkpoint("c", archive, *(["--leave-running"] if leave_running else []))
     before = podman.count("c")

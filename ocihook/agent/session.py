@@ -29,6 +29,7 @@ _STAGES: dict[str, _Stage] = {
     "pre-restore": restore.pre_restore,
     "setup-namespaces": restore.setup_namespaces,
     "post-restore": restore.post_restore,
+    "pre-resume": restore.pre_resume,
     "post-resume": restore.post_resume,
 }
 # What an error in a stage leaves behind, told after the error itself. CRIU ignores a veto in post-resume.
@@ -38,6 +39,7 @@ _STATE_AFTER_ERROR = {
     "pre-restore": "The restore is refused, nothing was started",
     "setup-namespaces": "The restore fails, CRIU kills what it has started",
     "post-restore": "The restore fails, CRIU kills what it has started",
+    "pre-resume": "The container is restored and gets its GPUs next",
     "post-resume": "CRIU had restored the container",
 }
 
@@ -103,7 +105,7 @@ class Session:
         except OcihookError as undo_error:
             log.warning("%s", undo_error)  # tried again when CRIU is gone
         log.error("%s", message)
-        return (0 if stage == "post-resume" else 1), message
+        return (0 if stage in ("pre-resume", "post-resume") else 1), message
 
     def finish(self) -> None:
         """Undo whatever is left, trying until it succeeds; then close the journal."""

@@ -5,13 +5,16 @@ of a frozen task in /proc is still S: only cgroup.events tells. CRIU and the eng
 whoever thaws must freeze again.
 """
 
+import contextlib
+import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ocihook.errors import FreezeError
-from ocihook.linux.procfs import Process, tracer_pid
+from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 
 POLL_S = 0.002
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -43,14 +46,42 @@ class Freezer:
             raise FreezeError(f"{self.directory} is frozen by its ancestor {held_by}, which is not ours to thaw")
         self._wait(frozen=False, timeout_s=timeout_s)
 
-    def freeze(self, timeout_s: float) -> None:
+    def freeze(self, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> None:
         """Stop the tasks.
+
+        Args:
+            timeout_s: how long to wait until they have stopped; 0: do not.
+            meanwhile: called when they are told to stop, and before it is waited for.
 
         Raises:
             FreezeError: if they do not stop in time.
         """
         self._write("FROZEN" if self.version == 1 else "1")
-        self._wait(frozen=True, timeout_s=timeout_s)
+        if meanwhile is not None:
+            meanwhile()
+        if timeout_s:
+            self._wait(frozen=True, timeout_s=timeout_s)
+
+    def enclose(self, pid: int) -> None:
+        """Move a process into this cgroup, which is made in its parent if need be.
+
+        Raises:
+            OSError: if that is not possible.
+        """
+        self.directory.mkdir(exist_ok=True)
+        (self.directory / "cgroup.procs").write_text(str(pid))
+
+    def dissolve(self) -> None:
+        """Move its processes into its parent, and remove it.
+
+        Raises:
+            OSError: if that is not possible.
+        """
+        while pids := (self.directory / "cgroup.procs").read_text().split():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    (self.directory.parent / "cgroup.procs").write_text(pid)
+        self.directory.rmdir()
 
     def _frozen_ancestor(self) -> Path | None:
         if self.version == 1:
@@ -101,23 +132,32 @@ def find_freezer(pid: int) -> Freezer | None:
     return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
 
 
-def is_released(process: Process) -> bool:
-    """Tell whether a process runs freely, neither traced nor frozen; one that is gone is free, too."""
-    if not process.is_alive():
-        return True
-    freezer = find_freezer(process.pid)
-    return tracer_pid(process.pid) == 0 and not (freezer and freezer.is_frozen())
-
-
 def wait_until_released(process: Process, timeout_s: float | None) -> None:
-    """Wait until a process runs freely or is gone; None: as long as it takes.
+    """Wait until a process runs freely, neither traced nor frozen, or is gone; None: as long as it takes.
 
     Raises:
         FreezeError: if it does not in time.
     """
+    wait_until_let_go(process, timeout_s)
+    wait_until_thawed(process, timeout_s)
+
+
+def wait_until_let_go(process: Process, timeout_s: float | None) -> None:
+    """Wait until no other process traces any thread of a process; as `wait_until_released`."""
+    _wait_until(
+        lambda pid: all(tracer_pid(tid) in (0, os.getpid(), None) for tid in thread_ids(pid)), process, timeout_s
+    )
+
+
+def wait_until_thawed(process: Process, timeout_s: float | None) -> None:
+    """Wait until no freezer keeps a process from running; as `wait_until_released`."""
+    _wait_until(lambda pid: not ((freezer := find_freezer(pid)) and freezer.is_frozen()), process, timeout_s)
+
+
+def _wait_until(is_so: Callable[[int], bool], process: Process, timeout_s: float | None) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     pause_s = POLL_S  # longer with time: a container that somebody has paused may stay so for days
-    while not is_released(process):
+    while process.is_alive() and not is_so(process.pid):
         if deadline is not None and time.monotonic() >= deadline:
             raise FreezeError(
                 f"process {process.pid} is still stopped by its engine or tracer after {timeout_s:g} s",

@@ -97,6 +97,11 @@ def tracer_pid(pid: int) -> int | None:
     return int(value) if value else None
 
 
+def thread_ids(pid: int) -> list[int]:
+    """Return the threads of a process; [] when it is gone."""
+    return sorted(map(int, _listed(f"/proc/{pid}/task")))
+
+
 def has_ended(pidfd: int) -> bool:
     """Tell whether the process behind a pidfd has ended."""
     return bool(select.select([pidfd], [], [], 0)[0])
@@ -120,7 +125,7 @@ def _listed(directory: str) -> list[str]:
 
 
 def pid_below(init_pid: int, pid: int) -> str:
-    """Return the pid of a process as `init_pid` sees it, with those of namespaces further inside behind a slash."""
+    """Return the pid of a process or thread as `init_pid` sees it, those of namespaces further inside after a slash."""
     depth = max(1, len(_namespace_pids(init_pid)))
     return "/".join(_namespace_pids(pid)[depth - 1 :])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ocihook.errors import TraceError
 from ocihook.linux.memory import memory_path, read_mappings
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, thread_ids
 from ocihook.linux.workers import outliving_parent
 
 # linux/ptrace.h, linux/elf.h, linux/wait.h
@@ -72,14 +72,6 @@ def _ptrace(request: int, tid: int, address: int = 0, data: object = None) -> No
         raise OSError(number, f"ptrace {request:#x} of thread {tid}: {os.strerror(number)}")
 
 
-def thread_ids(pid: int) -> list[int]:
-    """Return the threads of a process; [] when it is gone."""
-    try:
-        return sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return []
-
-
 class HeldThread:
     """A thread that this process has stopped, whatever it was doing; `release` lets it go on as if nothing had been."""
 
@@ -110,8 +102,11 @@ class HeldThread:
 
     def release(self) -> None:
         """Let it go on. One that is gone is let go, too."""
-        with contextlib.suppress(OSError):
+        try:
             _ptrace(_DETACH, self.tid, 0, self._signal)
+        except OSError:  # its parent is told of its end only when its tracer has taken note
+            with contextlib.suppress(OSError):
+                os.waitpid(self.tid, os.WNOHANG | _WALL)
 
     def make_call(self, name: str, instruction: int, *arguments: int) -> int:
         """Let the thread make a system call at the address of an instruction that does so; return its result.
@@ -283,14 +278,13 @@ def held(pid: int, *, without: int = 0) -> Iterator[list[HeldThread]]:
                 passed.add(tid)
                 try:
                     threads[tid] = HeldThread(tid)
-                except OSError:
+                except OSError as error:
                     if Process.find(tid) is not None:  # it has not just ended
-                        raise
+                        raise TraceError(
+                            f"process {pid} cannot be held: {error}",
+                            hint="no debugger or tracer may be attached during a dump",
+                        ) from error
         yield list(threads.values())
-    except OSError as error:
-        raise TraceError(
-            f"process {pid} cannot be held: {error}", hint="no debugger or tracer may be attached during a dump"
-        ) from error
     finally:
         for thread in threads.values():
             thread.release()

@@ -1,18 +1,16 @@
 """One dump, stage by stage: identify and quiesce before it, pack its images after it."""
 
-import contextlib
 import dataclasses
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ocihook.config import Policy, Settings, apply_annotations
 from ocihook.engine.identity import container_ref
 from ocihook.errors import OcihookError
-from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
@@ -24,7 +22,7 @@ from ocihook.ops.image_set import MovedRegions, discard_all, finish_packing, pac
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import ask_to_quiesce
 from ocihook.ops.staging import EFFECT, STAGED_NAME, begin, finish_staging, stage
-from ocihook.ops.undo import FREEZE_TIMEOUT_S
+from ocihook.ops.standstill import Hold, running_tasks
 from ocihook.store.cipher import KeySource
 from ocihook.store.manifest import Manifest, read_manifest
 from ocihook.store.packing import AGENT_BYTES, Progress, workers_within
@@ -54,26 +52,26 @@ def pre_dump(journal: Journal, request: Request, directory: Path, load_settings:
     has_gpu = bool(find_gpu_processes(request.init_pid))
     if not policy.quiesce_signal and not has_gpu:
         return ""
-    with _running_tasks(journal, request.init_pid):
+    with running_tasks(journal, request.init_pid, has_gpu=has_gpu) as hold:
         if policy.quiesce_signal:
             _quiesce(journal, request.init_pid, policy)
         if has_gpu:
             room = settings.bound_bytes - AGENT_BYTES if call.leave_running else 0
-            _checkpoint_gpus(journal, request, directory, policy, memory_room_bytes=room)
+            _checkpoint_gpus(journal, request, directory, policy, hold, memory_room_bytes=room)
     return ""
 
 
 def _checkpoint_gpus(
-    journal: Journal, request: Request, directory: Path, policy: Policy, *, memory_room_bytes: int
+    journal: Journal, request: Request, directory: Path, policy: Policy, hold: Hold, *, memory_room_bytes: int
 ) -> None:
     image_dir = os.readlink(request.image_dir)
     progress = while_criu_lives(journal)
     if policy.mode != "store" or policy.gpu_memory != "packs" or journal.container is None:
-        checkpoint_gpus(journal, request.init_pid, image_dir, directory, progress)
+        checkpoint_gpus(journal, request.init_pid, image_dir, directory, progress, hold)
         return
     place = begin(journal, journal.container, image_dir, directory, store=_store(journal))
     (directory / STAGED_NAME).touch(mode=0o600)
-    checkpoint_gpus(journal, request.init_pid, str(place), place, progress, memory_room_bytes=memory_room_bytes)
+    checkpoint_gpus(journal, request.init_pid, str(place), place, progress, hold, memory_room_bytes=memory_room_bytes)
 
 
 def _store(journal: Journal) -> Store:
@@ -102,24 +100,6 @@ def _quiesce(journal: Journal, init_pid: int, policy: Policy) -> None:
         ask_to_quiesce(
             init, signal_name=policy.quiesce_signal, ack=policy.quiesce_ack, timeout_s=policy.quiesce_timeout_s
         )
-
-
-@contextlib.contextmanager
-def _running_tasks(journal: Journal, init_pid: int) -> Iterator[None]:
-    """Let the tasks of a container run that its engine has frozen, and freeze them again."""
-    freezer = find_freezer(init_pid)
-    if freezer is None or not freezer.is_frozen():
-        yield
-        return
-    journal.push("thawed", directory=str(freezer.directory), version=freezer.version)
-    try:
-        with journal.phase("thaw"):
-            freezer.thaw(FREEZE_TIMEOUT_S)
-        yield
-    finally:
-        with journal.phase("freeze"):
-            freezer.freeze(FREEZE_TIMEOUT_S)
-        journal.pop("thawed")
 
 
 def post_dump(journal: Journal, request: Request, directory: Path, _load_settings: Callable[[], Settings]) -> str:

@@ -18,8 +18,8 @@ from ocihook.cuda.process import CudaProcess
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
 from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError
 from ocihook.linux.memory import Span, anonymous_spans, subtract
-from ocihook.linux.procfs import Process, descendants
-from ocihook.linux.ptrace import HeldThread, find_call_instruction, held, thread_ids
+from ocihook.linux.procfs import Process, descendants, thread_ids
+from ocihook.linux.ptrace import HeldThread, find_call_instruction
 from ocihook.linux.workers import call_each, start_call
 from ocihook.ops.spans import Spans, measured
 
@@ -41,6 +41,7 @@ class CheckpointedProcess(NamedTuple):
     """A process whose GPU memory is in its own memory now, in these spans."""
 
     process: Process
+    thread: int  # the driver's own; no other one may run
     spans: tuple[Span, ...]
 
 
@@ -110,27 +111,48 @@ def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float,
         attempt_s = max(0.1, min(attempt_s * 1.5, _LONGEST_LOCK_S, left_s))
 
 
+def driver_threads(driver: CudaDriver, processes: Sequence[Process]) -> dict[Process, int]:
+    """Return the thread of each process that does the driver's work, and must run for it.
+
+    Raises:
+        CudaError: if the driver does not tell.
+        TraceError: if it tells of one that is none of the process's: the driver's call would not return.
+    """
+    outcomes = call_each(lambda process: driver.restore_thread_id(process.pid), processes, timeout_s=CALL_TIMEOUT_S)
+    threads = {}
+    for process, outcome in zip(processes, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            raise _as_cuda_error(outcome, process, "restore thread")
+        if outcome not in thread_ids(process.pid):
+            raise TraceError(f"the driver's thread {outcome} is none of process {process.pid}'s")
+        threads[process] = outcome
+    return threads
+
+
 def checkpoint_all(
-    driver: CudaDriver, processes: Sequence[Process], spans: Spans | None = None
+    driver: CudaDriver, threads: Mapping[Process, int], spans: Spans | None = None
 ) -> list[CheckpointedProcess]:
     """Checkpoint every locked process; return where the driver put what.
 
-    All threads are held meanwhile but the one that the driver needs: what is new in memory afterwards is the driver's.
+    Args:
+        driver: to ask.
+        threads: of the processes, the driver's. All others must be held: what is new in memory is the driver's then.
+        spans: gets how long each took.
 
     Raises:
         CudaError: if one cannot be checkpointed, keeps device files, or ends. Others may be checkpointed by then.
-        TraceError: if one cannot be held.
+        TraceError: if the driver's thread is traced by somebody else.
     """
 
     def checkpoint(process: Process) -> list[Span]:
         with measured(spans, "checkpoint", process) as span:
-            found = _checkpoint(driver, process)
+            found = _checkpoint(driver, process, threads[process])
             span["bytes"] = sum(part.size_bytes for part in found)
         return found
 
-    outcomes = call_each(checkpoint, processes, timeout_s=COPY_TIMEOUT_S)
+    outcomes = call_each(checkpoint, list(threads), timeout_s=COPY_TIMEOUT_S)
     checkpointed = []
-    for process, outcome in zip(processes, outcomes, strict=True):
+    for (process, thread), outcome in zip(threads.items(), outcomes, strict=True):
         if not process.is_alive():
             raise CudaError(
                 f"process {process.pid} ended while the driver copied GPU memory",
@@ -144,22 +166,18 @@ def checkpoint_all(
                 f"process {process.pid} has {left} device files open after its checkpoint, which CRIU cannot dump",
                 hint="close what uses the GPU outside CUDA (graphics, NVML of an older driver)",
             )
-        checkpointed.append(CheckpointedProcess(process, tuple(outcome)))
+        checkpointed.append(CheckpointedProcess(process, thread, tuple(outcome)))
     return checkpointed
 
 
-def _checkpoint(driver: CudaDriver, process: Process) -> list[Span]:
-    able = driver.restore_thread_id(process.pid)
-    if able not in thread_ids(process.pid):  # it would be held with the others, and the call would not return
-        raise TraceError(f"the driver's thread {able} is none of process {process.pid}'s")
-    with held(process.pid, without=able):
-        before = anonymous_spans(process.pid)
-        if _wants_advice():
-            _checkpoint_advised(driver, process, able)
-        else:
-            driver.checkpoint(process.pid)
-        spans = subtract(anonymous_spans(process.pid), before)
-        return [span for span in spans if span.size_bytes >= _MIN_REGION_BYTES]
+def _checkpoint(driver: CudaDriver, process: Process, thread: int) -> list[Span]:
+    before = anonymous_spans(process.pid)
+    if _wants_advice():
+        _checkpoint_advised(driver, process, thread)
+    else:
+        driver.checkpoint(process.pid)
+    spans = subtract(anonymous_spans(process.pid), before)
+    return [span for span in spans if span.size_bytes >= _MIN_REGION_BYTES]
 
 
 def _checkpoint_advised(driver: CudaDriver, process: Process, able: int) -> None:
@@ -168,8 +186,11 @@ def _checkpoint_advised(driver: CudaDriver, process: Process, able: int) -> None
     Advice that comes later is of no use: the driver has it filled by the kernel as it makes it. With 16 GiB on an H200
     this takes 4.2 s in place of 8.6 s, and of 5.2 s where all memory gets huge pages unasked (driver 580).
     """
-    thread = HeldThread(able)
     instruction = find_call_instruction(process.pid)
+    try:
+        thread = HeldThread(able)
+    except OSError as error:
+        raise TraceError(f"thread {able} of process {process.pid} cannot be held: {error}") from error
 
     def advise(address: int, size_bytes: int) -> None:
         try:
@@ -206,7 +227,7 @@ def check_contents(checkpointed: Sequence[CheckpointedProcess], held_bytes: Mapp
     Raises:
         CudaError: if there is less; such a checkpoint would be restored without GPU memory.
     """
-    for process, spans in checkpointed:
+    for process, _, spans in checkpointed:
         found = sum(span.size_bytes for span in spans)
         if found < held_bytes.get(process.pid, 0):
             raise CudaError(

@@ -11,7 +11,7 @@ from ocihook.config import Policy
 from ocihook.cuda.driver import CudaDriver, CudaState
 from ocihook.cuda.nvml import Gpu
 from ocihook.errors import CudaError, IntegrityError, OcihookError, PreflightError
-from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_released
+from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import unpin_directory
@@ -22,6 +22,7 @@ from ocihook.ops.gpu import (
     CheckpointedProcess,
     check_contents,
     checkpoint_all,
+    driver_threads,
     end,
     find_gpu_processes,
     held_by,
@@ -36,6 +37,7 @@ from ocihook.ops.journal import Journal
 from ocihook.ops.preflight import Situation, refusals
 from ocihook.ops.spans import Spans
 from ocihook.ops.staging import stage_in_memory
+from ocihook.ops.standstill import Hold, standing_still
 from ocihook.store.manifest import read_manifest
 from ocihook.store.packing import Progress
 
@@ -50,6 +52,7 @@ def checkpoint_gpus(
     image_dir: str,
     directory: Path,
     progress: Progress,
+    hold: Hold,
     *,
     memory_room_bytes: int = 0,
 ) -> None:
@@ -61,6 +64,7 @@ def checkpoint_gpus(
     Args:
         journal: of the dump.
         init_pid: of the container's init.
+        hold: gets all threads that must not run until all is back.
         image_dir: where packs go, as the journal is to name it.
         directory: the same; with `memory_room_bytes`, a place in the store.
         progress: told the bytes of packs done.
@@ -110,16 +114,21 @@ def checkpoint_gpus(
         with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
             lock_all(driver, ours, policy.gpu_lock_timeout_s, spans)
         held_bytes = held_by(gpus, [process.pid for process in ours])
+        threads = driver_threads(driver, ours)
+        journal.amend(EFFECT, threads=[threads[process] for process in ours])
+        inner = {names[process]: pid_below(init_pid, thread) for process, thread in threads.items()}
+        journal.note(gpu={**journal.facts["gpu"], "threads": inner})
         with journal.phase("gpu checkpoint") as phase, journal.spans(phase) as spans:
-            checkpointed = checkpoint_all(driver, ours, spans)
+            hold.add(threads)
+            checkpointed = checkpoint_all(driver, threads, spans)
             check_contents(checkpointed, held_bytes)
-            phase["bytes"] = sum(part.size_bytes for _, parts in checkpointed for part in parts)
+            phase["bytes"] = sum(part.size_bytes for one in checkpointed for part in one.spans)
         if in_packs:
             _move_out(journal, checkpointed, names, directory, memory_room_bytes, progress)
     except BaseException:
         effect = journal.effect(EFFECT)
         assert effect is not None
-        resume(effect, journal, None)
+        _bring_back(effect, journal, None)
         journal.pop(EFFECT)
         raise
 
@@ -165,7 +174,7 @@ def _move_out(
 ) -> None:
     discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
     discard_regions(directory)
-    size = sum(part.size_bytes for _, parts in checkpointed for part in parts)
+    size = sum(part.size_bytes for one in checkpointed for part in one.spans)
     if memory_room_bytes and stage_in_memory(directory, size, memory_room_bytes):
         journal.amend(EFFECT, identity=identity(directory))
         journal.note(staged_in_memory=True)
@@ -221,13 +230,22 @@ def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None)
     Raises:
         OcihookError: if a process stands still, or a GPU is full; it can be tried again.
     """
+    processes = [Process(pid, ticks) for pid, ticks, _ in effect["processes"]]
+    known = zip(processes, effect.get("threads", ()), strict=False)  # not yet known: nothing is checkpointed yet
+    threads = {process: thread for process, thread in known if process.is_alive()}
+    for process in processes:
+        wait_until_let_go(process, timeout_s)
+    with standing_still(journal, threads, timeout_s):
+        _bring_back(effect, journal, timeout_s)
+
+
+def _bring_back(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None) -> None:
+    """Do what `resume` does, of processes that no tracer but this one holds."""
     processes = {name: Process(pid, ticks) for pid, ticks, name in effect["processes"]}
-    for process in processes.values():
-        wait_until_released(process, timeout_s)
     alive = {name: process for name, process in processes.items() if process.is_alive()}
     if alive:
         try:
-            _resume(effect, journal, alive)
+            _resume(effect, journal, alive, timeout_s)
         except (IntegrityError, CudaError) as error:
             if isinstance(error, CudaError) and not error.result:
                 raise  # not the driver's last word
@@ -244,11 +262,13 @@ def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None)
         discard_regions(directory)
 
 
-def _resume(effect: Mapping[str, Any], journal: Journal, alive: Mapping[str, Process]) -> None:
+def _resume(effect: Mapping[str, Any], journal: Journal, alive: Mapping[str, Process], timeout_s: float | None) -> None:
     driver = CudaDriver()
-    if effect["moved"]:
+    if effect["moved"]:  # this it can be given while its engine still has it frozen
         with journal.phase("gpu give back") as phase, journal.spans(phase) as spans:
             phase["bytes"] = _give_back(journal, alive, spans)
+    for process in alive.values():
+        wait_until_thawed(process, timeout_s)
     left = [process for process in alive.values() if process.is_alive()]
     with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
         if CudaState.CHECKPOINTED in states(driver, left).values():

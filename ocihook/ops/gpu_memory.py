@@ -14,7 +14,7 @@ from ocihook import __version__
 from ocihook.errors import OcihookError, TraceError
 from ocihook.linux.mounts import pin_file
 from ocihook.linux.procfs import Process
-from ocihook.linux.ptrace import HeldThread, find_call_instruction, thread_ids
+from ocihook.linux.ptrace import HeldThread, find_call_instruction
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.ops.gpu import COPY_TIMEOUT_S, CheckpointedProcess
@@ -48,7 +48,7 @@ def move_out(  # noqa: PLR0913 - what is moved, what is said of it, and how
         OSError: from the file system, a full one included.
         OcihookError: on anything else that makes it impossible.
     """
-    found = [(process, span) for process, its_spans in checkpointed for span in its_spans]
+    found = [(process, span) for process, _, its_spans in checkpointed for span in its_spans]
     sources = [Source(opener(spans, process), span.start, span.size_bytes) for process, span in found]
     rows, packs = pack(
         sources, directory, prefix=REGION_PACK_PREFIX, workers=workers, durable=durable, progress=progress
@@ -97,17 +97,17 @@ def release(checkpointed: Sequence[CheckpointedProcess], spans: Spans | None = N
             _release(one)
 
     outcomes = call_each(let_go, checkpointed, timeout_s=COPY_TIMEOUT_S)
-    for (process, _), outcome in zip(checkpointed, outcomes, strict=True):
+    for (process, *_), outcome in zip(checkpointed, outcomes, strict=True):
         if isinstance(outcome, Exception) and process.is_alive():
             raise TraceError(f"process {process.pid} did not give its memory back: {outcome}") from outcome
 
 
 def _release(checkpointed: CheckpointedProcess) -> None:
-    process, spans = checkpointed
+    process, able, spans = checkpointed
     if not spans:
         return
     instruction = find_call_instruction(process.pid)
-    thread = HeldThread(next(tid for tid in thread_ids(process.pid) if Process.find(tid)))
+    thread = HeldThread(able)
     try:
         for span in spans:
             for start in range(span.start, span.end, _RELEASE_BYTES):

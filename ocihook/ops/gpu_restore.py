@@ -10,13 +10,14 @@ from typing import Any
 
 from ocihook.cuda.driver import CudaDriver, CudaState
 from ocihook.errors import CudaError, IdentificationError, OcihookError
-from ocihook.linux.cgroup import wait_until_released
+from ocihook.linux.cgroup import wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import make_device
-from ocihook.linux.procfs import Process, descendants, pid_below
+from ocihook.linux.procfs import Process, descendants, pid_below, thread_ids
 from ocihook.oci.runtime import DeviceNode, find_runtime_call, read_nvidia_devices
 from ocihook.ops.gpu import end, find_gpu_processes, read_node, resume_all, states, wait_for_room
 from ocihook.ops.gpu_map import check_gpus, choose_gpu_map
 from ocihook.ops.journal import Journal
+from ocihook.ops.standstill import standing_still
 
 EFFECT = "gpu-restored"
 HALF_RESTORED = "half-restored"
@@ -125,15 +126,32 @@ def resume_gpus(journal: Journal, init_pid: int) -> None:
     processes = [process for s in signs if s.has_driver and (process := Process.find(s.pid))]
     _make_devices(journal, init_pid)
     journal.note(pids={pid_below(init_pid, process.pid): process.pid for process in processes})
-    journal.push(EFFECT, processes=[list(process) for process in processes], init=list(Process.find(init_pid) or ()))
+    journal.push(
+        EFFECT,
+        processes=[list(process) for process in processes],
+        init=list(Process.find(init_pid) or ()),
+        threads=[_driver_thread(journal, init_pid, process) for process in processes],
+    )
     effect = journal.effect(EFFECT)
     assert effect is not None
     try:
-        _resume(effect, journal)
+        with standing_still(journal, _threads(effect), None):
+            _resume(effect, journal)
     except CudaError as error:
         raise _given_up(error, effect, journal) from error
     finally:
         journal.pop(EFFECT)
+
+
+def _driver_thread(journal: Journal, init_pid: int, process: Process) -> int:
+    """Return the driver's thread, which the checkpoint knows by its number in the container; 0: unknown."""
+    inner = journal.facts.get("gpu", {}).get("threads", {}).get(pid_below(init_pid, process.pid))
+    return next((tid for tid in thread_ids(process.pid) if pid_below(init_pid, tid) == inner), 0)
+
+
+def _threads(effect: Mapping[str, Any]) -> dict[Process, int]:
+    known = zip(effect["processes"], effect["threads"], strict=True)
+    return {process: thread for ids, thread in known if thread and (process := Process(*ids)).is_alive()}
 
 
 def _make_devices(journal: Journal, init_pid: int) -> None:
@@ -153,9 +171,12 @@ def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None)
         FreezeError: if a process stands still; it can be tried again.
     """
     for ids in effect["processes"]:
-        wait_until_released(Process(*ids), timeout_s)
+        wait_until_let_go(Process(*ids), timeout_s)
     try:
-        _resume(effect, journal)
+        with standing_still(journal, _threads(effect), timeout_s):
+            for ids in effect["processes"]:
+                wait_until_thawed(Process(*ids), timeout_s)
+            _resume(effect, journal)
     except CudaError as error:
         given_up = _given_up(error, effect, journal)
         journal.note_error(given_up, "failed")

@@ -89,10 +89,6 @@ def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
                 f"{who} has an NCCL communicator that may use P2P, NVLS or cuMem; the checkpoint would succeed, its "
                 f"restore fail: start the container with {' '.join(missing)}"
             )
-        else:
-            # integration/gpu/results/checkpoint-restore.json: both ranks of a job over sockets ended between the
-            # driver's checkpoint and CRIU's dump, although the driver alone checkpoints and restores such ranks.
-            yield f"{who} has an NCCL communicator, and whole dumps were seen to end such jobs: stop the job first"
     if signs.has_io_uring:
         yield f"{who} uses io_uring, which CRIU cannot dump: turn it off (torch's TCPStore: USE_LIBUV=0)"
 

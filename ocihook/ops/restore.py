@@ -10,7 +10,7 @@ from typing import Any
 
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import ConfigError, IdentificationError, StoreError
+from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreError
 from ocihook.linux.files import identity
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
@@ -21,6 +21,7 @@ from ocihook.ops.gpu_restore import HALF_RESTORED, check_node, fill_memory, note
 from ocihook.ops.image_set import check_other_images, dehydrate, rehydrate_image_set
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
+from ocihook.ops.standstill import FROZEN, freeze_restored, thaw
 from ocihook.ops.store import rehydrate_stored, store_workers, wait_complete, write_stored_regions
 from ocihook.ops.transfer import is_here, pull
 from ocihook.store.manifest import read_manifest
@@ -143,6 +144,17 @@ def post_restore(journal: Journal, request: Request, directory: Path, load_setti
     return f"container {journal.container}: {size} bytes of GPU memory written" if size else ""
 
 
+def pre_resume(journal: Journal, request: Request, _directory: Path, _load: Callable[[], Settings]) -> str:
+    """Freeze a container that would run without its GPU until `post_resume`, if it can be; most programs bear that."""
+    threads = journal.facts.get("gpu", {}).get("threads")
+    if threads:
+        try:
+            freeze_restored(journal, request.init_pid, threads)
+        except (OcihookError, OSError) as error:
+            log.warning("container %s runs before it has its GPUs: %s", journal.container, error)
+    return ""
+
+
 def post_resume(journal: Journal, request: Request, _directory: Path, _load_settings: Callable[[], Settings]) -> str:
     """Give the processes of a restored container their GPUs back; tell its application to go on, if it is to be told.
 
@@ -152,6 +164,9 @@ def post_resume(journal: Journal, request: Request, _directory: Path, _load_sett
     try:
         resume_gpus(journal, request.init_pid)
     finally:  # also one that the policy keeps without its GPU is the engine's now; if CRIU was killed, it is nobody's
+        thaw(journal)
+        while journal.effect(FROZEN):
+            journal.pop(FROZEN)
         if journal.effect(HALF_RESTORED):
             while_criu_lives(journal)(0)
             journal.pop(HALF_RESTORED)

@@ -12,8 +12,7 @@ from ocihook.linux.procfs import Process
 from ocihook.ops import gpu_dump, gpu_restore, image_set, staging
 from ocihook.ops.journal import Journal
 from ocihook.ops.quiesce import signal_number
-
-FREEZE_TIMEOUT_S = 10.0
+from ocihook.ops.standstill import FREEZE_TIMEOUT_S, FROZEN, THAWED, thaw
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +68,10 @@ def _refreeze(effect: Mapping[str, Any], journal: Journal, _timeout_s: float | N
         Freezer(Path(effect["directory"]), effect["version"]).freeze(FREEZE_TIMEOUT_S)
 
 
+def _thaw(_effect: Mapping[str, Any], journal: Journal, _timeout_s: float | None) -> None:
+    thaw(journal)
+
+
 def _resume_application(effect: Mapping[str, Any], _journal: Journal, timeout_s: float | None) -> None:
     """Tell a quiesced application to go on, as soon as it can hear it."""
     init = Process(*effect["init"])
@@ -93,7 +96,8 @@ def _dehydrate(effect: Mapping[str, Any], _journal: Journal, _timeout_s: float |
 
 
 _INVERSES: Mapping[str, Callable[[Mapping[str, Any], Journal, float | None], None]] = {
-    "thawed": _refreeze,
+    THAWED: _refreeze,
+    FROZEN: _thaw,
     "quiesced": _resume_application,
     "packing": _finish_packing,
     "staging": _finish_staging,

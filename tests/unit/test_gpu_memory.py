@@ -61,7 +61,7 @@ class Program:
 
     @property
     def checkpointed(self) -> list[CheckpointedProcess]:
-        return [CheckpointedProcess(self.process, (self.span,))]
+        return [CheckpointedProcess(self.process, self.process.pid, (self.span,))]
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 
 from ocihook.errors import TraceError
 from ocihook.linux.memory import Span, anonymous_spans, memory_path, read_mappings, subtract
-from ocihook.linux.procfs import tracer_pid
-from ocihook.linux.ptrace import HeldThread, find_call_instruction, held, thread_ids
+from ocihook.linux.procfs import thread_ids, tracer_pid
+from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
 from ocihook.linux.workers import start_call
 
 MADV_DONTNEED = 4

@@ -11,7 +11,8 @@
  * - managed memory: the checkpoint is NOT_SUPPORTED. P2P: it succeeds, and the restore is NOT_SUPPORTED for ever;
  * - no memory for the mapping: OUT_OF_MEMORY, then UNKNOWN, and it can be unlocked. No memory on the GPU for a restore:
  *   OUT_OF_MEMORY, then OPERATING_SYSTEM: the process is lost;
- * - a GPU map must name every GPU that the process has open.
+ * - a GPU map must name every GPU that the process has open;
+ * - cuEventQuery waits for nothing, and ends a process that is checkpointed.
  *
  * Device memory is a memfd that is mapped. The caller and that thread talk through a block in the process's memory
  * (process_vm_readv and _writev), which needs no file and so survives CRIU. A GPU is known by the minor of its device
@@ -70,6 +71,7 @@ static int state = RUNNING, calls_inside;
 static int is_managed, is_p2p, is_broken, is_lost;
 static int device_files[2 * MAX_GPUS + 2], files;
 static __thread int current_gpu;
+static volatile char *events; /* memory that the device writes to: mapped while there is a device */
 static char *saved; /* the mapping that holds device memory while checkpointed */
 static size_t saved_size;
 static pthread_mutex_t allocating = PTHREAD_MUTEX_INITIALIZER; /* never taken by the thread that serves */
@@ -166,6 +168,7 @@ static int checkpoint(void)
             mmap(allocations[i].address, allocations[i].size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
             close(allocations[i].fd);
         }
+    mmap((void *)events, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     close_devices();
     for (int i = 0; i < MAX_GPUS; i++)
         control.saved[i] = control.held[i], control.held[i] = 0;
@@ -219,6 +222,7 @@ static int restore(void)
             mmap(allocations[i].address, allocations[i].size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, allocations[i].fd, 0);
             memcpy(allocations[i].address, saved + at, allocations[i].size);
         }
+    mmap((void *)events, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     munmap(saved, saved_size);
     saved = NULL;
     for (int i = 0; i < MAX_GPUS; i++)
@@ -265,6 +269,8 @@ int cuInit(unsigned flags)
     (void)flags;
     pthread_mutex_lock(&allocating);
     pthread_t thread;
+    if (!events)
+        events = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (!control.magic && !open_devices() && !pthread_create(&thread, NULL, serve, NULL)) {
         pthread_atfork(NULL, NULL, forget);
         control.magic = MAGIC;
@@ -278,6 +284,9 @@ int cuDeviceGet(int *device, int ordinal) { int n; cuDeviceGetCount(&n); *device
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (char *)&allocations + device; return SUCCESS; }
 int cuCtxSetCurrent(void *context) { current_gpu = (int)((char *)context - (char *)&allocations); return SUCCESS; }
 int cuCtxSynchronize(void) { enter(); leave(); return SUCCESS; }
+int cuEventCreate(void **event, unsigned flags) { (void)flags; *event = (void *)events; return SUCCESS; }
+int cuEventRecord(void *event, void *stream) { (void)event, (void)stream; enter(); leave(); return SUCCESS; }
+int cuEventQuery(void *event) { (void)event; return events[0]; }
 /* What no real program calls: a kernel that runs for so long, memory of a neighbour that is mapped. */
 int ocihook_fake_cuda_kernel(int ms) { enter(); sleep_ms(ms); leave(); return SUCCESS; }
 int ocihook_fake_cuda_use_p2p(void) { is_p2p = 1; return SUCCESS; }
