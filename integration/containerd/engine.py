@@ -190,7 +190,7 @@ class Containerd:
         config = {
             "metadata": {"name": name},
             "image": {"image": image or self.image, "user_specified_image": self.image},
-            "args": [] if image else [str(mib)],
+            "args": [] if image else [str(mib), *(["watch"] if gpus else [])],
             "annotations": notes,
             "log_path": "log",
             "linux": {"security_context": {"namespace_options": names}},

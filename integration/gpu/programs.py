@@ -4,6 +4,7 @@ programs.py hold GIB            bf16 weights on every GPU, summed up whole in ev
 programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
+programs.py ranks GIB           one process a GPU that holds weights and sums them up, none knows of another
 """
 
 import hashlib
@@ -11,7 +12,10 @@ import os
 import struct
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing import get_context
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 
@@ -85,7 +89,7 @@ def lora(gib: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def nccl_rank(rank: int, world: int, gib: float) -> None:
+def nccl_rank(rank: int, world: int, gib: float, _pipes: object) -> None:
     import torch.distributed as dist
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
@@ -105,21 +109,47 @@ def nccl_rank(rank: int, world: int, gib: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def nccl(gib: float) -> None:
-    import torch.multiprocessing as mp
-
-    mp.set_start_method("spawn")
-    world = torch.cuda.device_count()
-    ranks = [mp.Process(target=nccl_rank, args=(rank, world, gib)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
+def lone_rank(rank: int, _world: int, gib: float, pipes: list[tuple[Any, Any]]) -> None:
+    torch.manual_seed(rank)
+    torch.cuda.set_device(rank)
+    weights = torch.empty(int(gib * 2**30 / 2), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02).view(torch.int64)
+    counter = torch.zeros(1, dtype=torch.int64, device="cuda")
     while True:
+        counter += 1
+        found = (int(counter), int(weights.sum()))
+        if rank:
+            pipes[rank][1].send(found)
+            pipes[rank][1].recv()
+        else:
+            all_found = [found, *(pipe.recv() for pipe, _ in pipes[1:])]
+            assert {count for count, _ in all_found} == {found[0]}
+            say(found[0], hashlib.sha256(repr([digest for _, digest in all_found]).encode()).hexdigest()[:16])
+            time.sleep(PAUSE_S)
+            for pipe, _ in pipes[1:]:
+                pipe.send(None)
+
+
+def spawn(target: Callable[..., None], gib: float) -> None:
+    """Run a process for each GPU, and tell when one ends."""
+    mp = get_context("spawn")
+    world = torch.cuda.device_count()
+    pipes = [mp.Pipe() for _ in range(world)]
+    ranks = [mp.Process(target=target, args=(rank, world, gib, pipes)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    while ranks:
         ended = wait([rank.sentinel for rank in ranks])
         print("ended:", [(rank.pid, rank.exitcode) for rank in ranks if rank.sentinel in ended], flush=True)
         ranks = [rank for rank in ranks if rank.sentinel not in ended]
-        if not ranks:
-            break
 
+
+PROGRAMS: dict[str, Callable[[float], None]] = {
+    "hold": hold,
+    "train": lambda steps: train(int(steps)),
+    "lora": lora,
+    "nccl": lambda gib: spawn(nccl_rank, gib),
+    "ranks": lambda gib: spawn(lone_rank, gib),
+}
 
 if __name__ == "__main__":
-    {"hold": hold, "lora": lora, "nccl": nccl}.get(sys.argv[1], lambda steps: train(int(steps)))(float(sys.argv[2]))
+    PROGRAMS[sys.argv[1]](float(sys.argv[2]))

@@ -157,10 +157,10 @@ def dump_fails(podman: Podman) -> None:
     podman.assert_goes_on("c", before)
 
 
-def wait_for_gpu_checkpoint(podman: Podman) -> int:
-    """Wait until a dump has begun to lock and checkpoint; return its CRIU's pid."""
+def wait_for_gpu_checkpoint(podman: Podman, text: str = "gpu-checkpointed") -> int:
+    """Wait until a dump has begun to lock and checkpoint (or until its journal says so); return its CRIU's pid."""
     journals = podman.namespace.path("/run/ocihook/sessions")
-    wait_for("the dump to lock", lambda: any("gpu-checkpointed" in p.read_text() for p in journals.glob("*.json")))
+    wait_for("the dump to lock", lambda: any(text in p.read_text() for p in journals.glob("*.json")))
     return int(next(journals.glob("*.json")).name.split("-")[0])
 
 
@@ -190,7 +190,7 @@ def test_a_process_that_dies_meanwhile(gpu_podman: Podman) -> None:
     archive = gpu_podman.scratch / "c.tar"
     dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, "--leave-running", check=False))
     dump.start()
-    wait_for_gpu_checkpoint(gpu_podman)
+    wait_for_gpu_checkpoint(gpu_podman, '"threads"')  # all are locked
     os.kill(child, signal.SIGKILL)
     dump.join()
     message = last_session(gpu_podman.namespace, "pre-dump")["stages"]["pre-dump"]["message"]

@@ -369,7 +369,7 @@ _CAUSES: Sequence[Cause] = tuple(
             "address-taken",
             r"bind inet socket.*Address already in use",
             "a port that the container listened on is taken",
-            "end who has it (`ss -ltnp`), or restore into a network of its own",
+            "end who has it (`ss -tanp`), wait a minute if that is a connection in TIME-WAIT, or use another network",
         ),
         (
             "image-missing",

@@ -10,7 +10,8 @@ import os
 import platform
 import signal
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ocihook.errors import TraceError
@@ -31,6 +32,7 @@ _NT_PRSTATUS = 1
 _WALL = 0x40000000
 _EVENT_STOP = 128
 _ALL_SIGNALS = (1 << 64) - 1
+_POLL_S = 0.001
 # What an interrupted system call returns inside the kernel when it is to be made again: linux/errno.h.
 _RESTART_SAME = (-512, -513, -514)
 _RESTART_BLOCK = -516
@@ -75,18 +77,23 @@ def _ptrace(request: int, tid: int, address: int = 0, data: object = None) -> No
 class HeldThread:
     """A thread that this process has stopped, whatever it was doing; `release` lets it go on as if nothing had been."""
 
-    def __init__(self, tid: int) -> None:
+    def __init__(self, tid: int, *, waits: bool = True) -> None:
         """Stop it.
+
+        Args:
+            tid: of the thread.
+            waits: until it has stopped. One that is frozen (cgroup v1) does so when it is thawed, before it runs.
 
         Raises:
             OSError: if it is gone, or somebody else traces it.
         """
         self.tid = tid
         _ptrace(_SEIZE, tid)
-        self._signal = 0
+        self._signal, self._has_stopped, self._has_ended = 0, False, False
         try:
             _ptrace(_INTERRUPT, tid)
-            self._signal = self._wait()
+            if waits:
+                self._signal, self._has_stopped = self._wait(), True
         except OSError:
             with contextlib.suppress(OSError):
                 _ptrace(_DETACH, tid)
@@ -97,16 +104,39 @@ class HeldThread:
         _, status = os.waitpid(self.tid, _WALL)
         if not os.WIFSTOPPED(status):
             raise ProcessLookupError(f"thread {self.tid} has ended")
+        return self._stop_signal(status)
+
+    @staticmethod
+    def _stop_signal(status: int) -> int:
         number = os.WSTOPSIG(status)
         return 0 if status >> 16 == _EVENT_STOP or number == _SYSCALL_STOP else number
 
     def release(self) -> None:
         """Let it go on. One that is gone is let go, too."""
-        try:
-            _ptrace(_DETACH, self.tid, 0, self._signal)
-        except OSError:  # its parent is told of its end only when its tracer has taken note
-            with contextlib.suppress(OSError):
-                os.waitpid(self.tid, os.WNOHANG | _WALL)
+        release_all([self])
+
+    def has_settled(self) -> bool:
+        """Tell whether it has stopped or ended by now."""
+        if not (self._has_stopped or self._has_ended):
+            try:
+                found, status = os.waitpid(self.tid, os.WNOHANG | _WALL)
+            except ChildProcessError:
+                self._has_ended = True
+            else:
+                self._has_stopped = bool(found) and os.WIFSTOPPED(status)
+                self._has_ended = bool(found) and not self._has_stopped
+                self._signal = self._stop_signal(status) if self._has_stopped else 0
+        return self._has_stopped or self._has_ended
+
+    def try_release(self) -> bool:
+        """Let it go on if it has settled; False: it has not, and must be asked again."""
+        if self.has_settled() and not self._has_ended:
+            try:
+                _ptrace(_DETACH, self.tid, 0, self._signal)
+                self._has_ended = True  # for its tracer
+            except OSError:  # it was killed; its parent is told of its end only when its tracer has taken note of it
+                self._has_stopped = False
+        return self._has_ended
 
     def make_call(self, name: str, instruction: int, *arguments: int) -> int:
         """Let the thread make a system call at the address of an instruction that does so; return its result.
@@ -263,9 +293,21 @@ def find_call_instruction(pid: int) -> int:
     raise TraceError(f"process {pid} has no instruction that makes a system call")
 
 
+def release_all(threads: Iterable[HeldThread]) -> None:
+    """Let threads go on, in whatever order they can be: the end of one that was killed may wait for another's."""
+    left = list(threads)
+    while left := [thread for thread in left if not thread.try_release()]:
+        time.sleep(_POLL_S)
+
+
 @contextlib.contextmanager
-def held(pid: int, *, without: int = 0) -> Iterator[list[HeldThread]]:
+def held(pid: int, *, without: int = 0, waits: bool = True) -> Iterator[list[HeldThread]]:
     """Hold every thread of a process but one, so that its memory changes by nobody else's hand.
+
+    Args:
+        pid: of the process.
+        without: the thread that goes on.
+        waits: until they have stopped, as HeldThread does.
 
     Raises:
         TraceError: if a thread cannot be held; all are let go then.
@@ -277,14 +319,16 @@ def held(pid: int, *, without: int = 0) -> Iterator[list[HeldThread]]:
             for tid in new:
                 passed.add(tid)
                 try:
-                    threads[tid] = HeldThread(tid)
+                    threads[tid] = HeldThread(tid, waits=False)
                 except OSError as error:
                     if Process.find(tid) is not None:  # it has not just ended
                         raise TraceError(
                             f"process {pid} cannot be held: {error}",
                             hint="no debugger or tracer may be attached during a dump",
                         ) from error
+            unsettled = list(threads.values()) if waits else []
+            while unsettled := [thread for thread in unsettled if not thread.has_settled()]:
+                time.sleep(_POLL_S)
         yield list(threads.values())
     finally:
-        for thread in threads.values():
-            thread.release()
+        release_all(threads.values())

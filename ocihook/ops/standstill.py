@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
-from ocihook.linux.cgroup import Freezer, find_freezer, wait_until_let_go, wait_until_thawed
+from ocihook.linux.cgroup import Freezer, find_freezer, wait_until_let_go
 from ocihook.linux.procfs import Process, descendants, pid_below
 from ocihook.linux.ptrace import held
 from ocihook.ops.journal import Journal
@@ -28,14 +28,14 @@ class Hold:
         self._stack = contextlib.ExitStack()
         self.is_empty = True
 
-    def add(self, threads: Mapping[Process, int]) -> None:
-        """Hold all threads of processes but one each.
+    def add(self, threads: Mapping[Process, int], *, waits: bool = True) -> None:
+        """Hold all threads of processes but one each; without `waits` those that are frozen do not stand still yet.
 
         Raises:
             TraceError: if one cannot be held.
         """
         for process, able in threads.items():
-            self._stack.enter_context(held(process.pid, without=able))
+            self._stack.enter_context(held(process.pid, without=able, waits=waits))
             self.is_empty = False
 
     def close(self) -> None:
@@ -127,19 +127,14 @@ def standing_still(journal: Journal, threads: Mapping[Process, int], timeout_s: 
         timeout_s: how long to wait for CRIU; None: as long as it takes.
 
     Raises:
-        FreezeError: if CRIU does not let go in time, or the freezer does not.
+        FreezeError: if CRIU does not let go in time, or what was frozen here cannot be thawed.
         TraceError: if they cannot be held.
     """
     for process in threads:
         wait_until_let_go(process, timeout_s)
     hold = Hold()
     try:
-        # A thread that v1 has frozen does not stop for a tracer; with v2 none of them comes to run at all.
-        if any((freezer := find_freezer(process.pid)) and freezer.version == 1 for process in threads):
-            thaw(journal)
-            for process in threads:
-                wait_until_thawed(process, timeout_s)
-        hold.add({process: able for process, able in threads.items() if process.is_alive()})
+        hold.add({process: able for process, able in threads.items() if process.is_alive()}, waits=False)
         thaw(journal)
         yield
     finally:

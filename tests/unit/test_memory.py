@@ -18,7 +18,7 @@ from ocihook.errors import TraceError
 from ocihook.linux.memory import Span, anonymous_spans, memory_path, read_mappings, subtract
 from ocihook.linux.procfs import thread_ids, tracer_pid
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
-from ocihook.linux.workers import start_call
+from ocihook.linux.workers import call_each, start_call
 
 MADV_DONTNEED = 4
 REGION_BYTES = 4 << 20
@@ -124,6 +124,17 @@ def test_a_stopped_process_stays_stopped(program: Program) -> None:
         assert file.read().rpartition(")")[2].split()[0] == "T"
     program.process.send_signal(signal.SIGCONT)
     assert program.ask()[0] == REGION_BYTES - PAGE_BYTES
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_process_that_is_killed_meanwhile_is_let_go(program: Program, *, waits: bool) -> None:
+    def hold_and_kill(_: object) -> int:
+        with held(program.pid, waits=waits) as threads:
+            os.kill(program.pid, signal.SIGKILL)
+        return len(threads)
+
+    assert call_each(hold_and_kill, [None], timeout_s=20) == [4]
+    assert program.process.wait(20) == -signal.SIGKILL
 
 
 def test_what_is_traced_cannot_be_held(program: Program) -> None:
