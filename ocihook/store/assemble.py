@@ -8,9 +8,11 @@ from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.packing import BATCH_BYTES, PageWriter, Progress, WritablePages, no_progress
-from ocihook.store.places import PackDirectory, StoredPack, StoredPacks, pack_number
+from ocihook.store.places import PackDirectory, StoredPacks, pack_number
 
 _RANGE_PAGES = 4096  # what a worker takes at a time
+_HOLE_PAGES = 16  # zero pages in a row that are worth a hole: as many as take as long to write as the call does
+_ZEROS = memoryview(bytes(_HOLE_PAGES * PAGE_BYTES))
 
 
 class Target(NamedTuple):
@@ -28,7 +30,7 @@ def assemble(
     workers: int,
     progress: Progress = no_progress,
 ) -> None:
-    """Write images to their targets; zero pages are left alone.
+    """Write images to their targets; long runs of zero pages are left alone.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
@@ -49,11 +51,13 @@ def assemble(
                 with contextlib.closing(targets[name].open()) as target:
                     writer = PageWriter(target, targets[name].start + first * PAGE_BYTES)
                     for number, at, count in layout.images[name].cut(first, pages):
-                        if number == ZERO:
-                            writer.skip(count)
-                        else:
-                            for content in _contents(packs.get(pack_numbers[number]), at, count):
+                        if number != ZERO:
+                            for content in packs.get(pack_numbers[number]).contents(at, count):
                                 writer.put(content)
+                        elif count < _HOLE_PAGES:
+                            writer.put(_ZEROS[: count * PAGE_BYTES])
+                        else:
+                            writer.skip(count)
                     writer.flush()
                 yield task
 
@@ -82,7 +86,7 @@ class StoredPages:
             if number == ZERO:
                 view[at:end] = bytes(end - at)
             else:
-                for content in _contents(self._packs.get(self._numbers[number]), first, pages):
+                for content in self._packs.get(self._numbers[number]).contents(first, pages):
                     view[at : at + len(content)] = content
                     at += len(content)
             at = end
@@ -105,11 +109,4 @@ def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> It
                 for done in range(0, pages * PAGE_BYTES, BATCH_BYTES):
                     yield bytes(min(BATCH_BYTES, pages * PAGE_BYTES - done))
             else:
-                yield from _contents(packs.get(pack_number(layout.packs[number].name)), first, pages)
-
-
-def _contents(pack: StoredPack, first: int, pages: int) -> Iterator[memoryview]:
-    while pages:
-        content, taken = pack.read(first, pages)
-        yield content
-        first, pages = first + taken, pages - taken
+                yield from packs.get(pack_number(layout.packs[number].name)).contents(first, pages)

@@ -12,7 +12,11 @@ import mmap
 import os
 import secrets
 import struct
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from operator import eq, not_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +39,15 @@ PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole p
 WORKER_BYTES = 48 << 20
 
 _BATCH_PAGES = 512
-_BLOCK_PAGES = 64  # compared at once with the checkpoint before
+_BLOCK_PAGES = 32  # compared at once with the checkpoint before
+_BLOCK_BYTES = _BLOCK_PAGES * ID_BYTES
+_SAME = b"\1" * _BLOCK_PAGES
+_MANY = bytes(GROUP_PAGES)  # as many in a row that differ may have been moved here: one of them leads to the others
+_BLOCK = struct.Struct(f"{ID_BYTES}s" * _BLOCK_PAGES)
 _ZERO_PAGE = bytes(PAGE_BYTES)
-_ROW = struct.Struct("<QII")  # pack, first page, pages
 _NO_PACK = (1 << 64) - 1  # of zero pages
 _RECENT_PAGES = 1 << 16  # of this worker, to find what a checkpoint has twice; 10 MiB
 _NEAR_PAGES = 1 << 12  # how far something inserted or removed moves what follows it, mostly
-_FAR_SEARCHES = 4096  # through all of an image's ids, in one range; 2 ms for each 4 GiB
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +69,30 @@ class Before:
         self._end = self._base + extents.pages * ID_BYTES
         self._extents = extents
         self._packs = packs
+        self._by_place: list[tuple[int, int, int]] | None = None
 
-    def has(self, page: int, ids: bytes) -> bool:
-        """Tell whether these are the ids of the pages from this one on."""
+    def ids(self, page: int, pages: int) -> bytes:
+        """Return the ids of pages from one on, one after the other; fewer at the end of the image."""
         start = self._base + page * ID_BYTES
-        return start + len(ids) <= self._end and self._ids[start : start + len(ids)] == ids
+        return self._ids[start : max(start, min(self._end, start + pages * ID_BYTES))]
 
-    def find(self, page_id: bytes, near: int, *, far: bool) -> int:
-        """Return a page with this id, near another one if there is one; -1 if there is none."""
+    def find(self, page_id: bytes, place: Place | None, near: int) -> int:
+        """Return a page with this id: what is stored at a place, or near another page; -1 if there is none."""
+        page = -1 if place is None else self._page_at(place)
+        if page >= 0 and self.ids(page, 1) == page_id:
+            return page
         middle = self._base + near * ID_BYTES
         reach = _NEAR_PAGES * ID_BYTES
-        found = self._search(page_id, max(self._base, middle - reach), min(self._end, middle + reach))
-        return self._search(page_id, self._base, self._end) if found < 0 and far else found
+        return self._search(page_id, max(self._base, middle - reach), min(self._end, middle + reach))
+
+    def _page_at(self, place: Place) -> int:
+        if self._by_place is None:
+            self._by_place = self._extents.by_place()
+        wanted = self._packs.index(place.pack) if place.pack in self._packs else ZERO
+        number = bisect_right(self._by_place, (wanted, place.page, self._extents.pages)) - 1
+        pack, first, start = self._by_place[number] if number >= 0 else (ZERO, 0, 0)
+        page = start + place.page - first
+        return page if pack == wanted != ZERO and page < self._extents.pages else -1
 
     def _search(self, page_id: bytes, start: int, end: int) -> int:
         at = self._ids.find(page_id, start, end)
@@ -82,10 +100,10 @@ class Before:
             at = self._ids.find(page_id, at + 1, end)
         return -1 if at < 0 else (at - self._base) // ID_BYTES
 
-    def places(self, page: int, pages: int) -> Iterator[tuple[int | None, int, int]]:
-        """Yield pack, first page and length of what makes up pages of it; the pack is None for zero pages."""
-        for extent in self._extents.cut(page, pages):
-            yield None if extent.pack == ZERO else self._packs[extent.pack], extent.first, extent.pages
+    def places(self, page: int, pages: int) -> "tuple[list[int], array[int], array[int]]":
+        """Return packs, first pages and lengths of what makes up pages of it; the pack of zero pages is _NO_PACK."""
+        packs, firsts, lengths = self._extents.slice(page, pages)
+        return [self._packs[pack] if pack != ZERO else _NO_PACK for pack in packs], firsts, lengths
 
 
 class _Range(NamedTuple):
@@ -136,14 +154,13 @@ def deduplicate(
             index = stack.enter_context(contextlib.closing(Index(index_dir)))
             stored = stack.enter_context(contextlib.closing(StoredPacks(packs)))
             output = stack.enter_context(contextlib.closing(_NewPacks(packs, index_dir)))
+            taker = _Taker(output, index, stored, page_ids)
             for task in task_numbers:
                 job = ranges[task]
                 name = names[job.image]
                 with contextlib.closing(sources[name].open()) as pages:
-                    taker = _Taker(output, index, stored, before.get(name), page_ids)
-                    taker.take(pages, sources[name].start, job, ids_fd, starts[name])
+                    data = taker.take(pages, sources[name].start, job, before.get(name), ids_fd, starts[name])
                 offset = os.lseek(spools[number], 0, os.SEEK_CUR)
-                data = b"".join(taker.rows)
                 os.write(spools[number], data)
                 yield task, number, offset, len(data)
             yield from output.finish()
@@ -183,10 +200,53 @@ def _layout(
     numbers: dict[int, int] = {}
     for job, data in zip(ranges, rows, strict=True):
         extents = images[names[job.image]]
-        for pack, first, pages in _ROW.iter_unpack(data):
-            extents.append(ZERO if pack == _NO_PACK else numbers.setdefault(pack, len(numbers)), first, pages)
+        in_packs, firsts, lengths = _Rows.split(data)
+        for pack in dict.fromkeys(in_packs):  # in their order
+            numbers.setdefault(pack, ZERO if pack == _NO_PACK else len(numbers) - (_NO_PACK in numbers))
+        extents.extend([numbers[pack] for pack in in_packs], firsts, lengths)
+    numbers.pop(_NO_PACK, None)
     infos = [new_packs.get(pack) or packs.info(pack) for pack in numbers]
     return Layout(tuple(infos), images)
+
+
+class _Rows:
+    """Rows of pack, first page and pages; one that goes on where the last one ends is joined with it."""
+
+    def __init__(self) -> None:
+        self._packs, self._firsts, self._lengths = array("Q"), array("I"), array("I")
+
+    def add(self, pack: int, first: int, pages: int) -> None:
+        """Add a row."""
+        if (
+            self._packs
+            and self._packs[-1] == pack
+            and (pack == _NO_PACK or self._firsts[-1] + self._lengths[-1] == first)
+        ):
+            self._lengths[-1] += pages
+        else:
+            self._packs.append(pack)
+            self._firsts.append(first)
+            self._lengths.append(pages)
+
+    def extend(self, packs: Sequence[int], firsts: "array[int]", lengths: "array[int]") -> None:
+        """Add rows of which none goes on where the one before it ends, but perhaps the first of them."""
+        self.add(packs[0], firsts[0], lengths[0])
+        self._packs.extend(packs[1:])
+        self._firsts.extend(firsts[1:])
+        self._lengths.extend(lengths[1:])
+
+    def to_bytes(self) -> bytes:
+        """Return what `split` reads, in this same program."""
+        return self._packs.tobytes() + self._firsts.tobytes() + self._lengths.tobytes()
+
+    @staticmethod
+    def split(data: bytes) -> "tuple[array[int], array[int], array[int]]":
+        """Return the columns."""
+        count = len(data) // 16
+        columns = array("Q"), array("I"), array("I")
+        for column, start, end in zip(columns, (0, 8, 12), (8, 12, 16), strict=True):
+            column.frombytes(data[start * count : end * count])
+        return columns
 
 
 def _run_length(ids: list[bytes], at: int) -> int:
@@ -278,36 +338,35 @@ class _NewPacks:
 
 
 class _Taker:
-    """Takes one range of an image."""
+    """Takes ranges of images."""
 
-    def __init__(
-        self,
-        output: _NewPacks,
-        index: Index,
-        stored: StoredPacks,
-        before: Before | None,
-        page_ids: PageIds,
-    ) -> None:
-        self._output, self._index, self._stored, self._before, self._page_ids = output, index, stored, before, page_ids
-        self._at = 0  # the page in the checkpoint before that the next one is expected to be
-        self._far_searches = _FAR_SEARCHES
+    def __init__(self, output: _NewPacks, index: Index, stored: StoredPacks, page_ids: PageIds) -> None:
+        self._output, self._index, self._stored, self._page_ids = output, index, stored, page_ids
         self._zero_id = page_ids.of(_ZERO_PAGE)
         self._buffer = bytearray(_BATCH_PAGES * PAGE_BYTES)
         self._view = memoryview(self._buffer)
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
-        self.rows: list[bytes] = []
+        self._before: Before | None = None
+        self._at = 0  # the page in the checkpoint before that the next one is expected to be
+        self._rows = _Rows()
 
-    def take(self, source: ReadablePages, offset: int, job: _Range, ids_fd: int, ids_start: int) -> None:
-        """Take it.
+    def take(
+        self, source: ReadablePages, offset: int, job: _Range, before: Before | None, ids_fd: int, ids_start: int
+    ) -> bytes:
+        """Take one.
 
         Args:
             source: of the image.
             offset: of the image's first page in `source`, in bytes.
             job: which pages.
+            before: the same image in the checkpoint before.
             ids_fd: gets their ids.
             ids_start: number of the image's first page in it.
+
+        Returns:
+            Where its pages are: what `_Rows.split` reads.
         """
-        self._at = job.first
+        self._before, self._at, self._rows = before, job.first, _Rows()
         for first in range(job.first, job.first + job.pages, _BATCH_PAGES):
             pages = min(_BATCH_PAGES, job.first + job.pages - first)
             size = pages * PAGE_BYTES
@@ -317,46 +376,80 @@ class _Taker:
             os.pwrite(ids_fd, joined, (ids_start + first) * ID_BYTES)
             self._take_batch(ids, joined)
             self._output.flush()
+        return self._rows.to_bytes()
 
     def _take_batch(self, ids: list[bytes], joined: bytes) -> None:
         at, end = 0, len(ids)
         looked_up = 0  # up to which page `known` is about
         known: Mapping[bytes, Place] = {}
+        same, ahead = b"", -1  # which pages are as in the checkpoint before, so many pages further on than here
         while at < end:
-            taken = self._follow_before(at, end, joined)
-            if not taken and ids[at] == self._zero_id:
+            if not same or self._at - at != ahead:
+                same, ahead = self._compare_ids(ids, joined, at), self._at - at
+                looked_up = at
+            differs = end if (found := same.find(0, at)) < 0 else found
+            if differs > at:
+                self._take_before(differs - at)
+                at = differs
+                continue
+            equals = end if (found := same.find(1, at)) < 0 else found
+            if ids[at] == self._zero_id:
                 taken = _run_length(ids, at)
-                self._row(None, 0, taken)
-            elif not taken:
+                self._rows.add(_NO_PACK, 0, taken)
+            else:
                 if at >= looked_up:
-                    looked_up = end if self._before is None else min(end, at + GROUP_PAGES)
-                    known = self._index.find_all(ids[at:looked_up])
-                taken = self._add_new(ids[at:looked_up], at, known) or self._take_recent(ids[at])
-                if not taken and self._lead_to_before(ids[at]):
+                    looked_up = self._look_up_to(same, at)
+                    known = self._index.find_all(compress(ids[at:looked_up], map(not_, same[at:looked_up])))
+                place = known.get(ids[at][:KEY_BYTES])
+                taken = self._add_new(ids[at : min(equals, looked_up)], at, known) or self._take_recent(ids[at])
+                if not taken and self._lead_to_before(ids[at], place):
                     continue
                 if not taken:
-                    taken = self._compare(known.get(ids[at][:KEY_BYTES]), at, end)
+                    taken = self._compare(place, at, end)
                 if not taken:  # it only looked like one that is stored
                     taken = self._add_new(ids[at : at + 1], at, {})
             at += taken
             self._at += taken
 
+    def _look_up_to(self, same: bytes, at: int) -> int:
+        """Return up to where to look up at once what differs: as far as all of it will most likely be needed."""
+        many = -1 if self._before is None else same.find(_MANY, at)
+        return at + GROUP_PAGES if many == at else many if many > at else len(same)
+
+    def _compare_ids(self, ids: list[bytes], joined: bytes, at: int) -> bytes:
+        """Return for each page 1 if it is, from page `at` on, what follows in the checkpoint before, else 0."""
+        theirs = b"" if self._before is None else self._before.ids(self._at, len(ids) - at)
+        if theirs == joined[at * ID_BYTES :]:
+            return b"\0" * at + b"\1" * (len(ids) - at)
+        found = [bytes(at)]
+        for start in range(0, len(theirs), _BLOCK_BYTES):
+            block, first = theirs[start : start + _BLOCK_BYTES], at + start // ID_BYTES
+            pages = len(block) // ID_BYTES
+            if joined.startswith(block, first * ID_BYTES):
+                found.append(_SAME[:pages])
+            else:
+                each = _BLOCK.unpack(block.ljust(_BLOCK_BYTES))[:pages]
+                found.append(bytes(map(eq, ids[first : first + pages], each)))
+        return b"".join(found).ljust(len(ids), b"\0")
+
     def _add_new(self, ids: list[bytes], at: int, known: Mapping[bytes, Place]) -> int:
         """Return how many of the pages from `at` on, with these ids, are in no way known, and add them."""
         recent = self._output.recent
         place = self._output.next_place()
-        before, expected, zero_id = self._before, self._at, self._zero_id
+        zero_id = self._zero_id
         count = 0
-        for page_id in ids:
+        # Mostly all are new, which is found out without a look at each of them.
+        if not known and recent.keys().isdisjoint(ids) and zero_id not in ids and len(set(ids)) == len(ids):
+            recent.update(zip(ids, range(place.page, place.page + len(ids)), strict=True))
+            count = len(ids)
+        for page_id in ids[count:]:
             if page_id in recent or page_id[:KEY_BYTES] in known or page_id == zero_id:
-                break
-            if before is not None and before.has(expected + count, page_id):
                 break
             recent[page_id] = place.page + count
             count += 1
         if count:
             self._output.add(ids[:count], self._view[at * PAGE_BYTES : (at + count) * PAGE_BYTES])
-            self._row(place.pack, place.page, count)
+            self._rows.add(place.pack, place.page, count)
         return count
 
     def _take_recent(self, page_id: bytes) -> int:
@@ -364,35 +457,23 @@ class _Taker:
         page = self._output.recent.get(page_id)
         if page is None:
             return 0
-        self._row(self._output.next_place().pack, page, 1)
+        self._rows.add(self._output.next_place().pack, page, 1)
         return 1
 
-    def _lead_to_before(self, page_id: bytes) -> bool:
+    def _lead_to_before(self, page_id: bytes, place: Place | None) -> bool:
         """Tell whether the checkpoint before has a page elsewhere, and go on from there."""
         if self._before is None:
             return False
-        found = self._before.find(page_id, self._at, far=self._far_searches > 0)
-        self._far_searches -= 1
+        found = self._before.find(page_id, place, self._at)
         if found >= 0:
             self._at = found
         return found >= 0
 
-    def _follow_before(self, at: int, end: int, joined: bytes) -> int:
-        """Return how many pages from `at` on are as in the checkpoint before, and add them."""
-        before, expected = self._before, self._at
-        if before is None or not before.has(expected, joined[at * ID_BYTES : (at + 1) * ID_BYTES]):
-            return 0
-        taken = 1
-        for step in (end - at - 1, _BLOCK_PAGES, 1):
-            while (
-                step
-                and at + taken + step <= end
-                and before.has(expected + taken, joined[(at + taken) * ID_BYTES : (at + taken + step) * ID_BYTES])
-            ):
-                taken += step
-        for pack, first, pages in before.places(expected, taken):
-            self._row(pack, first, pages)
-        return taken
+    def _take_before(self, pages: int) -> None:
+        """Take pages that are as in the checkpoint before."""
+        assert self._before is not None
+        self._rows.extend(*self._before.places(self._at, pages))
+        self._at += pages
 
     def _compare(self, place: Place | None, at: int, end: int) -> int:
         """Return how many pages from `at` on are, byte by byte, what is stored from a place on, and take them."""
@@ -404,7 +485,7 @@ class _Taker:
             log.warning("%s", error)
             return 0
         if taken:
-            self._row(place.pack, place.page, taken)
+            self._rows.add(place.pack, place.page, taken)
         return taken
 
     def _same_as_stored(self, place: Place, at: int, end: int) -> int:
@@ -422,6 +503,3 @@ class _Taker:
                 taken += 1
             break
         return taken
-
-    def _row(self, pack: int | None, first: int, pages: int) -> None:
-        self.rows.append(_ROW.pack(_NO_PACK if pack is None else pack, first, pages))

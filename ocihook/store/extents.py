@@ -5,8 +5,9 @@ import re
 import struct
 import sys
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
@@ -58,15 +59,37 @@ class Extents:
         self._starts.append(self.pages)
         self.pages += pages
 
-    def cut(self, start: int, pages: int) -> Iterator[Extent]:
-        """Yield what makes up `pages` pages from page `start` on."""
-        number = bisect_right(self._starts, start) - 1
-        while pages:
-            skipped = start - self._starts[number]
-            taken = min(self._lengths[number] - skipped, pages)
-            first = self._firsts[number]
-            yield Extent(self._packs[number], first if self._packs[number] == ZERO else first + skipped, taken)
-            start, pages, number = start + taken, pages - taken, number + 1
+    def extend(self, packs: Sequence[int], firsts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Add extents of which none goes on where the one before it ends, but perhaps the first of them."""
+        if not lengths:
+            return
+        self.append(packs[0], firsts[0], lengths[0])
+        self._packs.extend(packs[1:])
+        self._firsts.extend(firsts[1:])
+        self._lengths.extend(lengths[1:])
+        self._starts.extend(accumulate(lengths[1:], initial=self.pages))
+        self.pages = self._starts.pop()
+
+    def by_place(self) -> list[tuple[int, int, int]]:
+        """Return pack, first page and number of the first page in the image of each extent, in this order."""
+        return sorted(zip(self._packs, self._firsts, self._starts, strict=True))
+
+    def slice(self, start: int, pages: int) -> "tuple[array[int], array[int], array[int]]":
+        """Return packs, first pages and lengths of what makes up `pages` pages from page `start` on."""
+        end = start + pages
+        low = bisect_right(self._starts, start) - 1 if pages else 0
+        high = bisect_left(self._starts, end) if pages else 0
+        packs, firsts, lengths = self._packs[low:high], self._firsts[low:high], self._lengths[low:high]
+        if pages:
+            skipped = start - self._starts[low]
+            firsts[0] += 0 if packs[0] == ZERO else skipped
+            lengths[0] -= skipped
+            lengths[-1] -= self._starts[high - 1] + self._lengths[high - 1] - end
+        return packs, firsts, lengths
+
+    def cut(self, start: int, pages: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the same, pack, first page and length of one extent after the other."""
+        return zip(*self.slice(start, pages), strict=True)
 
     def to_bytes(self) -> bytes:
         """Return three rows of little-endian 32-bit numbers: packs, first pages, lengths."""
@@ -79,10 +102,14 @@ class Extents:
         for number, row in enumerate((made._packs, made._firsts, made._lengths)):
             row.frombytes(data[number * size : (number + 1) * size])
             row[:] = _little_endian(row)
-        for length in made._lengths:
-            made._starts.append(made.pages)
-            made.pages += length
+        made._starts.extend(accumulate(made._lengths, initial=0))
+        made.pages = made._starts.pop()
         return made
+
+    @property
+    def packs(self) -> set[int]:
+        """The packs that there are pages of."""
+        return set(self._packs) - {ZERO}
 
 
 def _little_endian(row: "array[int]") -> "array[int]":
@@ -140,7 +167,7 @@ def decode_layout(data: bytes, sizes: Sequence[tuple[str, int]]) -> Layout:
             raise ValueError("it goes on behind its last image")
         if [(name, extents.pages) for name, extents in images.items()] != list(sizes):
             raise ValueError("it has other images than its checkpoint")
-        if any(extent.pack != ZERO and extent.pack >= len(packs) for row in images.values() for extent in row):
+        if any(pack >= len(packs) for extents in images.values() for pack in extents.packs):
             raise ValueError("it names a pack that it does not list")
     except (ValueError, TypeError, KeyError, struct.error, RecursionError) as error:
         raise IntegrityError(f"the layout is malformed: {error!r}") from error

@@ -11,7 +11,10 @@ import mmap
 import os
 import secrets
 import struct
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import accumulate, repeat
+from operator import rshift
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +23,7 @@ from ocihook.errors import StoreError
 KEY_BYTES = 8
 MAX_RUNS = 8  # each is searched; more are merged
 _RECORD_BYTES = 20  # key, pack, page
+_KEY = struct.Struct(f">Q{_RECORD_BYTES - KEY_BYTES}x")  # as a number
 _PLACE = struct.Struct(">QI")
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, bits of the table, records
 _MAGIC, _VERSION = b"OCIHRUNS", 1
@@ -64,15 +68,17 @@ class Run:
     def __len__(self) -> int:
         return int(self._count)
 
-    def find(self, key: bytes) -> Place | None:
-        """Return the place of a key."""
-        bucket = int.from_bytes(key, "big") >> self._shift
-        start = self._records + self._table[bucket] * _RECORD_BYTES
-        end = self._records + self._table[bucket + 1] * _RECORD_BYTES
-        at = self._map.find(key, start, end)
-        while at >= 0 and (at - start) % _RECORD_BYTES:
-            at = self._map.find(key, at + 1, end)
-        return Place(*_PLACE.unpack_from(self._map, at + KEY_BYTES)) if at >= 0 else None
+    def find_all(self, keys: Iterable[bytes], numbers: Iterable[int], found: dict[bytes, Place]) -> None:
+        """Add the places of keys, and of these keys as numbers, that have none yet."""
+        table, records, shift, find = self._table, self._records, self._shift, self._map.find
+        for key, number in zip(keys, numbers, strict=True):
+            bucket = number >> shift
+            end = records + table[bucket + 1] * _RECORD_BYTES
+            at = find(key, records + table[bucket] * _RECORD_BYTES, end)
+            while at >= 0 and (at - records) % _RECORD_BYTES:
+                at = find(key, at + 1, end)
+            if at >= 0 and key not in found:
+                found[key] = Place(*_PLACE.unpack_from(self._map, at + KEY_BYTES))
 
     def part(self, first: int, end: int) -> list[bytes]:
         """Return the records whose keys begin with a byte from `first` to before `end`."""
@@ -127,14 +133,11 @@ class Index:
 
     def find_all(self, page_ids: Iterable[bytes]) -> dict[bytes, Place]:
         """Return by key where pages with these ids may be; the others are not in the domain."""
-        found = {}
-        for page_id in page_ids:
-            key = page_id[:KEY_BYTES]
-            for run in self._runs:
-                place = run.find(key)
-                if place is not None:
-                    found[key] = place
-                    break
+        found: dict[bytes, Place] = {}
+        keys = [page_id[:KEY_BYTES] for page_id in page_ids]
+        numbers = struct.unpack(f">{len(keys)}Q", b"".join(keys))
+        for run in self._runs:
+            run.find_all(keys, numbers, found)
         return found
 
     def close(self) -> None:
@@ -223,12 +226,13 @@ def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
         with partial.open("xb") as file:
             file.seek(_HEADER.size + len(table) * 4)
             for rows in parts:
-                file.write(b"".join(rows))
+                joined = b"".join(rows)
+                file.write(joined)
                 count += len(rows)
-                for row in rows:
-                    table[(int.from_bytes(row[:KEY_BYTES], "big") >> (64 - bits)) + 1] += 1
-            for number in range(1, len(table)):
-                table[number] += table[number - 1]
+                numbers = (number for (number,) in _KEY.iter_unpack(joined))
+                for bucket, found in Counter(map(rshift, numbers, repeat(64 - bits))).items():
+                    table[bucket + 1] += found
+            table = list(accumulate(table))
             file.seek(0)
             file.write(_HEADER.pack(_MAGIC, _VERSION, bits, count) + struct.pack(f"<{len(table)}I", *table))
             file.flush()

@@ -2,11 +2,15 @@
 
 import os
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add, eq, sub
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import lz4.block
 from cryptography.exceptions import InvalidTag
 from xxhash import xxh3_64_intdigest
 
@@ -29,6 +33,7 @@ _HEADER_BYTES = _HEADER.pack(_MAGIC, VERSION, 0, 0)
 _ENCRYPTED_HEADER_BYTES = _HEADER.pack(_MAGIC, ENCRYPTED_VERSION, 0, 0)  # then the key's id and a salt
 _ASSOCIATED = struct.Struct("<QHB")  # present, pages, kind: what of a record its chunk's tag vouches for
 _GATHER_MAX = 1000  # below IOV_MAX (1024 on Linux)
+_FULL = [(1 << pages) - 1 for pages in range(CHUNK_PAGES + 1)]  # `present` of so many pages that all have content
 
 Buffer = bytes | memoryview
 
@@ -237,14 +242,97 @@ class PackReader:
             expected_offset = chunk.offset + chunk.stored_bytes
             yield chunk
 
-    def chunk(self, number: int) -> Chunk:
-        """Return a chunk that `chunks` has been through."""
-        return Chunk(*_RECORD.unpack_from(self._table, number * _RECORD.size))
+    def full_chunks(self) -> Sequence[int]:
+        """Check as `chunks` does that there are chunks only of which all pages have content.
+
+        Returns:
+            The number of the first page of each chunk; then how many there are.
+
+        Raises:
+            IntegrityError: if there are others.
+        """
+        # By columns, which takes a sixth of the time that a record after the other does.
+        columns = list(zip(*_RECORD.iter_unpack(self._table), strict=True)) or [()] * 6
+        offsets, present, _, sizes, pages, kinds = columns
+        tag_bytes = TAG_BYTES if self.is_encrypted else 0
+        content = [number * PAGE_BYTES + tag_bytes for number in pages]
+        end_of_chunks = self.info.size_bytes - _TRAILER.size - len(self._table)
+        is_sane = self.info.chunks == 0 or (
+            min(pages) > 0
+            and max(pages) <= CHUNK_PAGES
+            and all(map(eq, present, map(_FULL.__getitem__, pages)))
+            and min(sizes) > tag_bytes
+            and min(map(sub, content, sizes)) >= 0
+            and [LZ4 - is_raw for is_raw in map(eq, sizes, content)] == list(kinds)
+            and offsets[0] >= len(self._header)
+            and offsets[-1] + sizes[-1] <= end_of_chunks
+            and all(map(eq, offsets[1:], map(add, offsets, sizes)))
+        )
+        if not is_sane:
+            for _ in self.chunks(0, self.info.chunks):  # tells which it is
+                pass
+            raise IntegrityError(f"pack {self.info.name} has a chunk of zero pages, which a store never writes")
+        return array("I", accumulate(pages, initial=0))
+
+    def read_full(self, first: int, end: int) -> list[Buffer]:
+        """Return the content of each of a row of chunks that `full_chunks` has been through, verified.
+
+        Raises:
+            IntegrityError: if they are not what was written.
+            KeyMissing: if they are encrypted, and there is no key.
+        """
+        records = [*_RECORD.iter_unpack(memoryview(self._table)[first * _RECORD.size : end * _RECORD.size])]
+        base = records[0][0]
+        stored = memoryview(self.read_range(base, records[-1][0] + records[-1][3] - base))
+        contents: list[Buffer] = []
+        for record in records:  # many thousands: no call here that can be done without
+            offset, _, checksum, size, pages, kind = record
+            content: Buffer = stored[offset - base : offset - base + size]
+            if xxh3_64_intdigest(content) != checksum:
+                self.verify(Chunk._make(record), content)
+            if self.is_encrypted:
+                content = self._decrypt(Chunk._make(record), content)
+            contents.append(content if kind == RAW else self._decompress(content, pages * PAGE_BYTES, offset))
+        return contents
+
+    def decode(self, chunk: Chunk, stored: Buffer) -> Buffer:
+        """Return the content of a chunk's present pages from its verified bytes.
+
+        Raises:
+            IntegrityError: if they do not decode to that.
+        """
+        if chunk.kind == RAW:
+            return stored
+        return self._decompress(stored, chunk.present.bit_count() * PAGE_BYTES, chunk.offset)
+
+    def _decompress(self, stored: Buffer, size: int, offset: int) -> bytes:
+        try:
+            content: bytes = lz4.block.decompress(stored, uncompressed_size=size)
+        except lz4.block.LZ4BlockError as error:
+            raise IntegrityError(f"pack {self.info.name}: the chunk at byte {offset} does not decode") from error
+        if len(content) != size:
+            raise IntegrityError(f"pack {self.info.name}: the chunk at byte {offset} decodes to a wrong size")
+        return content
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` in the pack."""
+        """Fill `buffer` from `offset` in the pack.
+
+        Raises:
+            IntegrityError: if it has become shorter.
+        """
         if os.preadv(self.fd, [buffer], self._base + offset) != len(buffer):
             raise IntegrityError(f"pack {self.info.name} ends early")
+
+    def read_range(self, offset: int, size: int) -> bytes:
+        """Return bytes from `offset` in the pack.
+
+        Raises:
+            IntegrityError: if it has become shorter.
+        """
+        data = os.pread(self.fd, size, self._base + offset)
+        if len(data) != size:
+            raise IntegrityError(f"pack {self.info.name} ends early")
+        return data
 
     def read(self, chunk: Chunk) -> bytes:
         """Return the bytes of one chunk as they are decoded, checksum verified, decrypted.
@@ -254,8 +342,9 @@ class PackReader:
             KeyMissing: if they are encrypted, and there is no key.
         """
         stored = self.read_stored(chunk)
-        if not self.is_encrypted:
-            return stored
+        return self._decrypt(chunk, stored) if self.is_encrypted else stored
+
+    def _decrypt(self, chunk: Chunk, stored: Buffer) -> bytes:
         if self._cipher is None:
             assert self._keyring is not None
             salt_at = _HEADER.size + KEY_ID_BYTES
@@ -269,7 +358,7 @@ class PackReader:
 
     def read_stored(self, chunk: Chunk) -> bytes:
         """Return the stored bytes of one chunk, checksum verified."""
-        stored = read_at(self.fd, chunk.stored_bytes, self._base + chunk.offset)
+        stored = self.read_range(chunk.offset, chunk.stored_bytes)
         self.verify(chunk, stored)
         return stored
 

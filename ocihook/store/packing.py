@@ -37,10 +37,9 @@ BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; stays in th
 WORKER_BYTES = 24 << 20
 AGENT_BYTES = 48 << 20  # the agent and one session without workers: 14 MiB, and the packs' tables when reading
 
-_GATHER_MAX = 1024 - CHUNK_PAGES  # IOV_MAX (limits.h), less what one more chunk can add
-
 _ZERO_PAGE = bytes(PAGE_BYTES)
 _ZERO_CHUNK = bytes(CHUNK_BYTES)
+_ZEROS = memoryview(_ZERO_CHUNK)
 
 _Target = tuple[Callable[[], "WritablePages"], int]  # and an offset in it
 Progress = Callable[[int], None]  # told how many more bytes of image are done
@@ -459,7 +458,7 @@ class PackedPages:
 
 def _whole(reader: PackReader, chunk: Chunk) -> bytes | memoryview:
     """Return all pages of a chunk that has content."""
-    content = decode_chunk(reader, chunk, reader.read(chunk))
+    content = reader.decode(chunk, reader.read(chunk))
     if chunk.present == (1 << chunk.pages) - 1:
         return content
     window = bytearray(chunk.pages * PAGE_BYTES)
@@ -470,76 +469,66 @@ def _whole(reader: PackReader, chunk: Chunk) -> bytes | memoryview:
     return bytes(window)
 
 
-def decode_chunk(reader: PackReader, chunk: Chunk, stored: bytes | memoryview) -> bytes | memoryview:
-    """Return the content of a chunk's present pages from its verified stored bytes.
-
-    Raises:
-        IntegrityError: if they do not decode to that.
-    """
-    if chunk.kind == RAW:
-        return stored
-    size = chunk.present.bit_count() * PAGE_BYTES
-    try:
-        content: bytes = lz4.block.decompress(stored, uncompressed_size=size)
-    except lz4.block.LZ4BlockError as error:
-        raise IntegrityError(f"pack {reader.info.name}: the chunk at byte {chunk.offset} does not decode") from error
-    if len(content) != size:
-        raise IntegrityError(f"pack {reader.info.name}: the chunk at byte {chunk.offset} decodes to a wrong size")
-    return content
-
-
 class PageWriter:
-    """Gathers pages and writes them in few large calls; zero chunks become holes."""
+    """Gathers pages and writes them in few large calls; zero chunks become holes.
+
+    The calls end at multiples of their size: where the target has huge pages, each of them is then written whole, and
+    the kernel need not clear it before.
+    """
 
     def __init__(self, pages: WritablePages, position: int) -> None:
         self._pages = pages
         self._position = position
         self._pending: list[bytes | memoryview] = []
-        self._pending_bytes = 0
+        self._room = BATCH_BYTES - position % BATCH_BYTES  # bytes up to the end of this call
 
     def skip(self, pages: int) -> None:
         """Leave the next `pages` as they are in a new file: zero."""
         self.flush()
         self._position += pages * PAGE_BYTES
+        self._room = BATCH_BYTES - self._position % BATCH_BYTES
 
     def put(self, content: bytes | memoryview) -> None:
         """Add whole pages. The buffer must stay unchanged until the next `flush`."""
-        self._pending.append(content)
-        self._added(len(content))
+        size = len(content)
+        if size < self._room:  # of whole pages, so that no call has more than 512 buffers; the kernel takes 1024
+            self._pending.append(content)
+            self._room -= size
+            return
+        room = self._room
+        self._pending.append(content[:room])
+        self._room = 0
+        self.flush()
+        if size > room:
+            self.put(content[room:])
 
     def put_chunk(self, chunk: Chunk, content: bytes | memoryview) -> None:
         """Add a chunk that has content. The buffer must stay unchanged until the next `flush`."""
-        size = chunk.pages * PAGE_BYTES
         if chunk.present == (1 << chunk.pages) - 1:
-            self._pending.append(content)
-        else:
-            at = taken = 0
-            for start, end in _byte_runs(chunk.present):
-                if start > at:
-                    self._pending.append(_ZERO_CHUNK[: start - at])
-                self._pending.append(content[taken : taken + end - start])
-                taken += end - start
-                at = end
-            if at < size:
-                self._pending.append(_ZERO_CHUNK[: size - at])
-        self._added(size)
-
-    def _added(self, size: int) -> None:
-        self._pending_bytes += size
-        # Bytes, since a chunk may decode to many times its stored size; pieces, since the kernel takes IOV_MAX.
-        if self._pending_bytes >= BATCH_BYTES or len(self._pending) > _GATHER_MAX:
-            self.flush()
+            self.put(content)
+            return
+        at = taken = 0
+        for start, end in _byte_runs(chunk.present):
+            if start > at:
+                self.put(_ZEROS[: start - at])
+            self.put(content[taken : taken + end - start])
+            taken += end - start
+            at = end
+        if at < chunk.pages * PAGE_BYTES:
+            self.put(_ZEROS[: chunk.pages * PAGE_BYTES - at])
 
     def flush(self) -> None:
         """Write what is pending."""
-        while self._pending:
+        left = BATCH_BYTES - self._position % BATCH_BYTES - self._room
+        while left:
             written = self._pages.write(self._pending, self._position)
             self._position += written
-            self._pending_bytes -= written
+            left -= written
             # What is left after a signal, or on a nearly full disk.
-            self._pending = [memoryview(b"".join(self._pending))[written:]] if self._pending_bytes else []
+            self._pending = [memoryview(b"".join(self._pending))[written:]] if left else []
             if not written:  # memory that its process has unmapped, or left
                 raise OSError(errno.EIO, "Memory ended early")
+        self._room = BATCH_BYTES - self._position % BATCH_BYTES
 
 
 def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, writer: PageWriter | None) -> None:
@@ -559,7 +548,7 @@ def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, wri
                 if chunk.kind == ZERO:
                     writer.skip(chunk.pages)
                 else:
-                    writer.put_chunk(chunk, decode_chunk(reader, chunk, stored))
+                    writer.put_chunk(chunk, reader.decode(chunk, stored))
             if writer is not None:
                 writer.flush()
 

@@ -1,8 +1,8 @@
 """The packs of a domain, opened as they are needed, and read by page."""
 
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ from ocihook.errors import IntegrityError
 from ocihook.store.cipher import Keyring, PackCipher
 from ocihook.store.identity import ID_BYTES, PageIds
 from ocihook.store.index import KEY_BYTES
-from ocihook.store.pack import PAGE_BYTES, ZERO, PackFile, PackInfo, PackReader, PackWriter, read_info
-from ocihook.store.packing import decode_chunk
+from ocihook.store.pack import PAGE_BYTES, Buffer, PackFile, PackInfo, PackReader, PackWriter, read_info
 
 _OPEN_PACKS = 64
+_ROW_CHUNKS = 16  # read at a time: 1 MiB before compression
 
 
 def pack_name(number: int) -> str:
@@ -33,18 +33,25 @@ class StoredPack:
         """Open it; without `info`, as it says of itself what it is. The keys are asked for when they are needed.
 
         Raises:
-            IntegrityError: if it is missing, damaged, or not what `info` says.
+            IntegrityError: if it is missing, its table is damaged, or it is not what `info` says.
         """
         self._reader = PackReader(PackFile(path), info or read_info(path), keyring)
         self.is_encrypted, self.key_id = self._reader.is_encrypted, self._reader.key_id
-        self._starts = array("I")  # and not the chunks themselves: there are thousands of packs
-        self.pages = 0
-        for chunk in self._reader.chunks(0, self._reader.info.chunks):
-            if chunk.kind == ZERO or chunk.present != (1 << chunk.pages) - 1:
-                raise IntegrityError(f"pack {path.name} has a chunk of zero pages, which a store never writes")
-            self._starts.append(self.pages)
-            self.pages += chunk.pages
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        """First pages of the chunks; and not the chunks themselves, since there are thousands of packs."""
+        return self._reader.full_chunks()
+
+    @property
+    def pages(self) -> int:
+        """How many there are.
+
+        Raises:
+            IntegrityError: if the pack has chunks that a store never writes.
+        """
+        return self._starts[-1]
 
     def read(self, first: int, pages: int) -> tuple[memoryview, int]:
         """Return content from page `first` on: at least one page, at most `pages`, and how many it is.
@@ -52,15 +59,41 @@ class StoredPack:
         Raises:
             IntegrityError: if there is no such page, or it is damaged.
         """
-        if not 0 <= first < self.pages:
-            raise IntegrityError(f"pack {self._reader.info.name} has no page {first}")
+        self._check(first, 1)
         number = bisect_right(self._starts, first) - 1
         if self._last[0] != number:
-            chunk = self._reader.chunk(number)
-            self._last = number, memoryview(decode_chunk(self._reader, chunk, self._reader.read(chunk)))
+            self._last = number, memoryview(self._reader.read_full(number, number + 1)[0])
         skipped = first - self._starts[number]
         content = self._last[1][skipped * PAGE_BYTES : (skipped + pages) * PAGE_BYTES]
         return content, len(content) // PAGE_BYTES
+
+    def contents(self, first: int, pages: int) -> Iterator[Buffer]:
+        """Yield the content of pages in a row, piece by piece.
+
+        Raises:
+            IntegrityError: if there are no such pages, or they are damaged.
+        """
+        self._check(first, pages)
+        starts, end = self._starts, first + pages
+        number = bisect_right(starts, first) - 1
+        if number == self._last[0]:
+            start = starts[number]
+            yield self._last[1][(first - start) * PAGE_BYTES : (end - start) * PAGE_BYTES]
+            number += 1
+        stop = bisect_left(starts, end, number)
+        for row in range(number, stop, _ROW_CHUNKS):
+            row_end = min(stop, row + _ROW_CHUNKS)
+            contents = self._reader.read_full(row, row_end)
+            self._last = row_end - 1, memoryview(contents[-1])
+            if starts[row_end] > end:
+                contents[-1] = self._last[1][: (end - starts[row_end - 1]) * PAGE_BYTES]
+            if starts[row] < first:
+                contents[0] = memoryview(contents[0])[(first - starts[row]) * PAGE_BYTES :]
+            yield from contents
+
+    def _check(self, first: int, pages: int) -> None:
+        if not 0 <= first < first + pages <= self.pages:
+            raise IntegrityError(f"pack {self._reader.info.name} has no page {max(first, self.pages)}")
 
     def verify(self) -> None:
         """Read everything and check every checksum.
@@ -68,8 +101,8 @@ class StoredPack:
         Raises:
             IntegrityError: naming the first damaged chunk.
         """
-        for chunk in self._reader.chunks(0, self._reader.info.chunks):
-            decode_chunk(self._reader, chunk, self._reader.read(chunk))
+        for number in range(len(self._starts) - 1):
+            self._reader.read_full(number, number + 1)
 
     def close(self) -> None:
         """Close it."""
@@ -129,11 +162,15 @@ class StoredPacks:
         Raises:
             IntegrityError: if it is missing or damaged.
         """
-        pack = self._open.pop(number, None)
+        pack = self._open.get(number)
+        is_full = len(self._open) >= _OPEN_PACKS
+        if pack is not None and not is_full:
+            return pack
         if pack is None:
             pack = self._directory.open(pack_name(number), self._infos.get(number))
-            if len(self._open) >= _OPEN_PACKS:
+            if is_full:
                 self._open.pop(next(iter(self._open))).close()
+        self._open.pop(number, None)
         self._open[number] = pack  # the last one is the newest used
         return pack
 

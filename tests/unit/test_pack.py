@@ -1,10 +1,14 @@
 """A single pack: what the writer puts down byte by byte, and what the reader refuses."""
 
+import contextlib
 import os
 import struct
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from ocihook.errors import IntegrityError, StoreError
@@ -213,3 +217,49 @@ def test_reading_past_the_end(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     with (tmp_path / "f").open("rb") as file, pytest.raises(StoreError, match="2 bytes early"):
         read_at(file.fileno(), 4, 1)
+
+
+def is_full(chunk: Chunk) -> bool:
+    return chunk.kind != ZERO and chunk.present == (1 << chunk.pages) - 1
+
+
+RECORDS = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, -16, 2**40]),  # away from where it would have to be
+        st.sampled_from([1, 2, 16, 64, 65, 0]),  # pages
+        st.sampled_from([0, 1, -1]),  # in its bitmap
+        st.sampled_from([RAW, LZ4, ZERO, 3]),
+        st.sampled_from([0, 1, -1, -100]),  # stored bytes, but for its content
+    )
+    | st.tuples(st.just(0), st.integers(1, 64), st.just(0), st.just(LZ4), st.just(-1))
+    | st.tuples(st.just(0), st.integers(1, 64), st.just(0), st.just(RAW), st.just(0)),
+    max_size=5,
+)
+
+
+@given(RECORDS)
+def test_full_chunks_are_checked_as_others_are(rows: list[tuple[int, int, int, int, int]]) -> None:
+    """All at once, and yet what `chunks` refuses one by one is refused, and what is not full."""
+    offset, records = 16, []
+    for away, pages, more, kind, difference in rows:
+        size = max(0, pages * PAGE_BYTES + difference)
+        records.append((max(0, offset + away), max(0, (1 << min(pages, 64)) - 1 + more) % 2**64, 0, size, pages, kind))
+        offset += size
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "p"
+        info = sealed(path, *records, content=b"")
+        with path.open("r+b") as file:  # a hole in place of the content
+            tail = file.read()[16:]
+            file.truncate(offset + len(tail))
+            file.seek(offset)
+            file.write(tail[:-32] + struct.pack("<8sQ", b"OCIHTAIL", offset) + tail[-16:])
+        reader = PackReader(PackFile(path), info._replace(size_bytes=offset + len(tail)))
+        expected = []
+        with contextlib.suppress(IntegrityError):
+            expected += [chunk.pages for chunk in reader.chunks(0, len(records)) if is_full(chunk)]
+        if len(expected) == len(records):
+            assert list(reader.full_chunks()) == [sum(expected[:number]) for number in range(len(records) + 1)]
+        else:
+            with pytest.raises(IntegrityError):
+                reader.full_chunks()
+        reader.close()

@@ -16,7 +16,7 @@ from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.workers import WorkerDied
 from ocihook.store import packing
 from ocihook.store.manifest import PackedImage, Segment
-from ocihook.store.pack import LZ4, PAGE_BYTES, RAW, ZERO, Chunk, PackFile, PackInfo, PackReader
+from ocihook.store.pack import CHUNK_PAGES, LZ4, PAGE_BYTES, RAW, ZERO, Chunk, PackFile, PackInfo, PackReader
 from ocihook.store.packing import (
     AGENT_BYTES,
     BATCH_BYTES,
@@ -24,6 +24,7 @@ from ocihook.store.packing import (
     SEGMENT_BYTES,
     WORKER_BYTES,
     Packs,
+    PageWriter,
     pack_images,
     workers_within,
 )
@@ -377,3 +378,51 @@ def test_workers_stay_within_the_memory_bound() -> None:
     assert workers_within(AGENT_BYTES + 3 * WORKER_BYTES, 8) == 3
     assert workers_within(AGENT_BYTES + 3 * WORKER_BYTES - 1, 8) == 2
     assert workers_within(256 << 20, 2) == 2
+
+
+class Written:
+    """Memory that tells how it was written, and takes less than it was given."""
+
+    def __init__(self, most: int) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.data = bytearray()
+        self._most = most
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        data = b"".join(buffers)[: self._most]
+        assert len(buffers) <= os.sysconf("SC_IOV_MAX")
+        self.data[len(self.data) :] = bytes(max(0, offset - len(self.data)))
+        self.data[offset : offset + len(data)] = data
+        self.calls.append((offset, offset + len(data)))
+        return len(data)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("most", [1 << 40, 3 * PAGE_BYTES + 5])
+def test_pages_are_written_in_whole_batches(most: int) -> None:
+    target, start = Written(most), 5 * PAGE_BYTES
+    writer = PageWriter(target, start)
+    expected = bytearray(start)
+    pieces = [1, 2, 2000, CHUNK_PAGES, -700, 3, *[1] * 1500, -1, 20]  # negative: skipped
+    for number, pages in enumerate(pieces):
+        if pages < 0:
+            writer.skip(-pages)
+            expected += bytes(-pages * PAGE_BYTES)
+        else:
+            piece = bytes([number % 255 + 1]) * (pages * PAGE_BYTES)
+            writer.put(memoryview(piece))
+            expected += piece
+    writer.flush()
+    assert target.data == expected
+    assert all(end - start <= BATCH_BYTES for start, end in target.calls)
+    if most > BATCH_BYTES:  # of all ends only those of what is before something skipped, and of the last, are anywhere
+        assert sum(end % BATCH_BYTES > 0 for _, end in target.calls) == 3
+
+
+def test_a_target_that_takes_nothing_is_an_error() -> None:
+    writer = PageWriter(Written(0), 0)
+    writer.put(bytes(PAGE_BYTES))
+    with pytest.raises(OSError, match="ended early"):
+        writer.flush()

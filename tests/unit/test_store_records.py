@@ -1,7 +1,7 @@
 """The store's records: what is written is read, and what is not one is refused."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ocihook.errors import IntegrityError
 from ocihook.model import ContainerRef
 from ocihook.ops.prune import Keep, choose
-from ocihook.store.extents import ZERO, Extent, Extents, Layout, decode_layout, encode_layout
+from ocihook.store.extents import ZERO, Extents, Layout, decode_layout, encode_layout
 from ocihook.store.frame import decode_frame, encode_frame
 from ocihook.store.manifest import OtherImage
 from ocihook.store.pack import PackInfo
@@ -53,16 +53,20 @@ def test_extents_are_a_row_of_pages(rows: list[tuple[int, int, int]]) -> None:
         extents.append(pack, first, pages)
         expected += [(pack, 0 if pack == ZERO else first + n) for n in range(pages)]
 
-    def listed(found: list[Extent]) -> list[tuple[int, int]]:
-        return [(e.pack, 0 if e.pack == ZERO else e.first + n) for e in found for n in range(e.pages)]
+    def listed(found: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        return [(pack, 0 if pack == ZERO else first + n) for pack, first, length in found for n in range(length)]
 
-    assert listed(list(extents)) == expected
+    assert listed(extents) == expected
+    joined = Extents()
+    for half in (list(extents)[: len(extents) // 2], list(extents)[len(extents) // 2 :]):
+        joined.extend(*([extent[column] for extent in half] for column in range(3)))
+    assert (list(joined), joined.pages) == (list(extents), extents.pages)
     assert extents.pages == len(expected)
     again = Extents.from_bytes(extents.to_bytes())
     assert list(again) == list(extents)
     for start in range(0, len(expected), 3):
         for pages in (1, len(expected) - start):
-            assert listed(list(again.cut(start, pages))) == expected[start : start + pages]
+            assert listed(again.cut(start, pages)) == expected[start : start + pages]
 
 
 def layout() -> Layout:
