@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from integration import fake_driver
+from integration.cri.engine import build_wheels
 from integration.namespace import is_required
 from integration.registry import DockerRegistry
 
@@ -54,6 +55,26 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     binary = tmp_path_factory.mktemp("workload") / "workload"
     subprocess.run(["gcc", "-O2", "-static", "-s", "-o", binary, HERE / "workload.c"], check=True, timeout=120)
     return binary
+
+
+@pytest.fixture(scope="session")
+def forky_root() -> Path:
+    """The root tree that `integration/node-setup forky` made."""
+    root = Path(os.environ.get("OCIHOOK_FORKY_ROOT", "/var/cache/ocihook/forky"))
+    if not (root / ".complete").exists():
+        if is_required():
+            raise AssertionError(f"{root} is missing: run integration/node-setup forky {root}")
+        pytest.skip(f"needs {root}: integration/node-setup forky {root}")
+    return root
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory, forky_root: Path) -> Path:
+    """ocihook with all it needs, for the Python of that root."""
+    target = tmp_path_factory.mktemp("wheels") / "site"
+    interpreter = os.readlink(forky_root / "usr/bin/python3")
+    build_wheels(target, interpreter.removeprefix("python"))
+    return target
 
 
 @pytest.fixture(scope="session")

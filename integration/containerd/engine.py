@@ -1,47 +1,8 @@
-"""A real containerd with its CRI, in a Debian root of its own that is pivoted to: what a kubelet would talk to."""
+"""A real containerd."""
 
-import re
-import subprocess
-import sys
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import grpc
-from packaging.requirements import Requirement
-
-from integration import fake_driver
-from integration.containerd.registry import Registry, program_layer
-from integration.namespace import TIMEOUT_S, Namespace, wait_for
-
-HERE = Path(__file__).parent
-PROJECT = HERE.parents[1]
-NODE_NETWORK = 2  # NamespaceMode.NODE
-CONTAINER_PID = 1  # NamespaceMode.CONTAINER
-RUNNING = 1  # ContainerState.CONTAINER_RUNNING
-
-# A chroot would not do: CRIU wants the container's mounts below the root of the mount namespace. $3 is 1 or 2.
-_SETUP = """
-root="$1/root"
-mkdir -p "$1/upper" "$1/work" "$1/containerd" "$root"
-mount -t overlay overlay -o "lowerdir=$2,upperdir=$1/upper,workdir=$1/work" "$root"
-mount --make-private "$root"
-mount -t proc proc "$root/proc"
-mount -t sysfs sysfs "$root/sys"
-mount --rbind /dev "$root/dev"
-mount -t tmpfs tmpfs "$root/run"
-mount -t tmpfs tmpfs "$root/tmp"
-if [ "$3" = 1 ]; then mount --rbind /sys/fs/cgroup "$root/sys/fs/cgroup"
-else mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"; fi
-mkdir -p "$root/scratch" "$root/var/lib/containerd" "$root/oldroot" "$root/opt/project"
-mount --bind "$1" "$root/scratch"
-mount --bind "$1/containerd" "$root/var/lib/containerd"
-cd "$root"
-pivot_root . oldroot
-cd /
-umount -l /oldroot
-"""
+from integration.cri.engine import CriEngine
 
 _CONFIG = """
 version = 3
@@ -61,214 +22,35 @@ config_path = "/etc/containerd/certs.d"
 restrict_oom_score_adj = true
 enable_unprivileged_ports = false
 enable_unprivileged_icmp = false
+[plugins."io.containerd.cri.v1.runtime".cni]
+bin_dirs = ["/usr/lib/cni"]
+conf_dir = "/etc/cni/net.d"
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
-container_annotations = ["ocihook.io/*"]
+pod_annotations = ["ocihook.io/*"]
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
 SystemdCgroup = false
 BinaryName = "@RUNTIME@runc"
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.crun]
 runtime_type = "io.containerd.runc.v2"
+pod_annotations = ["ocihook.io/*"]
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.crun.options]
 SystemdCgroup = false
 BinaryName = "@RUNTIME@crun"
 """
 
 
-class Containerd:
-    """One containerd, its registry, and a CRI client."""
+class Containerd(CriEngine):
+    """One containerd."""
 
-    def __init__(
-        self,
-        scratch: Path,
-        forky_root: Path,
-        wheels: Path,
-        workload: Path,
-        *,
-        cgroup_version: int = 2,
-        cuda_files: Path | None = None,
-    ) -> None:
-        self.scratch = scratch
-        self.registry = Registry()
-        layer = program_layer(workload, cuda_files)
-        self.image = self.registry.add("workload", layer, entrypoint=["/workload"])
-        pause = self.registry.add("pause", layer, entrypoint=["/workload", "pause"])
-        self.namespace = Namespace(_SETUP, [str(scratch), str(forky_root), str(cgroup_version)])
-        self.cgroup_version = cgroup_version
-        subprocess.run(["cp", "-r", wheels, self.namespace.path("/opt/ocihook")], check=True, timeout=TIMEOUT_S)
-        if cuda_files:
-            subprocess.run(["cp", "-r", cuda_files, self.namespace.path("/opt/cuda")], check=True, timeout=TIMEOUT_S)
-            fake_driver.install_driver(self.namespace, Path("/opt/cuda"))
-        runtime = "/usr/sbin/" if cgroup_version == 1 else "/usr/local/bin/limitless-"
-        if cgroup_version == 2:
-            for name in ("runc", "crun"):
-                wrapper = self.namespace.path(runtime + name)
-                subprocess.run(["cp", HERE / "limitless-runtime", wrapper], check=True, timeout=TIMEOUT_S)
-        config = self.namespace.path("/etc/containerd.toml")
-        config.write_text(_CONFIG.replace("@PAUSE@", pause).replace("@RUNTIME@", runtime))
-        self.pull_from(self.registry.address)
-        self._write("/etc/criu/runc.conf", "manage-cgroups=ignore\n" if cgroup_version == 2 else "")
-        self.configure("[agent]\nidle_timeout_s = 2\n")
-        self.namespace.spawn("containerd", "-c", "/etc/containerd.toml", log=scratch / "containerd.log")
-        socket = self.namespace.path("/run/containerd.sock")
-        wait_for("containerd", socket.exists)
-        # grpc wants a path that stays short and has no links of /proc in it.
-        (scratch / "run").symlink_to(self.namespace.path("/run"))
-        self._channel = grpc.insecure_channel(f"unix:{scratch}/run/containerd.sock")
-        self._messages, services = grpc.protos_and_services("integration/containerd/cri.proto")
-        self._runtime = services.RuntimeServiceStub(self._channel)
-        self._images = services.ImageServiceStub(self._channel)
-        wait_for("containerd's CRI", self._is_ready)
-        self._pods: dict[str, str] = {}  # container id -> sandbox id
+    name = "containerd"
 
-    def _is_ready(self) -> bool:
-        try:
-            self.call("Version")
-        except grpc.RpcError:
-            return False
-        return True
-
-    def call(self, method: str, **fields: object) -> Any:  # noqa: ANN401 - a message of the CRI
-        """Call a method of the CRI."""
-        service = self._images if "Image" in method else self._runtime
-        return getattr(service, method)(getattr(self._messages, f"{method}Request")(**fields), timeout=TIMEOUT_S)
-
-    def _write(self, path: str, text: str) -> None:
-        file = self.namespace.path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    def command(self) -> Sequence[str]:
+        """Configure it; return what starts it."""
+        config = _CONFIG.replace("@PAUSE@", self.pause).replace("@RUNTIME@", self.runtime_prefix)
+        self.write("/etc/containerd.toml", config)
+        return ["containerd", "-c", "/etc/containerd.toml"]
 
     def pull_from(self, address: str) -> None:
-        """Let containerd pull from a registry without TLS."""
-        self._write(f"/etc/containerd/certs.d/{address}/hosts.toml", f'server = "http://{address}"\n')
-
-    def configure(self, text: str) -> None:
-        """Write ocihook's configuration."""
-        self._write("/etc/ocihook/config.toml", text)
-
-    def ocihook(self, *arguments: str, check: bool = True) -> str:
-        """Run an ocihook command on the node."""
-        command = ("python3", "-m", "ocihook", *arguments)
-        return self.namespace.run(*command, check=check, PYTHONPATH="/opt/ocihook")
-
-    def install(self) -> None:
-        """Install ocihook on the node."""
-        self.ocihook("install")
-
-    def start(
-        self,
-        name: str,
-        *,
-        image: str = "",
-        mib: int = 24,
-        runtime: str = "runc",
-        gpus: Sequence[int] = (),
-        pull: bool = True,
-        **annotations: str,
-    ) -> str:
-        """Make a pod with one container and start it; return the container's id.
-
-        Args:
-            name: of pod and container.
-            image: a checkpoint (archive or image) to restore; else the workload's.
-            mib: memory of a new workload.
-            runtime: runc or crun.
-            gpus: minors of those that it gets; with any, a new workload is the CUDA one.
-            pull: whether an image has to be pulled.
-            annotations: of ocihook, without prefix.
-        """
-        notes = {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
-        names = {"network": NODE_NETWORK, "pid": CONTAINER_PID}
-        pod = {
-            "metadata": {"name": name, "uid": name, "namespace": "default"},
-            "log_directory": f"/scratch/logs/{name}",
-            "linux": {"cgroup_parent": "/ocihook-test", "security_context": {"namespace_options": names}},
-        }
-        sandbox = self.call("RunPodSandbox", config=pod, runtime_handler=runtime).pod_sandbox_id
-        if pull and not image.startswith("/"):
-            self.call("PullImage", image={"image": image or self.image})
-        config = {
-            "metadata": {"name": name},
-            "image": {"image": image or self.image, "user_specified_image": self.image},
-            "args": [] if image else [str(mib), *(["watch"] if gpus else [])],
-            "annotations": notes,
-            "log_path": "log",
-            "linux": {"security_context": {"namespace_options": names}},
-            "devices": fake_driver.devices(gpus),
-        }
-        if gpus and not image:
-            config["command"] = ["/cuda_workload"]
-        try:
-            container: str = self.call(
-                "CreateContainer", pod_sandbox_id=sandbox, config=config, sandbox_config=pod
-            ).container_id
-            self._pods[container] = sandbox
-            self.call("StartContainer", container_id=container)
-        except grpc.RpcError:
-            self.call("StopPodSandbox", pod_sandbox_id=sandbox)
-            self.call("RemovePodSandbox", pod_sandbox_id=sandbox)
-            raise
-        if not image:
-            wait_for(f"{name} to count", lambda: self.count(container)[0] > 2)
-        return container
-
-    def log(self, container: str) -> str:
-        """Return what a container has printed."""
-        path: str = self.call("ContainerStatus", container_id=container).status.log_path
-        return self.namespace.path(path).read_text()
-
-    def count(self, container: str) -> tuple[int, str]:
-        """Return the last count and checksum that a workload has printed."""
-        found = re.findall(r"count (\d+) checksum (\w+)$", self.log(container), re.MULTILINE)
-        return (int(found[-1][0]), found[-1][1]) if found else (0, "")
-
-    def is_running(self, container: str) -> bool:
-        """Tell whether a container runs, by containerd's own word."""
-        state: int = self.call("ContainerStatus", container_id=container).status.state
-        return state == RUNNING
-
-    def assert_counts(self, container: str) -> None:
-        """Check that a container is running and at work."""
-        before = self.count(container)[0]
-        wait_for("the container to go on counting", lambda: self.count(container)[0] > before + 1)
-
-    def assert_goes_on(self, container: str, before: tuple[int, str]) -> None:
-        """Check that a workload counts on from where it was, with the memory it had; what it said up to now is old."""
-        latest = max(before[0], self.count(container)[0])
-        wait_for("the container to go on", lambda: self.count(container)[0] > latest + 1)
-        assert self.count(container)[1] == before[1]
-
-    def checkpoint(self, container: str, name: str) -> Path:
-        """Checkpoint as the kubelet does; return the archive."""
-        self.call("CheckpointContainer", container_id=container, location=f"/scratch/{name}")
-        return self.scratch / name
-
-    def remove(self, container: str) -> None:
-        """Remove a container with its pod."""
-        sandbox = self._pods.pop(container)
-        self.call("StopPodSandbox", pod_sandbox_id=sandbox)
-        self.call("RemovePodSandbox", pod_sandbox_id=sandbox)
-
-    def close(self) -> None:
-        """Remove everything."""
-        for container in list(self._pods):
-            self.remove(container)
-        self._channel.close()
-        self.registry.close()
-        self.namespace.close()
-
-
-def build_wheels(target: Path, python_version: str) -> None:
-    """Install the project and what it needs into `target`, as `pip install .` would with that Python."""
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    needed = [Requirement(text) for text in project["dependencies"]]
-    environment = {"python_version": python_version, "python_full_version": f"{python_version}.0"}
-    names = [f"{r.name}{r.specifier}" for r in needed if r.marker is None or r.marker.evaluate(environment)]
-    _pip("wheel", "--no-deps", "--wheel-dir", str(target.parent), str(PROJECT))
-    wheel = next(target.parent.glob("ocihook-*.whl"))
-    _pip("install", "--target", str(target), "--no-deps", str(wheel))
-    _pip("install", "--target", str(target), "--python-version", python_version, "--only-binary=:all:", *names)
-
-
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "-q", *arguments], check=True, timeout=600)
+        """Let it pull from a registry without TLS."""
+        self.write(f"/etc/containerd/certs.d/{address}/hosts.toml", f'server = "http://{address}"\n')

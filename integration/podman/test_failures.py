@@ -1,25 +1,13 @@
 """A dump or restore that fails is explained: to the engine, in the journal, and beforehand by doctor."""
 
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 from integration.criu.logs import record
+from integration.criu.mount_behind import mount_behind
 from integration.journals import last_session
 from integration.podman.engine import Podman
-
-# As a hook does that mounts behind the runtime's back: open_tree(2), setns(2), move_mount(2).
-_MOUNT_INTO = """
-import ctypes, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-pid, source, place = sys.argv[1:]
-tree = libc.syscall(428, -100, source.encode(), 1)
-namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
-assert tree >= 0 and libc.setns(namespace, 0x20000) == 0
-assert libc.syscall(429, tree, b"", -100, place.encode(), 4) == 0, os.strerror(ctypes.get_errno())
-"""
 
 
 def init_pid(podman: Podman, name: str) -> str:
@@ -35,10 +23,7 @@ def test_dump_that_doctor_foresaw(podman: Podman) -> None:
     container_id = podman("inspect", "--format", "{{.Id}}", "c").strip()
     assert "A checkpoint of this container will work here." in podman.ocihook("doctor", "--container", container_id)
 
-    source = podman.scratch / "nvidia"
-    source.mkdir()
-    command = [sys.executable, "-c", _MOUNT_INTO, init_pid(podman, "c"), str(source), "/tmp"]
-    subprocess.run(command, check=True, timeout=10)
+    mount_behind(int(init_pid(podman, "c")), podman.scratch / "nvidia", "/tmp")
     answer = json.loads(podman.ocihook("doctor", "--json", "--container", container_id[:12], check=False))
     assert answer["will_work"] is False
     output = podman.checkpoint("c", podman.scratch / "c.tar", check=False)
