@@ -11,7 +11,10 @@ RUNTIME_DIR = "/run/ocihook"
 SOCKET_NAME = "agent.sock"
 PACKET_BYTES = 16384
 
-DUMP_STAGES = ("pre-dump", "post-dump")
+# Without the inventory, which CRIU writes last, it unlocks the network of a dump that has failed. Nothing is done then
+# but to tell why, before the runtime says anything: of what that says, containerd shows the first line.
+FAILED_STAGE = "network-unlock"
+DUMP_STAGES = ("pre-dump", "post-dump", FAILED_STAGE)
 SELF_TEST_STAGE = "self-test"  # none of CRIU's: `ocihook doctor` sees with it whether the hook can start
 RESTORE_STAGES = ("pre-restore", "setup-namespaces", "post-restore", "pre-resume", "post-resume")
 

@@ -64,7 +64,7 @@ def test_a_pod_with_other_gpus(node: Containerd) -> None:
 def test_a_refused_dump_leaves_a_container_that_runs(node: Containerd) -> None:
     container = node.start("c1", mib=VRAM_MIB, gpus=[3])
     fake_driver.script(node.namespace, "checkpoint 2")
-    with pytest.raises(grpc.RpcError):
+    with pytest.raises(grpc.RpcError, match=r"ocihook: pre-dump of container default/c1/c1: .*OUT_OF_MEMORY"):
         node.checkpoint(container, "c1.tar")
     assert node.is_running(container)
     node.assert_counts(container)

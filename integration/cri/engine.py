@@ -45,10 +45,12 @@ cd /
 umount -l /oldroot
 """
 
-# The network of pods that have one of their own leads nowhere, and leaves nothing in the node's.
-_NETWORK = """
-{"cniVersion": "1.0.0", "name": "test",
- "plugins": [{"type": "dummy", "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"}}]}
+# A network that pods have of their own, without links: nothing of it is in the node's.
+_NETWORK = '{"cniVersion": "1.0.0", "name": "test", "plugins": [{"type": "no-link"}]}'
+_NO_LINK = """#!/bin/sh
+[ "$CNI_COMMAND" = ADD ] || exit 0
+echo '{"cniVersion": "1.0.0", "interfaces": [{"name": "'$CNI_IFNAME'", "sandbox": "'$CNI_NETNS'"}],'
+echo ' "ips": [{"address": "10.88.0.2/24", "interface": 0}]}'
 """
 
 
@@ -86,6 +88,8 @@ class CriEngine:
                 wrapper = self.namespace.path(self.runtime_prefix + name)
                 subprocess.run(["cp", HERE / "limitless-runtime", wrapper], check=True, timeout=TIMEOUT_S)
         self.write("/etc/cni/net.d/10-test.conflist", _NETWORK)
+        self.write("/usr/lib/cni/no-link", _NO_LINK)
+        self.namespace.path("/usr/lib/cni/no-link").chmod(0o755)
         self.write("/etc/criu/runc.conf", "manage-cgroups=ignore\n" if cgroup_version == 2 else "")
         self.configure("[agent]\nidle_timeout_s = 2\n")
         self.pull_from(self.registry.address)

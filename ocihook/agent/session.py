@@ -11,6 +11,7 @@ from typing import Any
 
 from ocihook import wire
 from ocihook.config import Settings, load_settings
+from ocihook.criu.explain import Explanation
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.ops import dump, history, restore
 from ocihook.ops.failure import Attempt, keep_log, message_of, record_failure
@@ -161,24 +162,31 @@ class Session:
 
     def _explain(self, attempt: Attempt, *, is_over: bool) -> None:
         """Tell why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
-        explanation, text = attempt.explain()
-        if explanation is not None:
-            # That we refused something is in the log and in the journal already, with its state.
-            is_ours = explanation.name == "ocihook"
-            message = explanation.what if is_ours else message_of(self.journal, explanation)
-            if is_over or explanation.name != "killed":
-                attempt.tell(message)
-            if is_over and not is_ours:
-                log.error("%s", message)
-            if is_over:
-                kept = keep_log(Path(self._settings().history_dir) / "logs", self.journal.session_id, text)
-                record_failure(self.journal, explanation, kept)
+        explanation, text = self._tell(attempt, is_over=is_over)
+        if explanation is not None and is_over:
+            if explanation.name != "ocihook":  # that we refused something is in the log, with its state
+                log.error("%s", message_of(self.journal, explanation))
+            kept = keep_log(Path(self._settings().history_dir) / "logs", self.journal.session_id, text)
+            record_failure(self.journal, explanation, kept)
         attempt.let_go()
+
+    def _tell(self, attempt: Attempt, *, is_over: bool) -> tuple[Explanation | None, str]:
+        """Tell the engine why CRIU has failed; return that, and CRIU's log."""
+        explanation, text = attempt.explain()
+        if explanation is not None and (is_over or explanation.name != "killed"):
+            is_ours = explanation.name == "ocihook"
+            attempt.tell(explanation.what if is_ours else message_of(self.journal, explanation))
+        return explanation, text
 
     def _answer(self, control: socket.socket, attempt: Attempt) -> None:
         packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)
         with socket.socket(fileno=fds[0]) as connection:
-            verdict = self.handle(wire.Request.decode(packet))
+            request = wire.Request.decode(packet)
+            if request.stage == wire.FAILED_STAGE:
+                self._tell(attempt, is_over=False)
+                verdict = 0, ""
+            else:
+                verdict = self.handle(request)
             if verdict[0] != 0:
                 attempt.tell(verdict[1])
             try:

@@ -1,9 +1,10 @@
 """What becomes of a failed dump or restore: its cause is told, in the journal and to the engine; CRIU's log is kept.
 
-CRIU runs no stage when it fails, and engines remove its log, which runc and crun have it write where images go. So the
-log is opened at the first stage, with the runtime's standard error, which engines show: on a dump it is podman's own,
-on a restore conmon reads it once, when the runtime ends. What a stage refuses is there by then; what CRIU fails on, if
-it comes in time. An engine may wait for the last copy of it, so it is let go as soon as CRIU or the runtime ends.
+Engines remove CRIU's log, which runc and crun have it write where images go. So it is opened at the first stage, with
+the runtime's standard error, which engines show: of a dump podman and CRI-O all of it, containerd the first line; of a
+restore podman and CRI-O what conmon reads once, when the runtime ends, containerd nothing. What a stage refuses is
+there by then. What CRIU fails on is if it had locked a network, since it calls us when it unlocks that; else if it
+comes in time. An engine may wait for the last copy of it, so it is let go as soon as CRIU or the runtime ends.
 """
 
 import contextlib

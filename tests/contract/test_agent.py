@@ -122,6 +122,22 @@ def test_a_dump_and_a_restore_without_any_agent_running(node: Node) -> None:
     assert log.count(": packed 1474560 bytes") == 1, "a stage that CRIU asks for twice is done once"
 
 
+def test_why_a_dump_fails_is_told_while_criu_is_still_there(node: Node) -> None:
+    """When it unlocks the network and has not written its inventory, the last image of a dump."""
+    (node.images / "inventory.img").unlink()
+    log = f"log={PROJECT / 'tests/data/criu-logs/dump-flock.log'}"
+    output = node.criu("checkpoint", "pre-dump", "network-lock", log, "network-unlock").splitlines()
+    told = [line for line in output if line.startswith("ocihook: the dump of container")]
+    assert len(told) == 1
+    assert "a process holds a file lock" in told[0]
+    assert output.index(told[0]) < output.index("network-unlock 0 ")
+    (record,) = node.history()
+    assert record["error_code"] == "criu-file-locks"
+    (node.images / "inventory.img").touch()
+    assert "network-unlock 0" in node.criu("checkpoint", "network-unlock")
+    assert len(node.history()) == 1, "the agent was asked"
+
+
 def test_the_agent_leaves_the_cgroup_of_its_caller(node: Node) -> None:
     mount = Path("/sys/fs/cgroup/unified")
     mount = mount if mount.exists() else Path("/sys/fs/cgroup")

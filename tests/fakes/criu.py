@@ -3,21 +3,26 @@
     criu.py ACTION_SCRIPT IMAGE_DIR INIT_PID STAGE...
 
 Prints `STAGE STATUS` and what the script printed. As CRIU <= 4.1.1 does, it runs the script twice a stage. The stage
-`pages?` prints whether page images are there, `wait` waits to be killed.
+`pages?` prints whether page images are there, `wait` waits to be killed, `log=FILE` writes that as its log.
 """
 
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 script, image_dir, init_pid, *stages = sys.argv[1:]
 directory = os.open(image_dir, os.O_RDONLY | os.O_DIRECTORY)
+log = (Path(image_dir).parent / "dump.log").open("a")
 
 for stage in stages:
     if stage == "wait":
         print("waiting", flush=True)
         time.sleep(60)
+    elif stage.startswith("log="):
+        log.write(Path(stage.removeprefix("log=")).read_text())
+        log.flush()
     elif stage == "pages?":
         print("pages", sorted(name for name in os.listdir(image_dir) if name.startswith("pages-")), flush=True)
     else:
