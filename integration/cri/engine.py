@@ -48,9 +48,12 @@ umount -l /oldroot
 # A network that pods have of their own, without links: nothing of it is in the node's.
 _NETWORK = '{"cniVersion": "1.0.0", "name": "test", "plugins": [{"type": "no-link"}]}'
 _NO_LINK = """#!/bin/sh
-[ "$CNI_COMMAND" = ADD ] || exit 0
-echo '{"cniVersion": "1.0.0", "interfaces": [{"name": "'$CNI_IFNAME'", "sandbox": "'$CNI_NETNS'"}],'
-echo ' "ips": [{"address": "10.88.0.2/24", "interface": 0}]}'
+case "$CNI_COMMAND" in
+    VERSION) echo '{"cniVersion": "1.0.0", "supportedVersions": ["1.0.0"]}' ;;
+    ADD)
+        echo '{"cniVersion": "1.0.0", "interfaces": [{"name": "'$CNI_IFNAME'", "sandbox": "'$CNI_NETNS'"}],'
+        echo ' "ips": [{"address": "10.88.0.2/24", "interface": 0}]}' ;;
+esac
 """
 
 

@@ -12,6 +12,12 @@ from integration.namespace import TIMEOUT_S, wait_for
 # crio, pinns and conmon, as the project's release bundles have them in bin/.
 PROGRAMS = Path(os.environ.get("OCIHOOK_CRIO", "/nonexistent"))
 
+# The one thing in packages' configuration that is in the way of a restore, which _CONFIG puts right.
+_PACKAGES = """
+[crio.image]
+signature_policy = "/etc/crio/policy.json"
+"""
+
 _CONFIG = """
 [crio]
 log_dir = "/scratch/logs"
@@ -37,6 +43,7 @@ monitor_cgroup = "pod"
 [crio.image]
 pause_image = "@PAUSE@"
 pause_command = ""
+signature_policy = ""
 [crio.network]
 plugin_dirs = ["/usr/lib/cni"]
 network_dir = "/etc/cni/net.d"
@@ -54,10 +61,13 @@ class Crio(CriEngine):
     def command(self) -> Sequence[str]:
         """Configure it; return what starts it."""
         subprocess.run(["cp", "-r", PROGRAMS, self.namespace.path("/opt/crio")], check=True, timeout=TIMEOUT_S)
-        self.write("/etc/containers/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
+        self.namespace.path("/usr/local/bin/crio").symlink_to("/opt/crio/crio")
+        for place in ("/etc/containers/policy.json", "/etc/crio/policy.json"):
+            self.write(place, '{"default": [{"type": "insecureAcceptAnything"}]}')
         config = _CONFIG.replace("@PAUSE@", self.pause).replace("@RUNTIME@", self.runtime_prefix)
-        self.write("/etc/crio.conf", config)
-        return ["/opt/crio/crio", "--config", "/etc/crio.conf", "--config-dir", ""]
+        self.write("/etc/crio/crio.conf.d/10-crio.conf", _PACKAGES)
+        self.write("/etc/crio/crio.conf.d/20-test.conf", config)
+        return ["crio"]
 
     def pull_from(self, address: str) -> None:
         """Let it pull from a registry without TLS."""

@@ -1,5 +1,6 @@
 """CRI-O, as the kubelet uses it: what it passes on to the runtime, what it restores, and what its errors say."""
 
+import re
 import tarfile
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from integration.registry import DockerRegistry
 
 @pytest.mark.parametrize(("runtime", "source"), [("runc", "archive"), ("crun", "registry")])
 def test_round_trip(crio: Crio, make_registry: Callable[..., DockerRegistry], runtime: str, source: str) -> None:
+    assert re.search(r"^ok +engine crio +\d", crio.ocihook("doctor"), re.MULTILINE)
     container = crio.start("c1", runtime=runtime)
     assert "A checkpoint of this container will work here." in crio.ocihook("doctor", "--container", container)
     archive = crio.checkpoint(container, "c1.tar")

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 TIMEOUT_S = 10.0
 
-# Where programs of a node are. The last ones are not on everybody's PATH, and runtimes are there on Debian.
-_PROGRAM_DIRS = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin")
+# Where programs of a node are. Not all are on everybody's PATH: runtimes are in sbin on Debian, and packages of CRI-O
+# (cri-o/packaging) bring their own.
+_PROGRAM_DIRS = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "usr/libexec/crio")
 _LIBRARY_DIRS = ("usr/local/lib", "usr/local/lib64", "usr/lib", "usr/lib64", "usr/lib/*-linux-gnu*")
 
 # The first crun that hands /etc/criu/{crun,runc}.conf to libcriu (17f23ac2), if that knows the call (from CRIU 4.2 on).

@@ -114,6 +114,22 @@ def test_crio_whose_checkpoints_are_switched_off(programs: dict[str, Program], t
     assert only(node._check_engines()).status is Status.OK
 
 
+def test_crio_that_checks_signatures_restores_nothing(programs: dict[str, Program], tmp_path: Path) -> None:
+    put(programs, "crio", 1, 37)
+    (tmp_path / "crio/crio.conf.d").mkdir(parents=True)
+    (tmp_path / "crio/crio.conf.d/10-crio.conf").write_text(
+        '[crio.image]\nsignature_policy = "/etc/crio/policy.json"\n'
+    )
+    finding = only(node._check_engines())
+    assert finding.status is Status.WARN
+    assert "10-crio.conf sets signature_policy" in finding.detail
+    put(programs, "crio", 1, 30)
+    assert only(node._check_engines()).status is Status.OK
+    put(programs, "crio", 1, 37)
+    (tmp_path / "crio/crio.conf.d/20-ours.conf").write_text('[crio.image]\nsignature_policy = ""\n')
+    assert only(node._check_engines()).status is Status.OK
+
+
 @pytest.mark.parametrize(
     ("line", "is_told"),
     [

@@ -23,6 +23,7 @@ from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
 from ocihook.ops.journal import Journal, open_journals
 
 _RESTORE_SWITCH = "enable_experimental_restore_via_create"
+_CRIO_CHECKS_SIGNATURES = (1, 31)  # server/container_create.go, verifyImageSignature
 _RUNTIMES = ("runc", "crun")
 _SYSTEMD = Path("/run/systemd/system")
 _ENGINE_CONFIGS = (
@@ -98,9 +99,8 @@ def _check_engines() -> Iterator[Finding]:
     for engine in engines:
         if engine.name == "containerd":
             yield _containerd(engine)
-        elif engine.name == "crio" and (path := _crio_switch()):
-            detail = f"{engine.version_text}: {path} switches checkpoints off"
-            yield Finding("engine crio", Status.WARN, detail, "take enable_criu_support = false (or level none) out")
+        elif engine.name == "crio":
+            yield _crio(engine)
         else:
             yield Finding(f"engine {engine.name}", Status.OK, engine.version_text)
 
@@ -121,6 +121,21 @@ def _containerd(engine: Program) -> Finding:
     return Finding(name, Status.OK, text)
 
 
+def _crio(engine: Program) -> Finding:
+    """CRI-O's own switch; and from 1.31 on it restores nothing where it checks signatures, as its packages have it."""
+    name, text = "engine crio", engine.version_text
+    if path := _crio_switch():
+        remedy = "take enable_criu_support = false (or level none) out"
+        return Finding(name, Status.WARN, f"{text}: {path} switches checkpoints off", remedy)
+    if engine.version >= _CRIO_CHECKS_SIGNATURES and (path := _crio_signature_policy()):
+        detail = f"{text}: {path} sets signature_policy, with which it checkpoints but cannot restore"
+        remedy = (
+            'have the policy in /etc/containers/policy.json, and signature_policy = "" in a later file of crio.conf.d'
+        )
+        return Finding(name, Status.WARN, detail, remedy)
+    return Finding(name, Status.OK, text)
+
+
 def _engine_configs() -> Iterator[tuple[Path, str]]:
     """Yield the engines' configuration files, the later ones overriding the earlier, without comments."""
     for pattern in _ENGINE_CONFIGS:
@@ -135,6 +150,15 @@ def _crio_switch() -> Path | None:
     for path, text in _engine_configs():
         for value in re.findall(r'(?:enable_criu_support|container_level_enabled)\s*=\s*"?(\w+)', text):
             found = path if value in ("false", "none") else None
+    return found
+
+
+def _crio_signature_policy() -> Path | None:
+    """Return the file that has CRI-O check signatures by a policy of its own."""
+    found = None
+    for path, text in _engine_configs():
+        for value in re.findall(r"""^\s*signature_policy\s*=\s*["'](.*)["']""", text, re.MULTILINE):
+            found = path if value else None
     return found
 
 
