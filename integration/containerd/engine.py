@@ -48,8 +48,8 @@ class Containerd(CriEngine):
     def command(self) -> Sequence[str]:
         """Configure it; return what starts it."""
         config = _CONFIG.replace("@PAUSE@", self.pause).replace("@RUNTIME@", self.runtime_prefix)
-        self.write("/etc/containerd.toml", config)
-        return ["containerd", "-c", "/etc/containerd.toml"]
+        self.write("/etc/containerd/config.toml", config)
+        return ["containerd"]
 
     def pull_from(self, address: str) -> None:
         """Let it pull from a registry without TLS."""

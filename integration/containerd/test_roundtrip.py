@@ -79,7 +79,9 @@ def test_crun_of_today_reads_a_configuration_of_its_own(make_containerd: MakeCon
     (directory / conf).touch()
     containerd.install()
     assert not (directory / "default.conf").exists()
-    assert "A checkpoint will work here." in containerd.ocihook("doctor")
+    doctor = containerd.ocihook("doctor")
+    assert "A checkpoint will work here." in doctor
+    assert "pod_annotations" not in doctor
     container = containerd.start("c1", runtime="crun")
     archive = containerd.checkpoint(container, "c1.tar")
     containerd.assert_counts(container)

@@ -322,6 +322,23 @@ def test_plugin_is_looked_for_where_criu_does(
     assert node._cuda_plugin() is None
 
 
+@pytest.mark.parametrize(
+    ("line", "is_told"),
+    [
+        ("pod_annotations = []\n container_annotations = ['ocihook.io/*']", True),
+        ("pod_annotations = ['x.io/*', 'ocihook.io/*']", False),
+        ('pod_annotations = ["*"]', False),
+    ],
+)
+def test_containerd_that_passes_no_annotations(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, line: str, *, is_told: bool
+) -> None:
+    assert not list(node._check_annotations())
+    put(programs, "containerd", 2, 1, 9)
+    monkeypatch.setattr(node, "run_output", lambda *_: f"[plugins]\n  {line}\n")
+    assert [finding.status for finding in node._check_annotations()] == [Status.SKIP] * is_told
+
+
 def test_what_cannot_be_read_is_told_and_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def _check_some_thing() -> Iterator[Finding]:
         yield from ()

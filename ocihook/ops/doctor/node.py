@@ -163,7 +163,14 @@ def _crio_signature_policy() -> Path | None:
 
 
 def _check_annotations() -> Iterator[Finding]:
-    """Where a container may name CRIU's configuration, ours is not read."""
+    """Where a container may name CRIU's configuration, ours is not read; and containerd passes ours on only if told."""
+    containerd = find_program("containerd")
+    if containerd and containerd.version >= (2, 0):
+        passing = r"pod_annotations\s*=\s*\[[^\]]*[\"'](\*|ocihook\.io/)"
+        if not re.search(passing, run_output(containerd.path, "config", "dump")):
+            detail = "containerd passes no ocihook.io/… of pods on; only the node's configuration applies"
+            remedy = 'set pod_annotations = ["ocihook.io/*"] for its runtimes, if pods are to have their own'
+            yield Finding("annotations", Status.SKIP, detail, remedy)
     allowing = r"annotations\s*=\s*\[[^\]]*[\"'](\*|org\.\*|org\.criu[^\"']*)[\"']"
     for path, text in _engine_configs():
         if match := re.search(allowing, text):
