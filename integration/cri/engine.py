@@ -255,14 +255,16 @@ class CriEngine:
 
     def remove(self, container: str) -> None:
         """Remove a container with its pod."""
-        sandbox = self._pods.pop(container)
+        self._remove_pod(self._pods.pop(container))
+
+    def _remove_pod(self, sandbox: str) -> None:
         self.call("StopPodSandbox", pod_sandbox_id=sandbox)
         self.call("RemovePodSandbox", pod_sandbox_id=sandbox)
 
     def close(self) -> None:
         """Remove everything."""
-        for container in list(self._pods):
-            self.remove(container)
+        for pod in self.call("ListPodSandbox").items:
+            self._remove_pod(pod.id)
         self._channel.close()
         self.registry.close()
         self.namespace.close()

@@ -25,6 +25,8 @@ def kubelet(
     engine = _ENGINES[request.param](scratch, forky_root, wheels, workload)
     try:
         engine.install()
-        yield Kubelet(engine)
+        made = Kubelet(engine)
+        yield made
+        made.close()
     finally:
         engine.close()

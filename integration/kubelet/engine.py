@@ -56,7 +56,7 @@ class Kubelet:
         engine.namespace.path(_MANIFESTS).mkdir()
         subprocess.run(["cp", PROGRAM, engine.namespace.path("/usr/local/bin/kubelet")], check=True, timeout=TIMEOUT_S)
         options = ["--config", "/etc/kubernetes/kubelet.json", "--hostname-override", NODE]
-        engine.namespace.spawn("kubelet", *options, log=engine.scratch / "kubelet.log")
+        self._process = engine.namespace.spawn("kubelet", *options, log=engine.scratch / "kubelet.log")
         wait_for("the kubelet", lambda: self.curl("GET", "healthz")[0] == 200)
 
     def curl(self, method: str, path: str) -> tuple[int, str]:
@@ -96,6 +96,11 @@ class Kubelet:
         """Remove a pod."""
         self.engine.namespace.path(f"{_MANIFESTS}/{name}.json").unlink()
         wait_for(f"{name} to end", lambda: not self._containers(name))
+
+    def close(self) -> None:
+        """End it; the engine then removes its pods."""
+        self._process.terminate()
+        self._process.wait(10)
 
     def checkpoint(self, name: str) -> tuple[int, str]:
         """Ask for a checkpoint of a pod's container; return the status and the answer."""
