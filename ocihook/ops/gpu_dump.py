@@ -2,8 +2,7 @@
 
 import logging
 import os
-import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ from ocihook.config import Policy
 from ocihook.cuda.driver import CudaDriver, CudaState
 from ocihook.cuda.nvml import Gpu
 from ocihook.errors import CudaError, IntegrityError, OcihookError, PreflightError
-from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
+from ocihook.linux.cgroup import wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import identity, same_directory
-from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.model import ContainerRef
@@ -27,7 +25,6 @@ from ocihook.ops.gpu import (
     find_gpu_processes,
     held_by,
     lock_all,
-    read_node,
     resume_all,
     states,
     wait_for_room,
@@ -81,18 +78,10 @@ def checkpoint_gpus(
     driver = CudaDriver()
     with journal.phase("gpu preflight"):
         known = states(driver, processes)
-        version, gpus = read_node()
         in_packs = policy.mode != "off" and policy.gpu_memory == "packs"
-        situation = Situation(
-            driver_version=version,
-            machine=platform.machine(),
-            processes=signs,
-            cuda_pids=frozenset(process.pid for process, state in known.items() if state),
-            gpus=gpus,
-            available_ram_bytes=available_bytes(),
-            cgroup_room_bytes=memory_headroom_bytes(init_pid),
-            free_disk_bytes=_free_bytes(directory) if policy.mode != "off" else None,
-        )
+        room = _free_bytes(directory) if policy.mode != "off" else None
+        situation = Situation.read(init_pid, signs, known, free_disk_bytes=room)
+        gpus = situation.gpus
         _preflight(situation, policy)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
@@ -109,7 +98,7 @@ def checkpoint_gpus(
     )
     held = {names[process]: held_on(gpus, process.pid) for process in ours}
     pids = {name: process.pid for process, name in names.items()}
-    journal.note(gpu={**_gpu_facts(version, gpus, situation), "held": held}, pids=pids)
+    journal.note(gpu={**_gpu_facts(situation), "held": held}, pids=pids)
     try:
         with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
             lock_all(driver, ours, policy.gpu_lock_timeout_s, spans)
@@ -141,27 +130,27 @@ def _preflight(situation: Situation, policy: Policy) -> None:
         log.warning("preflight: %s", reason)
 
 
-def need_by_gpu(gpus: list[Gpu], pids: list[int]) -> dict[str, int]:
+def need_by_gpu(gpus: Sequence[Gpu], pids: list[int]) -> dict[str, int]:
     """Return by UUID how many bytes processes hold together."""
     need = {gpu.uuid: sum(gpu.held_bytes.get(pid, 0) for pid in pids) for gpu in gpus}
     return {uuid: size for uuid, size in need.items() if size}
 
 
-def held_on(gpus: list[Gpu], pid: int) -> dict[str, int]:
+def held_on(gpus: Sequence[Gpu], pid: int) -> dict[str, int]:
     """Return by UUID how many bytes a process holds."""
     return {gpu.uuid: size for gpu in gpus if (size := gpu.held_bytes.get(pid, 0))}
 
 
-def _gpu_facts(version: str, gpus: list[Gpu], situation: Situation) -> dict[str, Any]:
+def _gpu_facts(situation: Situation) -> dict[str, Any]:
     """Return what a restore has to know: the driver, and the GPUs that any process has open."""
     minors = {minor for signs in situation.processes for minor in signs.gpu_minors}
     pids = sorted(situation.cuda_pids)
     devices = [
         {**gpu.to_json(), "held_bytes": sum(gpu.held_bytes.get(pid, 0) for pid in pids)}
-        for gpu in gpus
+        for gpu in situation.gpus
         if gpu.minor in minors
     ]
-    return {"driver": version, "devices": devices, "processes": len(pids)}
+    return {"driver": situation.driver_version, "devices": devices, "processes": len(pids)}
 
 
 def _move_out(

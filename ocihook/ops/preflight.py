@@ -4,11 +4,17 @@ A checkpoint of CUDA can succeed whose restore fails, and the job is lost then, 
 here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json) or is NVIDIA's own word.
 """
 
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ocihook.cuda.driver import CudaState
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs
+from ocihook.linux.cgroup import memory_headroom_bytes
+from ocihook.linux.memory import available_bytes
+from ocihook.linux.procfs import Process
+from ocihook.ops.gpu import read_node
 
 FIRST_DRIVER = 570
 FIRST_DRIVER_ON_ARM = 610
@@ -34,6 +40,37 @@ class Situation:
     available_ram_bytes: int
     cgroup_room_bytes: int | None  # None: no limit
     free_disk_bytes: int | None  # where packs go; None: there are none
+
+    @classmethod
+    def read(
+        cls,
+        init_pid: int,
+        processes: Sequence[Signs],
+        states: Mapping[Process, CudaState | None],
+        free_disk_bytes: int | None = None,
+    ) -> "Situation":
+        """Read what there is to know of the node and a container.
+
+        Args:
+            init_pid: of the container.
+            processes: its processes that have to do with NVIDIA.
+            states: what the driver says of them.
+            free_disk_bytes: where packs go.
+
+        Raises:
+            CudaUnsupported: if NVML does not answer.
+        """
+        version, gpus = read_node()
+        return cls(
+            driver_version=version,
+            machine=platform.machine(),
+            processes=processes,
+            cuda_pids=frozenset(process.pid for process, state in states.items() if state),
+            gpus=gpus,
+            available_ram_bytes=available_bytes(),
+            cgroup_room_bytes=memory_headroom_bytes(init_pid),
+            free_disk_bytes=free_disk_bytes,
+        )
 
     @property
     def held_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Checks of what is around a workload's processes: its policy, mounts, network, GPUs and size."""
 
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -9,14 +8,12 @@ from ocihook.config import Settings, apply_annotations, load_settings
 from ocihook.cuda.driver import CudaDriver, CudaState, has_driver
 from ocihook.engine.identity import engine_of
 from ocihook.errors import ConfigError, OcihookError
-from ocihook.linux.cgroup import memory_headroom_bytes
-from ocihook.linux.memory import available_bytes
 from ocihook.linux.open_files import Mount, mounts, namespaces, resolve_inside
 from ocihook.linux.procfs import Process
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.machine import IMAGE_SET_PLACES, REMOVE_LOCK, left_network_locks
 from ocihook.ops.doctor.workload import Workload
-from ocihook.ops.gpu import find_gpu_processes, read_node, states
+from ocihook.ops.gpu import find_gpu_processes, states
 from ocihook.ops.preflight import Situation, refusals
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -89,20 +86,10 @@ def _check_gpu(workload: Workload) -> Iterator[Finding]:
     try:
         driver = CudaDriver()
         known = states(driver, [process for s in signs if (process := Process.find(s.pid))])
-        version, gpus = read_node()
+        situation = Situation.read(workload.init_pid, signs, known)
     except OcihookError as error:
         yield Finding("gpu", Status.FAIL, str(error.args[0]), error.hint)
         return
-    situation = Situation(
-        driver_version=version,
-        machine=platform.machine(),
-        processes=signs,
-        cuda_pids=frozenset(process.pid for process, state in known.items() if state),
-        gpus=gpus,
-        available_ram_bytes=available_bytes(),
-        cgroup_room_bytes=memory_headroom_bytes(workload.init_pid),
-        free_disk_bytes=None,
-    )
     for reason in refusals(situation):
         what, _, remedy = reason.rpartition(": ")
         yield Finding("gpu", Status.FAIL, what, remedy)
