@@ -220,7 +220,7 @@ def resume(effect: Mapping[str, Any], journal: Journal, timeout_s: float | None)
         OcihookError: if a process stands still, or a GPU is full; it can be tried again.
     """
     processes = [Process(pid, ticks) for pid, ticks, _ in effect["processes"]]
-    known = zip(processes, effect.get("threads", ()), strict=False)  # not yet known: nothing is checkpointed yet
+    known = zip(processes, effect.get("threads", ()), strict=False)  # not known yet: nothing is checkpointed yet
     threads = {process: thread for process, thread in known if process.is_alive()}
     for process in processes:
         wait_until_let_go(process, timeout_s)

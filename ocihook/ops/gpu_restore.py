@@ -150,7 +150,7 @@ def _driver_thread(journal: Journal, init_pid: int, process: Process) -> int:
 
 
 def _threads(effect: Mapping[str, Any]) -> dict[Process, int]:
-    known = zip(effect["processes"], effect["threads"], strict=True)
+    known = zip(effect["processes"], effect.get("threads", ()), strict=False)  # of an agent that held none
     return {process: thread for ids, thread in known if thread and (process := Process(*ids)).is_alive()}
 
 
