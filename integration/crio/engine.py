@@ -10,7 +10,7 @@ from integration.cri.engine import CriEngine
 from integration.namespace import TIMEOUT_S, wait_for
 
 # crio, pinns and conmon, as the project's release bundles have them in bin/.
-PROGRAMS = Path(os.environ.get("OCIHOOK_CRIO", "/nonexistent"))
+PROGRAMS = Path(os.environ.get("OCIHOOK_CRIO", ""))
 
 # The one thing in packages' configuration that is in the way of a restore, which _CONFIG puts right.
 _PACKAGES = """

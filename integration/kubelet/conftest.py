@@ -18,9 +18,9 @@ def kubelet(
     request: pytest.FixtureRequest, scratch: Path, forky_root: Path, wheels: Path, workload: Path
 ) -> Iterator[Kubelet]:
     """A kubelet on a node with ocihook installed."""
-    if not PROGRAM.exists():
+    if not PROGRAM.is_file():
         pytest.skip("needs OCIHOOK_KUBELET, a kubelet: no package has it")
-    if request.param == "crio" and not (PROGRAMS / "crio").exists():
+    if request.param == "crio" and not (PROGRAMS / "crio").is_file():
         pytest.skip("needs OCIHOOK_CRIO, a directory with crio, pinns and conmon: no package has them")
     engine = _ENGINES[request.param](scratch, forky_root, wheels, workload)
     try:

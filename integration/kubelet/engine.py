@@ -10,7 +10,7 @@ from typing import Any
 from integration.cri.engine import RUNNING, CriEngine
 from integration.namespace import TIMEOUT_S, wait_for
 
-PROGRAM = Path(os.environ.get("OCIHOOK_KUBELET", "/nonexistent"))
+PROGRAM = Path(os.environ.get("OCIHOOK_KUBELET", ""))
 NODE = "node1"
 CHECKPOINTS = "/var/lib/kubelet/checkpoints"
 _MANIFESTS = "/etc/kubernetes/manifests"

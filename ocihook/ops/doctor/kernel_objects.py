@@ -242,7 +242,7 @@ def _check_processes(workload: Workload) -> Iterator[Finding]:
         if tracer := tracer_pid(pid):
             detail = f"{workload.who(pid)} is traced by {workload.who(tracer)}"
             yield Finding("traced", Status.FAIL, detail, f"end the tracer: kill {tracer}")
-        if has_session_outside(pid):
+        if has_session_outside(pid) and "pid" not in nested:
             detail = f"{workload.who(pid)} belongs to a session outside its PID namespace"
             yield Finding("session-leader", Status.FAIL, detail, "start it with setsid")
     if workload.container is None and not is_session_leader(workload.init_pid):
