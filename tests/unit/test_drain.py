@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import AgentError
+from ocihook.linux.procfs import command_line
 from ocihook.ops import drain
 from ocihook.ops.drain import wait_until_unused
 
@@ -22,6 +23,8 @@ def process_named(*words: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(words, executable="/bin/sh", stdin=subprocess.PIPE)
     assert process.stdin is not None
     with process.stdin:
+        while not command_line(process.pid):  # Popen returns in the middle of its exec
+            pass
         yield process
     process.wait(10)
 
