@@ -598,7 +598,7 @@ def _agent_that_agrees() -> Iterator[None]:
 
 def unhandled_stage_ms(script: Path) -> float:
     """Return the milliseconds that a stage costs for which the hook has nothing to do."""
-    environment = {"CRTOOLS_SCRIPT_ACTION": "network-unlock"}
+    environment = {"CRTOOLS_SCRIPT_ACTION": "network-lock"}
     return statistics.median(_spawn_ms([str(script)], environment) for _ in range(HOOK_RUNS))
 
 
