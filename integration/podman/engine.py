@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from integration import fake_driver
+from integration.cri.registry import program_layer
 from integration.namespace import CommandError, Namespace, wait_for
 
 SITE = Path(__file__).parents[2]
@@ -64,14 +65,7 @@ class Podman:
 
     def _import_image(self, workload: Path, cuda_files: Path | None) -> None:
         archive = self.scratch / "image.tar"
-        with tarfile.open(archive, "w") as tar:
-            for name in ("run", "tmp", "proc", "sys", "dev", "etc"):
-                entry = tarfile.TarInfo(name)
-                entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-                tar.addfile(entry)
-            tar.add(workload, "workload")
-            if cuda_files:
-                fake_driver.add_to_image(tar, cuda_files)
+        archive.write_bytes(program_layer(workload, cuda_files))
         self("import", str(archive), IMAGE)
 
     def __call__(self, *arguments: str, check: bool = True) -> str:
