@@ -5,7 +5,8 @@
 Before, on a machine with network: `integration/node-setup forky DIR; integration/gpu/carry DIR 3.12` fills .gpu-node/.
 A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
 `always` (huge pages for everybody; else for those who ask), `never` (for nobody, which is what the driver gets where it
-would have to ask: with `criu` all is as without ocihook), `running` (left running), `gpus=N`, `swap` (restored with the
+would have to ask), `alone` (the driver's own calls and nothing else: what its part takes without ocihook), `running`
+(left running), `gpus=N`, `swap` (restored with the
 first two GPUs changed for one another), `onto=N` (restored with the GPU of that minor), `warm=GIB` (memory of the
 machine to touch before), `store=N` (mode `store`: N checkpoints of a container left running, 15 rounds apart, and a
 restore of the last; with `ram=GIB` GPU memory may wait in so much memory, else on the disk). One JSON object a case is
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[2]
+sys.path.insert(0, str(PROJECT))
 CARRIED = PROJECT / ".gpu-node"
 WORK = Path("/tmp/ocihook-gpu")
 IMAGES = WORK / "images"
@@ -67,6 +70,7 @@ def set_up() -> None:
     command("ldconfig", stderr=subprocess.DEVNULL)
     # These containers have no network of their own: those of NCCL's connections that end would keep its ports.
     Path("/proc/sys/net/ipv4/tcp_max_tw_buckets").write_text("0")
+    command("umount", IMAGES, stderr=subprocess.DEVNULL)  # of an earlier run
     shutil.rmtree(WORK, ignore_errors=True)
     IMAGES.mkdir(parents=True)
     command("mount", "-t", "tmpfs", "-o", "size=90%,huge=always", "tmpfs", IMAGES)
@@ -220,8 +224,10 @@ def phases(session: dict[str, Any]) -> dict[str, float]:
     return {phase["name"]: round(phase["seconds"], 3) for phase in session["phases"]}
 
 
-def prepare(name: str, program: str, size: str, options: list[str], gpus: int) -> Container:
-    """Set the machine up for a case and return its container."""
+def prepare(
+    name: str, program: str, size: str, options: list[str], gpus: int, more: Mapping[str, str] | None = None
+) -> Container:
+    """Set the machine up for a case and return its container, with more annotations."""
     THP.write_text(huge_pages(options))
     for option in options:
         if option.startswith("warm="):
@@ -237,7 +243,7 @@ def prepare(name: str, program: str, size: str, options: list[str], gpus: int) -
     words = [sys.executable, str(PROJECT / "integration/gpu/programs.py"), program, size]
     if program == "c":  # cuda_workload.c, to try this script where there is no torch
         words = ["/tmp/ocihook-cuda/cuda_workload", size]
-    return Container(name, words, list(range(gpus)), annotations)
+    return Container(name, words, list(range(gpus)), annotations | dict(more or {}))
 
 
 def huge_pages(options: list[str]) -> str:
@@ -303,6 +309,29 @@ def run_store_case(container: Container, case: str, count: int) -> dict[str, Any
     return row
 
 
+def run_alone(container: Container, row: dict[str, Any]) -> dict[str, Any]:
+    """Let the driver checkpoint and restore the first process of a container, and nobody else do anything."""
+    from ocihook.cuda.driver import CudaDriver  # what it needs has been installed by now
+
+    driver = CudaDriver()
+    try:
+        container.start()
+        pid = json.loads(command("runc", "state", container.name, capture_output=True).stdout)["pid"]
+        began = time.time()
+        driver.lock(pid, COMMAND_TIMEOUT_S)
+        driver.checkpoint(pid)
+        row["dump_driver_s"] = time.time() - began
+        driver.restore(pid)
+        driver.unlock(pid)
+        row["restore_driver_s"] = time.time() - began - row["dump_driver_s"]
+        row["restore_phases"] = {}
+        container.wait_for(5)
+        row["verified"] = len({checksum for _, _, checksum in container.lines}) == 1
+    finally:
+        container.remove()
+    return row
+
+
 def run_case(case: str, number: int) -> dict[str, Any]:
     """Run one case; return its row."""
     program, size, *options = case.split(":")
@@ -314,6 +343,8 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     image_dir = IMAGES / container.name
     row: dict[str, Any] = {"case": case, "gpus": count, "memory_path": not is_baseline, "left_running": leave_running}
     row["thp"] = huge_pages(options)
+    if "alone" in options:
+        return run_alone(container, row | {"memory_path": None})
     try:
         container.start()
         row["dump_s"] = container.dump(image_dir, leave_running=leave_running)

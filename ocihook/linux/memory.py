@@ -1,17 +1,21 @@
 """The memory of a process: what is mapped where, and the file through which another process reads and writes it."""
 
+import contextlib
 import ctypes
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.linux.procfs import Process
+from ocihook.linux.workers import run_forked
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
 _MEMINFO = Path("/proc/meminfo")
+_HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
+_PREFAULT_BYTES = 64 << 20  # what a worker takes at a time
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
@@ -141,6 +145,33 @@ class ProcessMemory:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         return result
+
+
+def prefault(process: Process, span: Span, *, workers: int, in_huge_pages: bool) -> None:
+    """Have the kernel fill a new mapping of another process with zeros, on all cores and not on the one that uses it.
+
+    Nobody may write there meanwhile. What cannot be filled stays as it is: whoever uses it meets the reason.
+
+    Args:
+        process: whose mapping it is.
+        span: its addresses.
+        workers: how many processes share the work.
+        in_huge_pages: one byte makes the kernel fill a huge page; else every page is written to.
+    """
+    block = bytes(1 if in_huge_pages else _HUGE_PAGE_BYTES)
+
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[None]:
+        memory = ProcessMemory(process)
+        for task in tasks:
+            start = span.start + task * _PREFAULT_BYTES
+            for at in range(start, min(start + _PREFAULT_BYTES, span.end), _HUGE_PAGE_BYTES):
+                memory.write([block[: span.end - at]], at)
+            yield
+
+    tasks = -(-span.size_bytes // _PREFAULT_BYTES)
+    with contextlib.suppress(OSError):
+        for _ in run_forked(worker, tasks=tasks, workers=workers):
+            pass
 
 
 class _Buffer(ctypes.Structure):

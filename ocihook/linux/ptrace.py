@@ -179,7 +179,7 @@ class HeldThread:
             registers = self._registers(machine)
         return ctypes.c_int64(registers[machine.result]).value
 
-    def watch_mappings(self, child: int, least_bytes: int, advise: Callable[[int, int], object]) -> None:
+    def watch_mappings(self, child: int, least_bytes: int, tell: Callable[[int, int], object]) -> None:
         """Let the thread go on until `child` of this process has ended; tell of the first large mapping that it makes.
 
         That is anonymous memory, and told before any of it is there: the thread is stopped, and is not to fill it at
@@ -188,7 +188,7 @@ class HeldThread:
         Args:
             child: a process that this one has forked, and does not wait for elsewhere.
             least_bytes: what is large.
-            advise: called with address and size; may let this thread make a call.
+            tell: called with address and size; may let this thread make a call.
         """
         _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD)
         request, size = _SYSCALL, 0
@@ -206,7 +206,7 @@ class HeldThread:
                 if operation == _ENTRY:
                     size = self._large_mapping(call, arguments, least_bytes)
                 elif operation == _EXIT and size and call < 1 << 63:  # else the error of mmap
-                    advise(call, size)
+                    tell(call, size)
                     request = _CONT
             elif status >> 16 == _EVENT_STOP:
                 number = 0

@@ -109,7 +109,7 @@ def checkpoint_gpus(
         journal.note(gpu={**journal.facts["gpu"], "threads": inner})
         with journal.phase("gpu checkpoint") as phase, journal.spans(phase) as spans:
             hold.add(threads)
-            checkpointed = checkpoint_all(driver, threads, spans)
+            checkpointed = checkpoint_all(driver, threads, spans, workers=int(journal.facts.get("workers", 1)))
             check_contents(checkpointed, held_bytes)
             phase["bytes"] = sum(part.size_bytes for one in checkpointed for part in one.spans)
         if in_packs:

@@ -1,10 +1,12 @@
 """Another process's memory: found, read, written, given back by an injected call, with its threads as they were."""
 
+import contextlib
 import ctypes
 import mmap
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,8 +17,16 @@ from typing import IO
 import pytest
 
 from ocihook.errors import TraceError
-from ocihook.linux.memory import Span, anonymous_spans, memory_path, read_mappings, subtract
-from ocihook.linux.procfs import thread_ids, tracer_pid
+from ocihook.linux.memory import (
+    ProcessMemory,
+    Span,
+    anonymous_spans,
+    memory_path,
+    prefault,
+    read_mappings,
+    subtract,
+)
+from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
 from ocihook.linux.workers import call_each, start_call
 
@@ -251,6 +261,63 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
         assert 4096 <= resident_bytes(process.pid, address) <= 4 << 20, "it was filled all the same"
         assert " dd " in smaps_entry(process.pid, address)
         process.communicate("end\n")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_prefault(workers: int) -> None:
+    """A mapping of another process is there before that touches it, all of it and zero."""
+    size = (129 << 20) + 3 * 4096  # not a whole number of any unit of work
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with forked_sleeper() as process:
+        assert resident_bytes(process.pid, start) == 0
+        span = Span(start + (2 << 20) + 4096, start + size - 4096)
+        prefault(process, span, workers=workers, in_huge_pages=False)
+        assert span.size_bytes <= resident_bytes(process.pid, start) <= size  # more: of huge pages
+        read = bytearray(size)
+        assert ProcessMemory(process).read_into(memoryview(read), start) == size
+        assert not any(read)
+
+
+def test_prefault_in_huge_pages_touches_each() -> None:
+    huge_bytes = 2 << 20
+    memory = mmap.mmap(-1, 9 * huge_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(14)  # MADV_HUGEPAGE
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    aligned = -(-start // huge_bytes) * huge_bytes
+    with forked_sleeper() as process:
+        prefault(process, Span(aligned, aligned + 8 * huge_bytes), workers=1, in_huge_pages=True)
+        flags = presence(process.pid, aligned, 8 * huge_bytes)
+        assert all(flags[at] for at in range(0, len(flags), huge_bytes // 4096))
+
+
+def test_prefault_of_what_is_not_there_is_nobodys_error() -> None:
+    with forked_sleeper() as process:
+        prefault(process, Span(4096, 4096 + (256 << 20)), workers=2, in_huge_pages=False)
+    prefault(process, Span(4096, 8192), workers=1, in_huge_pages=True)  # the process has ended, too
+
+
+@contextlib.contextmanager
+def forked_sleeper() -> Iterator[Process]:
+    """Fork a process that has this one's memory and does nothing."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    try:
+        process = Process.find(pid)
+        assert process is not None
+        yield process
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def presence(pid: int, address: int, size_bytes: int) -> list[bool]:
+    """Return of each page whether it is in memory, as /proc/PID/pagemap tells it."""
+    with Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as file:
+        file.seek(address // 4096 * 8)
+        entries = file.read(size_bytes // 4096 * 8)
+    return [bool(entry >> 63) for (entry,) in struct.iter_unpack("<Q", entries)]
 
 
 def smaps_entry(pid: int, address: int) -> str:
