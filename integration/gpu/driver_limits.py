@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +105,8 @@ def program(name: str) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         print("child", child.pid, flush=True)
+    if name == "torch ipc":
+        share(weights)
     ready()
 
     def step(_: int) -> None:
@@ -112,6 +115,27 @@ def program(name: str) -> None:
             pinned.add_(1)
 
     count_forever(step)
+
+
+def share(tensor: Any) -> None:  # noqa: ANN401 - torch's
+    """Give a tensor to a child as torch does it, and one in the processor's memory of about the same kind."""
+    import torch
+
+    context = torch.multiprocessing.get_context("spawn")
+    queue, has_come = context.Queue(), context.Event()
+    child = context.Process(target=receive, args=(queue, has_come), daemon=True)
+    child.start()
+    queue.put(tensor)
+    queue.put(torch.zeros(10000, dtype=torch.int64))
+    has_come.wait()
+    print("child", child.pid, flush=True)
+
+
+def receive(queue: Any, has_come: Any) -> None:  # noqa: ANN401 - torch.multiprocessing's
+    got = [queue.get(), queue.get()]
+    assert all(tensor.sum() is not None for tensor in got)
+    has_come.set()
+    time.sleep(300)
 
 
 def import_handle(text: str) -> None:
@@ -126,9 +150,17 @@ def import_handle(text: str) -> None:
 
     handle = Handle.from_buffer_copy(bytes.fromhex(text))
     cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, Handle, ctypes.c_uint]
-    assert cuda.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, 1) == 0
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     ready()
+    signal.sigwait([signal.SIGUSR1])
+    assert cuda.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, 1) == 0
+    imported(os.getpid()).touch()
     time.sleep(300)
+
+
+def imported(pid: int) -> Path:
+    """Return the file that a process makes when it has opened another's memory."""
+    return Path(f"/tmp/ocihook-imported-{pid}")
 
 
 def nccl_rank(rank: int, world: int) -> None:
@@ -220,6 +252,16 @@ def signs(pid: int) -> dict[str, Any]:
     }
 
 
+def shared_files(pid: int) -> list[str]:
+    """Return what a process has mapped of /dev/shm, with the sizes of the mapping and of the file."""
+    found = []
+    for mapping in read_mappings(pid):
+        if mapping.name.startswith("/dev/shm/"):
+            size = os.stat(f"/proc/{pid}/map_files/{mapping.span.start:x}-{mapping.span.end:x}").st_size
+            found.append(f"{mapping.mode} {mapping.span.size_bytes} {size} {re.sub(r'[0-9]{4,}', 'N', mapping.name)}")
+    return found
+
+
 def unix_sockets() -> list[str]:
     names = {line.split()[7] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if len(line.split()) > 7}
     return sorted({re.sub(r"[0-9a-f]{4,}", "N", name) for name in names if "nccl" in name or "cuda" in name})
@@ -304,6 +346,7 @@ def with_child(name: str) -> Callable[[], dict[str, Any]]:
     def case() -> dict[str, Any]:
         with running("--program", name) as (process, (child,)):
             found: dict[str, Any] = {"signs": [signs(process.pid), signs(child)]}
+            found["shared"] = [shared_files(process.pid), shared_files(child)]
             found["child alone"] = verbs([child], "state", "lock", "unlock")
             found["parent"] = verbs([process.pid], "lock", "checkpoint", "state")
             found["devices when checkpointed"] = [len(looks(pid)["devices"]) for pid in (process.pid, child)]
@@ -312,6 +355,53 @@ def with_child(name: str) -> Callable[[], dict[str, Any]]:
             return found
 
     return case
+
+
+def ipc(way: str) -> Callable[[], dict[str, Any]]:
+    """Record what shows when a process opens memory of another one, and how a checkpoint of both ends."""
+    return lambda: _ipc(way)
+
+
+def _ipc(way: str) -> dict[str, Any]:
+    with running("--program", "ipc") as (process, (child,)):
+        pids = [process.pid, child]
+        before = [(everything(pid), read_mappings(pid)) for pid in pids]
+        os.kill(child, signal.SIGUSR1)
+        while not imported(child).exists():
+            time.sleep(0.01)
+        imported(child).unlink()
+        after = [(everything(pid), read_mappings(pid)) for pid in pids]
+        found: dict[str, Any] = {"names": ["exporter", "importer"]}
+        found["mappings gone, come"] = [changes(b[1], a[1]) for b, a in zip(before, after, strict=True)]
+        found["gone, come"] = [[list(b[0] - a[0]), list(a[0] - b[0])] for b, a in zip(before, after, strict=True)]
+        found["nvml"] = nvml()
+        if way == "at once":
+            found["answers"] = verbs(pids, *ALL) + verbs(pids[1:], "restore", "state")
+        else:
+            spans = [anonymous_spans(pid) for pid in pids]
+            found["answers"] = verbs(pids, "lock", "checkpoint")
+            new = [subtract(anonymous_spans(pid), had) for pid, had in zip(pids, spans, strict=True)]
+            found["new"] = [[span.size_bytes for span in of_one] for of_one in new]
+            for pid in pids if way == "exporter first" else reversed(pids):
+                found["answers"] += verbs([pid], "restore", "unlock", "state")
+        found["goes on"] = goes_on(process)
+        found["kernel log"] = kernel_log()
+        return found
+
+
+def everything(pid: int) -> Counter[str]:
+    """Return what the kernel shows of a process's files, threads and sockets."""
+    shown: Counter[str] = Counter()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            details = " ".join(Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split())
+            shown[f"{os.readlink(fd)} {re.sub('ino: *[0-9]+', '', details)}"] += 1
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        shown[f"thread {task.joinpath('comm').read_text().strip()}"] += 1
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        if "cuda" in line or "nv" in line:
+            shown["unix " + " ".join(line.split()[1:6] + line.split()[7:])] += 1
+    return shown
 
 
 def lock_timeout() -> dict[str, Any]:
@@ -530,7 +620,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "pinned": plain("pinned"),
     "managed": plain("managed"),
     "fork": with_child("fork"),
-    "ipc": with_child("ipc"),
+    "torch ipc": with_child("torch ipc"),
+    **{f"ipc, {way}": ipc(way) for way in ("at once", "exporter first", "importer first")},
     "lock timeout": lock_timeout,
     "host memory": host_memory,
     "device memory": device_memory,

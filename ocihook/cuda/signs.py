@@ -13,6 +13,7 @@ from pathlib import Path
 from ocihook.linux.files import open_regular
 
 _DRIVER_LIBRARY = re.compile(r"/libcuda\.so[.0-9]*( \(deleted\))?$", re.MULTILINE)
+_IPC_EVENTS = re.compile(r" rw-s .*/dev/shm/cuda\.shm\.[0-9a-f.]+( \(deleted\))?$", re.MULTILINE)
 _DEVICE = re.compile(r"/dev/nvidia([0-9]+|ctl|-uvm|-uvm-tools|-modeset|-caps/nvidia-cap[0-9]+)")
 _GPU = re.compile(r"/dev/nvidia[0-9]+")
 _CAPABILITY = re.compile(r"/dev/nvidia-caps/nvidia-cap[0-9]+")
@@ -34,6 +35,7 @@ class Signs:
     gpu_minors: frozenset[int] = frozenset()  # of the GPUs it has open, visible to CUDA or not
     has_mig: bool = False
     has_io_uring: bool = False
+    has_ipc: bool = False  # CUDA IPC with events, as torch has it; of memory alone the kernel shows nothing
     has_nccl: bool = False  # a communicator, not only the library
     environment: Mapping[str, str] = field(default_factory=dict)  # NCCL_*, CUDA_* that it was started with
 
@@ -41,9 +43,10 @@ class Signs:
 def read_signs(pid: int) -> Signs:
     """Return the signs of a process; none when it is gone."""
     try:
-        has_driver = bool(_DRIVER_LIBRARY.search(Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")))
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
     except OSError:
         return Signs(pid=pid)
+    has_driver = bool(_DRIVER_LIBRARY.search(maps))
     links = _links(pid)
     devices = [(fd, link) for fd, link in links if _DEVICE.fullmatch(link)]
     if not has_driver and not devices:
@@ -57,6 +60,7 @@ def read_signs(pid: int) -> Signs:
         gpu_minors=frozenset(_minor(pid, fd) for fd, link in devices if _GPU.fullmatch(link)) - {-1},
         has_mig=any(minor > _MIG_MONITOR for minor in capabilities),
         has_io_uring=any(link == _IO_URING for _, link in links),
+        has_ipc=bool(_IPC_EVENTS.search(maps)),
         has_nccl=not sockets.isdisjoint(_nccl_sockets(pid)),
         environment=_environment(pid),
     )

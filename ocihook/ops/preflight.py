@@ -18,6 +18,7 @@ from ocihook.ops.gpu import read_node
 
 FIRST_DRIVER = 570
 FIRST_DRIVER_ON_ARM = 610
+FIRST_DRIVER_WITH_IPC = 610
 # The transports that are left with these, sockets and shared memory, survive; P2P, NVLS and cuMem do not.
 _NCCL_NEEDS: Mapping[str, str] = {
     "NCCL_P2P_DISABLE": "1",
@@ -126,6 +127,11 @@ def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
                 f"{who} has an NCCL communicator that may use P2P, NVLS or cuMem; the checkpoint would succeed, its "
                 f"restore fail: start the container with {' '.join(missing)}"
             )
+    if signs.has_ipc and driver_major(situation.driver_version) < FIRST_DRIVER_WITH_IPC:
+        yield (
+            f"{who} shares GPU memory with another one by CUDA IPC; the checkpoint would succeed, its restore fail: "
+            f"install driver {FIRST_DRIVER_WITH_IPC}, or share by the processor's memory (torch: tensors on the CPU)"
+        )
     if signs.has_io_uring:
         yield f"{who} uses io_uring, which CRIU cannot dump: turn it off (torch's TCPStore: USE_LIBUV=0)"
 

@@ -60,6 +60,7 @@ def test_nothing_is_refused_without_a_reason() -> None:
         (with_process(environment={"CUDA_MPS_PIPE_DIRECTORY": "/x"}), "process 7 is a client of MPS"),
         ({"cuda_pids": frozenset()}, "process 7 holds 38 of NVIDIA's device files without a CUDA context"),
         (with_process(has_io_uring=True), "process 7 uses io_uring.*USE_LIBUV=0"),
+        (with_process(has_ipc=True), "process 7 shares GPU memory .* by CUDA IPC.* install driver 610"),
         (with_process(has_nccl=True), "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_NVLS_EN"),
     ],
 )
@@ -97,6 +98,17 @@ def test_it_agrees_with_what_was_seen_on_a_real_node() -> None:
     assert not all(refused for refused, _ in verdicts.values())
 
 
+def test_ipc_is_refused_until_the_driver_restores_it() -> None:
+    """As recorded: nobody's order brings the importer back, and where events are shared, too, both map one file."""
+    cases = json.loads(RECORDED.read_text())["cases"]
+    for name in ("ipc, at once", "ipc, exporter first", "ipc, importer first"):
+        assert any("restore: " in answer and "INVALID_VALUE" in answer for answer in cases[name]["answers"])
+        assert cases[name]["mappings gone, come"] == [[[], []], [[], []]], "memory alone shows, after all"
+    for signs in cases["torch ipc"]["signs"]:
+        assert any(re.fullmatch("rw-s /dev/shm/cuda.shm.[0-9a-f.]+", mapped) for mapped in signs["mapped"])
+    assert refusals(dataclasses.replace(FINE, driver_version="610.1", **with_process(has_ipc=True))) == []
+
+
 def test_driver_major() -> None:
     assert [driver_major(version) for version in ("580.159.04", "610", "", "x.y")] == [580, 610, 0, 0]
 
@@ -116,11 +128,16 @@ def library(tmp_path: Path) -> Path:
 
 
 def test_signs_of_a_real_process(library: Path, tmp_path: Path) -> None:
-    """A child maps libcuda, holds an NCCL socket and an io_uring, and has variables; another mapping does not count."""
+    """A child maps libcuda and IPC's events, holds an NCCL socket and an io_uring; another mapping does not count."""
     program = """
 import ctypes, mmap, os, socket, sys
 name = sys.argv[1]
 area = mmap.mmap(os.open(name, os.O_RDONLY), 4096, prot=mmap.PROT_READ)
+events = f"/dev/shm/cuda.shm.0.{os.getpid():x}.1"
+fd = os.open(events, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+os.ftruncate(fd, 81920)
+shared = mmap.mmap(fd, 81920)
+os.unlink(events)
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); sock.bind("\\0tmp/nccl-socket-0-" + str(os.getpid()))
 ring = ctypes.CDLL(None).syscall(425, 4, (ctypes.c_char * 120)())
 print("ready", ring >= 0, flush=True)
@@ -147,6 +164,7 @@ sys.stdin.read()
         if has_driver:
             assert signs.has_nccl
             assert signs.has_io_uring is has_ring
+            assert signs.has_ipc
             assert {"NCCL_P2P_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0"}.items() <= signs.environment.items()
             assert "OTHER" not in signs.environment
         else:
