@@ -5,7 +5,7 @@
  *   compares them):
  * - a process is running, locked, checkpointed; any other order of calls is CUDA_ERROR_ILLEGAL_STATE;
  * - one thread of the process itself does the work: a call on a stopped process never returns, one on a process whose
- *   other threads are stopped does;
+ *   other threads are stopped does. Which thread that is can be asked at any time, as CRIU's CUDA plugin does;
  * - a checkpoint moves all device memory into one new private anonymous mapping and closes the device files, a restore
  *   moves it back to the same addresses; API calls wait while the process is not running;
  * - managed memory: the checkpoint is NOT_SUPPORTED. P2P: it succeeds, and the restore is NOT_SUPPORTED for ever;
@@ -58,7 +58,7 @@ struct request {
     uint32_t asked, answered;
     uint32_t verb, argument;
     uint32_t has_room, pairs, old_minors[MAX_GPUS], new_minors[MAX_GPUS];
-    int32_t result, value;
+    int32_t result, value, thread;
     uint32_t gpus, minors[MAX_GPUS]; /* that it has open */
     uint64_t held[MAX_GPUS];         /* bytes on each of them; 0 while checkpointed */
     uint64_t saved[MAX_GPUS];        /* bytes that a restore will take */
@@ -242,6 +242,7 @@ static int unlock(void)
 static void *serve(void *unused)
 {
     (void)unused;
+    control.thread = (int32_t)syscall(SYS_gettid);
     for (;; sleep_ms(1)) {
         uint32_t asked = __atomic_load_n(&control.asked, __ATOMIC_ACQUIRE);
         if (asked == control.answered)
@@ -249,7 +250,6 @@ static void *serve(void *unused)
         int result = SUCCESS;
         switch (control.verb) {
         case GET_STATE: control.value = state; break;
-        case GET_THREAD: control.value = (int32_t)syscall(SYS_gettid); break;
         case LOCK: result = lock(control.argument); break;
         case CHECKPOINT: result = checkpoint(); break;
         case RESTORE: result = restore(); break;
@@ -262,7 +262,7 @@ static void *serve(void *unused)
 }
 
 /* A fork has the memory and the device files, but not the thread: for the driver it has nothing to do with CUDA. */
-static void forget(void) { control.magic = 0; }
+static void forget(void) { control.magic = 0, control.thread = 0; }
 
 int cuInit(unsigned flags)
 {
@@ -273,6 +273,8 @@ int cuInit(unsigned flags)
         events = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (!control.magic && !open_devices() && !pthread_create(&thread, NULL, serve, NULL)) {
         pthread_atfork(NULL, NULL, forget);
+        while (!control.thread)
+            sleep_ms(1);
         control.magic = MAGIC;
     }
     pthread_mutex_unlock(&allocating);
@@ -452,6 +454,8 @@ static int ask(int pid, enum verb verb, uint32_t argument, const struct restore_
     }
     if (code >= 0)
         return code;
+    if (verb == GET_THREAD)
+        return *value = theirs.thread, SUCCESS;
     theirs.verb = verb, theirs.argument = argument;
     theirs.pairs = map ? map->count : 0;
     for (uint32_t i = 0; i < theirs.pairs && i < MAX_GPUS; i++) {
