@@ -5,12 +5,12 @@
 Before, on a machine with network: `integration/node-setup forky DIR; integration/gpu/carry DIR 3.12` fills .gpu-node/.
 A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
 `always` (huge pages for everybody; else for those who ask), `never` (for nobody, which is what the driver gets where it
-would have to ask), `alone` (the driver's own calls and nothing else: what its part takes without ocihook), `running`
-(left running), `gpus=N`, `swap` (restored with the
-first two GPUs changed for one another), `onto=N` (restored with the GPU of that minor), `warm=GIB` (memory of the
-machine to touch before), `store=N` (mode `store`: N checkpoints of a container left running, 15 rounds apart, and a
-restore of the last; with `ram=GIB` GPU memory may wait in so much memory, else on the disk). One JSON object a case is
-written, and a table printed.
+would have to ask), `driver` (its own calls and nothing else: what its part takes without ocihook), `running` (left
+running), `gpus=N`, `swap` (restored with the first two GPUs changed for one another), `onto=N` (restored with the GPU of
+that minor), `warm=GIB` (memory of the machine to touch before), `store=N` (mode `store`: N checkpoints of a container
+left running, 15 rounds apart, and a restore of the last; with `ram=GIB` GPU memory may wait in so much memory, else on
+the disk), `plugin` (CRIU's own CUDA plugin is installed as well; `plugin=both`: and made to act although ocihook does;
+`plugin=alone`: without ocihook). One JSON object a case is written, and a table printed.
 
     run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap \\
         lora:8:store=5 lora:8:store=5:ram=24
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +38,8 @@ sys.path.insert(0, str(PROJECT))
 CARRIED = PROJECT / ".gpu-node"
 WORK = Path("/tmp/ocihook-gpu")
 IMAGES = WORK / "images"
+CRIU_CONF = Path("/etc/criu/runc.conf")
+PLUGIN_DIR = Path("/usr/lib/criu")  # where this CRIU looks if nothing else is said
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SESSIONS = Path("/run/ocihook")
 HISTORY = Path("/var/lib/ocihook/history")
@@ -75,13 +77,49 @@ def set_up() -> None:
     IMAGES.mkdir(parents=True)
     command("mount", "-t", "tmpfs", "-o", "size=90%,huge=always", "tmpfs", IMAGES)
     Path("/etc/criu").mkdir(exist_ok=True)
-    installed = command(sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", cwd=PROJECT)
-    assert installed.returncode == 0
-    with Path("/etc/criu/runc.conf").open("a") as file:
+    install()
+    with CRIU_CONF.open("a") as file:
         file.write("network-lock skip\n")  # connections are on loopback, both ends in the container
         file.write("ghost-limit 512M\n")  # NCCL keeps deleted files of 33 MiB in /dev/shm
     Path("/etc/ocihook").mkdir(exist_ok=True)
     configure()
+
+
+@contextlib.contextmanager
+def plugged(how: str) -> Iterator[None]:
+    """Have CRIU's CUDA plugin on this node: "installed", "both", "alone"; or not: ""."""
+    if not how:
+        yield
+        return
+    before = {path: path.read_text() for path in CRIU_CONF.parent.glob("*.conf")}
+    links = {
+        PLUGIN_DIR / "cuda_plugin.so": CARRIED / "lib/criu/cuda_plugin.so",
+        Path("/usr/sbin/cuda-checkpoint"): CARRIED / "bin/cuda-checkpoint",
+    }
+    try:
+        for link, carried in links.items():
+            assert carried.exists(), f"{carried} was not carried"
+            link.parent.mkdir(exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(carried)
+        if how == "installed":
+            install()
+        elif how == "both":
+            CRIU_CONF.write_text(f"{before[CRIU_CONF]}libdir {PLUGIN_DIR}\n")
+        else:
+            for path, text in before.items():
+                path.write_text(text.partition("# END ocihook\n")[2])
+        yield
+    finally:
+        for link in links:
+            link.unlink(missing_ok=True)
+        for path, text in before.items():
+            path.write_text(text)
+
+
+def install() -> None:
+    installed = command(sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", cwd=PROJECT)
+    assert installed.returncode == 0
 
 
 def configure(room_gib: int = 0) -> None:
@@ -214,6 +252,15 @@ class Container:
             raise RuntimeError(f"{self.output[-5:]} {self.complaints('restore.log')}")
         return seconds
 
+    def said_by_plugin(self, name: str) -> list[str]:
+        """Return what CRIU's CUDA plugin did, by CRIU's log, without numbers of processes."""
+        path = self.bundle / name
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        said = (
+            line.partition(") ")[2] for line in lines if re.search("cuda_plugin: |cuda-checkpoint|unfreezing", line)
+        )
+        return list(dict.fromkeys(re.sub(r"\d+", "N", line) for line in said))
+
     def complaints(self, name: str) -> list[str]:
         path = self.bundle / name
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -249,6 +296,8 @@ def prepare(
     if value(options, "store"):
         annotations = {"mode": "store"}
         configure(value(options, "ram"))
+    if plugin(options) == "both":
+        annotations["gpu-preflight"] = "warn"
     if "swap" in options:
         uuids = re.findall(r"UUID: (GPU-[0-9a-f-]+)", command("nvidia-smi", "-L", capture_output=True).stdout)
         first, second = uuids[:2]
@@ -262,6 +311,12 @@ def prepare(
 def huge_pages(options: list[str]) -> str:
     """Return the system's setting for a case."""
     return next((option for option in options if option in ("always", "never")), "madvise")
+
+
+def plugin(options: list[str]) -> str:
+    """Return how CRIU's CUDA plugin is to be there, "" if it is not."""
+    found = next((option for option in options if option.partition("=")[0] == "plugin"), "")
+    return found and (found.partition("=")[2] or "installed")
 
 
 def value(options: list[str], name: str) -> int:
@@ -322,7 +377,7 @@ def run_store_case(container: Container, case: str, count: int) -> dict[str, Any
     return row
 
 
-def run_alone(container: Container, row: dict[str, Any]) -> dict[str, Any]:
+def run_driver(container: Container, row: dict[str, Any]) -> dict[str, Any]:
     """Let the driver checkpoint and restore the first process of a container, and nobody else do anything."""
     from ocihook.cuda.driver import CudaDriver  # what it needs has been installed by now
 
@@ -356,8 +411,8 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     image_dir = IMAGES / container.name
     row: dict[str, Any] = {"case": case, "gpus": count, "memory_path": not is_baseline, "left_running": leave_running}
     row["thp"] = huge_pages(options)
-    if "alone" in options:
-        return run_alone(container, row | {"memory_path": None})
+    if "driver" in options:
+        return run_driver(container, row | {"memory_path": None})
     try:
         container.start()
         row["dump_s"] = container.dump(image_dir, leave_running=leave_running)
@@ -370,6 +425,8 @@ def run_case(case: str, number: int) -> dict[str, Any]:
         session = last_session("pre-dump", container.name)
         dump = phases(session)
         row["dump_phases"] = dump
+        if plugin(options):
+            row["plugin"] = {"dump": container.said_by_plugin("dump.log")}
         row["dump_driver_s"] = dump.get("gpu lock", 0) + dump.get("gpu checkpoint", 0)
         row["vram_bytes"] = sum(p["bytes"] for p in session["phases"] if p["name"] == "gpu checkpoint")
         row["stored_bytes"] = sum(path.stat().st_size for path in image_dir.iterdir())
@@ -386,6 +443,8 @@ def run_case(case: str, number: int) -> dict[str, Any]:
         container.wait_for(5)
         session = last_session("post-resume", container.name)
         row["restore_phases"] = phases(session)
+        if plugin(options):
+            row["plugin"]["restore"] = container.said_by_plugin("restore.log")
         row["restore_driver_s"] = row["restore_phases"].get("gpu resume", 0)
         row["verified"] = verify(container, program, lines_at_dump, leave_running=leave_running)
     finally:
@@ -440,13 +499,16 @@ def main() -> None:
     for number, case in enumerate(sys.argv[2:]):
         began = time.time()
         try:
-            row = {**facts, **run_case(case, number)}
+            with plugged(plugin(case.split(":"))):
+                row = {**facts, **run_case(case, number)}
             print(
                 " ".join(f"{_shown(row.get(column)):>16}" for column in COLUMNS),
                 f"({time.time() - began:.0f} s)",
                 flush=True,
             )
             print("    ", row.get("dump_phases", ""), row["restore_phases"], flush=True)
+            if "plugin" in row:
+                print("     the plugin:", row["plugin"], flush=True)
         except (OSError, RuntimeError, TimeoutError, subprocess.TimeoutExpired, AssertionError) as error:
             row = {**facts, "case": case, "verified": False, "error": str(error)}
             print(case, "FAILED", error, flush=True)
