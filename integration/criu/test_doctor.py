@@ -7,7 +7,7 @@ import pytest
 from integration.criu.logs import record
 from integration.criu.process import hazard
 from ocihook.criu.explain import explain
-from ocihook.ops.doctor import criu_files
+from ocihook.ops import criu_files
 from ocihook.ops.doctor.finding import Status
 from ocihook.ops.doctor.run import check_process
 

@@ -19,6 +19,7 @@ class Block(NamedTuple):
 
     action_script: str
     made_file: bool
+    plugin_dir: str = ""  # where CRIU is to look for plugins; "": where it does anyway
 
 
 class Option(NamedTuple):
@@ -36,8 +37,8 @@ def add_block(content: bytes, block: Block, *, where: str) -> bytes:
         ConfigError: if a block in it is damaged.
     """
     made = b" made-file" * block.made_file
-    lines = b"# BEGIN ocihook%s\naction-script %s\n%s" % (made, block.action_script.encode(), _END)
-    return lines + remove_block(content, where=where)
+    lines = [f"action-script {block.action_script}\n", f"libdir {block.plugin_dir}\n" * bool(block.plugin_dir)]
+    return b"# BEGIN ocihook%s\n%s%s" % (made, "".join(lines).encode(), _END) + remove_block(content, where=where)
 
 
 def remove_block(content: bytes, *, where: str) -> bytes:
@@ -60,7 +61,8 @@ def read_block(content: bytes, *, where: str) -> Block | None:
     if match is None:
         return None
     scripts = action_scripts(match["body"])
-    return Block(scripts[0] if scripts else "", b"made-file" in match["made"].split())
+    named = plugin_dir(match["body"])
+    return Block(scripts[0] if scripts else "", b"made-file" in match["made"].split(), named)
 
 
 def _find(content: bytes, where: str) -> re.Match[bytes] | None:
@@ -89,6 +91,12 @@ def options(content: bytes) -> list[Option]:
         if match:
             found.append(Option(match[1], match[3].strip("\"'"), bool(match[2])))
     return found
+
+
+def plugin_dir(*contents: bytes) -> str:
+    """Return where CRIU looks for plugins with configuration files that it reads in this order; "": they do not say."""
+    named = [option.value for content in contents for option in options(content) if option.name == "libdir"]
+    return named[-1] if named else ""
 
 
 def action_scripts(content: bytes) -> list[str]:

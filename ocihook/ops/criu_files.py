@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ocihook.criu.conf import options
+from ocihook.criu.conf import options, plugin_dir
+from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import crun_reads_its_conf, find_program
 from ocihook.ops.install import CRIU_CONF_DIR
 
@@ -53,9 +54,7 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
         named: the file that its `org.criu.config` names instead of the runtime's own.
         asked: options that the engine gives the runtime.
     """
-    paths = [CRIU_CONF_DIR / name for name in (files_read_for(runtime) if runtime else ["default.conf"])]
-    if named:
-        paths[1:] = [Path(named)]
+    paths = _paths(runtime, named)
     names = set(asked)
     ghost_limit_bytes = _GHOST_LIMIT_BYTES
     scanned = []
@@ -75,6 +74,24 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
         ghost_limit_bytes=ghost_limit_bytes,
         scanned=tuple(scanned),
     )
+
+
+def _paths(runtime: str, named: str) -> list[Path]:
+    paths = [CRIU_CONF_DIR / name for name in (files_read_for(runtime) if runtime else ["default.conf"])]
+    if named:
+        paths[1:] = [Path(named)]
+    return paths
+
+
+def loaded_plugin(runtime: str, named: str = "") -> Path | None:
+    """Return CRIU's CUDA plugin if CRIU would load it for a container, None if there is none or it is kept out.
+
+    Args:
+        runtime: that runs the container.
+        named: the file that its `org.criu.config` names instead of the runtime's own.
+    """
+    contents = [path.read_bytes() for path in _paths(runtime, named) if path.is_file()]
+    return find_plugin(plugin_dir(*contents))
 
 
 def _size(text: str) -> int:

@@ -87,6 +87,8 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, node_policy:
     journal.identify(container, image_dir, verb=call.verb, leave_running=call.leave_running)
     policy = apply_annotations(node_policy, annotations)
     journal.note(policy=dataclasses.asdict(policy))
+    if named := annotations.get("org.criu.config"):
+        journal.note(criu_config=named)
     return policy
 
 

@@ -16,6 +16,7 @@ from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.model import ContainerRef
 from ocihook.ops import gpu_memory
+from ocihook.ops.criu_files import loaded_plugin
 from ocihook.ops.gpu import (
     CheckpointedProcess,
     check_contents,
@@ -80,7 +81,7 @@ def checkpoint_gpus(
         known = states(driver, processes)
         in_packs = policy.mode != "off" and policy.gpu_memory == "packs"
         room = _free_bytes(directory) if policy.mode != "off" else None
-        situation = Situation.read(init_pid, signs, known, free_disk_bytes=room)
+        situation = Situation.read(init_pid, signs, known, free_disk_bytes=room, plugin=_plugin(journal))
         gpus = situation.gpus
         _preflight(situation, policy)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
@@ -120,6 +121,11 @@ def checkpoint_gpus(
         _bring_back(effect, journal, None)
         journal.pop(EFFECT)
         raise
+
+
+def _plugin(journal: Journal) -> Path | None:
+    """Return CRIU's own CUDA plugin, if CRIU is about to load it."""
+    return loaded_plugin(journal.container.runtime if journal.container else "", journal.facts.get("criu_config", ""))
 
 
 def _preflight(situation: Situation, policy: Policy) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ocihook.criu.conf import Block, action_scripts, add_block, read_block, remove_block
+from ocihook.criu.conf import Block, action_scripts, add_block, plugin_dir, read_block, remove_block
+from ocihook.criu.plugin import is_to_stay_out
 from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in
 from ocihook.errors import UnsupportedError
 from ocihook.linux.files import replace_file
@@ -87,7 +88,10 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
         _check_nameable(path)
     wanted = conf_names(root)
     confs = {name: _below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
-    blocks = [_with_block(path, launcher) if name in wanted else _without_block(path) for name, path in confs.items()]
+    plugins = _plugin_dir(root, libexec)
+    blocks = [
+        _with_block(path, launcher, plugins) if name in wanted else _without_block(path) for name, path in confs.items()
+    ]
     place = _below(root, launcher)
     launchers = _launchers(root, libexec)
     older = [Change(path, _read(path), None) for path in launchers if path != place]
@@ -224,10 +228,20 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _with_block(path: Path, launcher: Path) -> Change:
+def _plugin_dir(root: Path, libexec: Path) -> str:
+    """Return where CRIU is to look for plugins: in the launcher's directory, which has none; "": where it does anyway.
+
+    If an administrator has named a directory it stays.
+    """
+    paths = [_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES]
+    named = plugin_dir(*(remove_block(_read(path) or b"", where=str(path)) for path in paths))
+    return str(libexec) if not named and is_to_stay_out(partial(_below, root)) else ""
+
+
+def _with_block(path: Path, launcher: Path, plugins: str) -> Change:
     before = _read(path)
     old = read_block(before or b"", where=str(path))
-    block = Block(str(launcher), made_file=old.made_file if old else before is None)
+    block = Block(str(launcher), old.made_file if old else before is None, plugins)
     return Change(path, before, add_block(before or b"", block, where=str(path)))
 
 

@@ -7,6 +7,7 @@ here was seen to fail on a real node (integration/gpu/results/driver-limits-580.
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ocihook.cuda.driver import CudaState
 from ocihook.cuda.nvml import Gpu
@@ -26,6 +27,8 @@ _NCCL_NEEDS: Mapping[str, str] = {
     "NCCL_CUMEM_HOST_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
+# What CRIU is told after ocihook's block holds; `ocihook install` adds nothing where somebody names a directory.
+KEEP_PLUGIN_OUT = "`ocihook install`; if that changes nothing, name a directory without it as CRIU's `libdir`"
 _GIB = 1 << 30
 
 
@@ -41,6 +44,7 @@ class Situation:
     available_ram_bytes: int
     cgroup_room_bytes: int | None  # None: no limit
     free_disk_bytes: int | None  # where packs go; None: there are none
+    plugin: Path | None = None  # CRIU's own for CUDA, if CRIU would load it
 
     @classmethod
     def read(
@@ -49,6 +53,7 @@ class Situation:
         processes: Sequence[Signs],
         states: Mapping[Process, CudaState | None],
         free_disk_bytes: int | None = None,
+        plugin: Path | None = None,
     ) -> "Situation":
         """Read what there is to know of the node and a container.
 
@@ -57,6 +62,7 @@ class Situation:
             processes: its processes that have to do with NVIDIA.
             states: what the driver says of them.
             free_disk_bytes: where packs go.
+            plugin: of CRIU for CUDA, that it would load.
 
         Raises:
             CudaUnsupported: if NVML does not answer.
@@ -71,6 +77,7 @@ class Situation:
             available_ram_bytes=available_bytes(),
             cgroup_room_bytes=memory_headroom_bytes(init_pid),
             free_disk_bytes=free_disk_bytes,
+            plugin=plugin,
         )
 
     @property
@@ -90,6 +97,11 @@ def _about_node(situation: Situation) -> Iterator[str]:
         yield f"driver {situation.driver_version} cannot checkpoint: install {FIRST_DRIVER} or later"
     if situation.machine == "aarch64" and major < FIRST_DRIVER_ON_ARM:
         yield f"driver {situation.driver_version} cannot checkpoint on Arm: install {FIRST_DRIVER_ON_ARM} or later"
+    if situation.plugin:
+        yield (
+            f"CRIU would load {situation.plugin}, which lets threads run whose GPU memory has been taken, and such a "
+            f"thread can end the job: {KEEP_PLUGIN_OUT}"
+        )
     need = situation.held_bytes
     if need > situation.available_ram_bytes:
         yield (

@@ -28,6 +28,7 @@ BLOCKS = st.builds(
     Block,
     st.sampled_from(["/usr/local/libexec/ocihook/criu-action", "/opt/a b/criu-action"]),
     made_file=st.booleans(),
+    plugin_dir=st.sampled_from(["", "/usr/local/libexec/ocihook"]),
 )
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from ocihook.config import Settings
-from ocihook.criu import version
+from ocihook.criu import plugin, version
 from ocihook.criu.version import Program
 from ocihook.linux.procfs import Process
-from ocihook.ops.doctor import criu_files, machine, node, run
+from ocihook.ops import criu_files
+from ocihook.ops.doctor import machine, node, run
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.run import check_node, repair, run_check
 from ocihook.ops.journal import Journal
@@ -310,7 +311,7 @@ def test_plugin_is_looked_for_where_criu_does(
 ) -> None:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/cuda_plugin.so").touch()
-    monkeypatch.setattr(node, "_PLUGIN_DIRS", (str(tmp_path / "plugins"),))
+    monkeypatch.setattr(plugin, "_DEFAULT_DIRS", (str(tmp_path / "plugins"),))
     assert node._cuda_plugin() is None  # no runtime, nothing that would load it
     put(programs, "runc", 1, 3)
     assert node._cuda_plugin() == tmp_path / "plugins/cuda_plugin.so"
@@ -456,13 +457,19 @@ def test_a_plugin_newer_than_criu(
 ) -> None:
     (tmp_path / "cuda_plugin.so").write_bytes(b"\0check_and_remove_inventory_plugin\0")
     (tmp_path / "criu").write_bytes(b"\0nothing of it\0")
-    monkeypatch.setattr(node, "_PLUGIN_DIRS", (str(tmp_path),))
+    monkeypatch.setattr(plugin, "_DEFAULT_DIRS", (str(tmp_path),))
     monkeypatch.setattr(node, "_NVIDIA", tmp_path)
     put(programs, "runc", 1, 3)
     programs["criu"] = Program("criu", str(tmp_path / "criu"), (4, 0))
     assert only(node._check_cuda_plugin()).status is Status.FAIL
     (tmp_path / "criu").write_bytes((tmp_path / "cuda_plugin.so").read_bytes())
-    assert only(node._check_cuda_plugin()).status is not Status.FAIL
+    finding = only(node._check_cuda_plugin())
+    assert finding.status is Status.FAIL
+    assert "those of CUDA processes are refused" in finding.detail
+    assert finding.repair is Repair.INSTALL
+    (tmp_path / "runc.conf").write_text("libdir /var/empty\n")
+    finding = only(node._check_cuda_plugin())
+    assert (finding.status, finding.detail) == (Status.OK, f"{tmp_path}/cuda_plugin.so is kept out by CRIU's libdir")
 
 
 def test_network_lock(programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

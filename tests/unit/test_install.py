@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.criu import version
+from ocihook.criu.conf import plugin_dir
 from ocihook.criu.version import Program
 from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.ops import install
@@ -70,7 +71,19 @@ def with_links_and_systemd(root: Path) -> None:
     (root / "etc/systemd/system/sockets.target.wants/other.socket").symlink_to("/x")
 
 
-TREE_MAKERS = [empty, with_foreign_lines, with_links_into_nothing_and_from_the_root, with_links_and_systemd]
+def with_plugins(root: Path) -> None:
+    (root / "usr/lib/criu").mkdir(parents=True)
+    for name in ("amdgpu_plugin.so", "cuda_plugin.so"):
+        (root / "usr/lib/criu" / name).touch()
+
+
+TREE_MAKERS = [
+    empty,
+    with_foreign_lines,
+    with_links_into_nothing_and_from_the_root,
+    with_links_and_systemd,
+    with_plugins,
+]
 TREES = pytest.mark.parametrize("prepare", TREE_MAKERS)
 
 
@@ -255,6 +268,32 @@ def test_action_scripts_of_others_are_told(tmp_path: Path) -> None:
     assert install.other_action_scripts(tmp_path) == told
     do_install(tmp_path)
     assert install.other_action_scripts(tmp_path) == told
+
+
+def test_cuda_plugin_of_criu_is_kept_out(tmp_path: Path) -> None:
+    """The launcher's directory has no plugins; what an administrator names holds, and AMD's GPUs keep theirs."""
+    conf = tmp_path / "etc/criu/runc.conf"
+    do_install(tmp_path)
+    assert "libdir" not in conf.read_text()
+    with_plugins(tmp_path)
+    do_install(tmp_path)
+    assert plugin_dir(conf.read_bytes()) == str(LIBEXEC)
+    assert not list((tmp_path / LIBEXEC.relative_to("/")).glob("*.so"))
+    do_install(tmp_path)
+    assert plan_install(tmp_path) == []
+    conf.write_bytes(conf.read_bytes() + b"libdir /opt/plugins\n")
+    do_install(tmp_path)
+    assert plugin_dir(conf.read_bytes()) == "/opt/plugins"
+    assert conf.read_text().count("libdir") == 1
+    conf.write_text(conf.read_text().replace("libdir /opt/plugins\n", ""))
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    do_install(tmp_path)
+    assert "libdir" not in conf.read_text()
+    (tmp_path / "dev/kfd").unlink()
+    (tmp_path / "usr/lib/criu/cuda_plugin.so").unlink()
+    do_install(tmp_path)
+    assert "libdir" not in conf.read_text()
 
 
 def test_a_damaged_block_changes_nothing(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_nothing_is_refused_without_a_reason() -> None:
     [
         ({"driver_version": "565.57.01"}, "driver 565.57.01 cannot checkpoint: install 570 or later"),
         ({"driver_version": "unknown"}, "driver unknown cannot checkpoint"),
+        ({"plugin": Path("/x/cuda_plugin.so")}, "CRIU would load /x/cuda_plugin.so.*: `ocihook install`"),
         ({"machine": "aarch64"}, "on Arm: install 610 or later"),
         ({"available_ram_bytes": 39 * GIB}, r"copies 40.0 GiB .* has 39.0 GiB left: free memory on the node"),
         ({"cgroup_room_bytes": 39 * GIB}, r"the kernel would kill it: raise the container's memory limit"),

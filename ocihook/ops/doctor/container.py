@@ -10,6 +10,7 @@ from ocihook.engine.identity import engine_of
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.linux.open_files import Mount, mounts, namespaces, resolve_inside
 from ocihook.linux.procfs import Process
+from ocihook.ops.criu_files import loaded_plugin
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.machine import IMAGE_SET_PLACES, REMOVE_LOCK, left_network_locks
 from ocihook.ops.doctor.workload import Workload
@@ -86,7 +87,10 @@ def _check_gpu(workload: Workload) -> Iterator[Finding]:
     try:
         driver = CudaDriver()
         known = states(driver, [process for s in signs if (process := Process.find(s.pid))])
-        situation = Situation.read(workload.init_pid, signs, known)
+        container = workload.container
+        named = container.annotations.get("org.criu.config", "") if container else ""
+        plugin = loaded_plugin(container.runtime, named) if container else None
+        situation = Situation.read(workload.init_pid, signs, known, plugin=plugin)
     except OcihookError as error:
         yield Finding("gpu", Status.FAIL, str(error.args[0]), error.hint)
         return

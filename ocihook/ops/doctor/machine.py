@@ -15,7 +15,7 @@ from ocihook.criu.version import find_program, run_output
 from ocihook.cuda.driver import CudaDriver, has_driver
 from ocihook.errors import ConfigError, CudaError, OcihookError
 from ocihook.linux.procfs import command_line
-from ocihook.ops.doctor.criu_files import content
+from ocihook.ops.criu_files import content
 from ocihook.ops.doctor.finding import Finding, Status
 from ocihook.ops.gpu import read_node
 from ocihook.ops.preflight import FIRST_DRIVER, FIRST_DRIVER_ON_ARM, driver_major

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import stat
 import subprocess
 import time
@@ -12,15 +11,17 @@ from pathlib import Path
 
 from ocihook import wire
 from ocihook.config import load_settings
-from ocihook.criu.conf import action_scripts, options, read_block, remove_block
+from ocihook.criu.conf import action_scripts, options, plugin_dir, read_block, remove_block
+from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.model import ContainerRef
 from ocihook.ops import history
-from ocihook.ops.doctor.criu_files import content, files_read_for
+from ocihook.ops.criu_files import content, files_read_for
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
 from ocihook.ops.journal import Journal, open_journals
+from ocihook.ops.preflight import KEEP_PLUGIN_OUT
 
 _RESTORE_SWITCH = "enable_experimental_restore_via_create"
 _CRIO_CHECKS_SIGNATURES = (1, 31)  # server/container_create.go, verifyImageSignature
@@ -42,7 +43,6 @@ _NVIDIA_RUNTIME = "nvidia-container-runtime/config.toml"
 _CDI_DIRS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 _PLUGIN_SYMBOL = b"check_and_remove_inventory_plugin"  # of CRIU 4.1 and later (criu#2521)
 _RECENT_S = 24 * 3600.0
-_PLUGIN_DIRS = ("/usr/lib/criu", "/usr/lib64/criu", "/usr/local/lib/criu", "/usr/libexec/criu")
 # Options of a CRIU configuration file that break checkpoints made through a runtime.
 _HARMFUL_OPTIONS = {
     "stream": "CRIU aborts: a runtime cannot stream images",
@@ -349,21 +349,24 @@ def _check_criu_configuration() -> Iterator[Finding]:
 
 
 def _check_cuda_plugin() -> Iterator[Finding]:
-    plugin, criu = _cuda_plugin(), find_program("criu")
-    if plugin is None or not _NVIDIA.exists():
-        yield Finding("criu's cuda plugin", Status.OK, "not in the way")
+    """CRIU's own, which does to CUDA processes what ocihook does, at other times."""
+    name, plugin, criu = "criu's cuda plugin", _cuda_plugin(), find_program("criu")
+    if plugin is None:
+        kept_out = find_plugin()
+        yield Finding(name, Status.OK, f"{kept_out} is kept out by CRIU's libdir" if kept_out else "not in the way")
     elif criu and _PLUGIN_SYMBOL in plugin.read_bytes() and _PLUGIN_SYMBOL not in Path(criu.path).read_bytes():
         detail = f"{plugin} is newer than CRIU {criu.version_text} and cannot be loaded: every dump fails"
-        yield Finding("criu's cuda plugin", Status.FAIL, detail, "install both in the same version")
-    elif shutil.which("cuda-checkpoint") is None:
-        yield Finding("criu's cuda plugin", Status.OK, f"{plugin} is idle: there is no cuda-checkpoint")
+        yield Finding(
+            name, Status.FAIL, detail, f"install both in the same version, or {KEEP_PLUGIN_OUT}", Repair.INSTALL
+        )
+    elif not _NVIDIA.exists():
+        yield Finding(name, Status.OK, f"{plugin} is idle: there is no GPU of NVIDIA's")
     else:
         detail = (
-            f"{plugin} leaves a dump's CUDA processes to ocihook, which has checkpointed them by then; on a restore it "
-            "resumes them itself, one after the other; before CRIU 4.2 it hangs where an engine freezes containers"
+            f"{plugin} would act, too: in a dump it thaws what stands still without its GPU memory, so those of CUDA "
+            "processes are refused"
         )
-        remedy = "set `libdir` to an empty directory in CRIU's configuration, or remove the plugin's package"
-        yield Finding("criu's cuda plugin", Status.WARN, detail, remedy)
+        yield Finding(name, Status.FAIL, detail, KEEP_PLUGIN_OUT, Repair.INSTALL)
 
 
 def _check_nvidia_runtime() -> Iterator[Finding]:
@@ -388,14 +391,9 @@ def _check_nvidia_runtime() -> Iterator[Finding]:
 
 def _cuda_plugin() -> Path | None:
     """Return CRIU's CUDA plugin if it is where CRIU looks for plugins, for any of the runtimes."""
-    for runtime in _RUNTIMES:
-        names = files_read_for(runtime)
-        named = [option.value for name in names for option in options(content(name)) if option.name == "libdir"]
-        for directory in named[-1:] or _PLUGIN_DIRS:
-            plugin = Path(directory, "cuda_plugin.so")
-            if names and plugin.exists():
-                return plugin
-    return None
+    read = [names for runtime in _RUNTIMES if (names := files_read_for(runtime))]
+    found = (find_plugin(plugin_dir(*map(content, names))) for names in read)
+    return next(filter(None, found), None)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

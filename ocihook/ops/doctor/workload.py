@@ -11,7 +11,7 @@ from ocihook.linux.open_files import OpenFile, mapped_files, namespaces, open_fi
 from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.sockets import Socket, sockets
 from ocihook.oci.state import RunningContainer
-from ocihook.ops.doctor.criu_files import CriuOptions, options_for
+from ocihook.ops.criu_files import CriuOptions, options_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
