@@ -311,12 +311,6 @@ _CAUSES: Sequence[Cause] = tuple(
             "install both in the same version",
         ),
         (
-            "plugin-missing",
-            r"Missing required plugin: (?P<name>\S+)",
-            "the checkpoint was made by CRIU's plugin {name}, which is kept out here, or not installed",
-            f"for this restore, and no longer, name the directory of its .so as `libdir` at the end of {_CONF}",
-        ),
-        (
             "device-mapping",
             r"handle_device_vma plugin failed|Can't handle non-regular mapping",  # criu#2515
             "{who} has a device mapped, and no plugin of CRIU knows it",

@@ -111,7 +111,6 @@ def test_what_is_said(name: str, said: str) -> None:
         ("Unknown shit 600 (anon_inode:[io_uring])", "io-uring"),
         ("Timeout reached. Try to interrupt: 0", "freeze-timeout"),
         ("handle_device_vma plugin failed: No such file or directory", "device-mapping"),
-        ("Missing required plugin: cuda_plugin", "plugin-missing"),
         ("undefined symbol: check_and_remove_inventory_plugin", "plugin-version"),
         ("mnt: Mount 970 ./proc/driver/nvidia/gpus/0 (master_id: 13) has unreachable sharing.", "nvidia-mount"),
         ("mnt: 970:./usr/bin/nvidia-smi doesn't have a proper root mount", "nvidia-mount"),

@@ -353,7 +353,8 @@ def _check_cuda_plugin() -> Iterator[Finding]:
     name, plugin, criu = "criu's cuda plugin", _cuda_plugin(), find_program("criu")
     if plugin is None:
         kept_out = find_plugin()
-        yield Finding(name, Status.OK, f"{kept_out} is kept out by CRIU's libdir" if kept_out else "not in the way")
+        detail = f"{kept_out} is kept out by CRIU's libdir; a restore of what it has checkpointed needs it"
+        yield Finding(name, Status.OK, detail if kept_out else "not in the way")
     elif criu and _PLUGIN_SYMBOL in plugin.read_bytes() and _PLUGIN_SYMBOL not in Path(criu.path).read_bytes():
         detail = f"{plugin} is newer than CRIU {criu.version_text} and cannot be loaded: every dump fails"
         yield Finding(
