@@ -81,3 +81,12 @@ def wheels(tmp_path_factory: pytest.TempPathFactory, forky_root: Path) -> Path:
 def cuda_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the stand-in for the driver and the program that uses it."""
     return fake_driver.build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="session")
+def cuda_plugin(forky_root: Path) -> Path:
+    """CRIU's CUDA plugin for the CRIU of that root, which Debian does not build."""
+    plugin = forky_root / "opt/cuda_plugin.so"
+    if not plugin.exists() and not is_required():
+        pytest.skip(f"needs {plugin}: integration/node-setup forky {forky_root}")
+    return plugin

@@ -1,6 +1,7 @@
 """A node with a stand-in for NVIDIA's driver, and the container that uses it."""
 
 import re
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from integration.namespace import Namespace
 
 HERE = Path(__file__).parent
 SCRIPT = "/run/ocihook-fake-cuda"
+PLUGIN_CALLS = "/run/ocihook-fake-cuda-calls"
 # Device files of the stand-in are nodes that exist everywhere; their minors tell them apart.
 GPU_NODES = {3: "/dev/null", 5: "/dev/zero", 7: "/dev/full"}
 
@@ -23,6 +25,7 @@ def build(directory: Path) -> Path:
         ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source, "-lpthread"],
         # Like the real one it brings libcuda along, and here all of it is in there.
         ["-shared", "-Wl,-soname,libnvidia-ml.so.1,--no-as-needed", "-o", directory / "libnvidia-ml.so.1", library],
+        ["-o", directory / "cuda-checkpoint", source.with_name("cuda-checkpoint.c"), library, "-lpthread"],
         ["-o", directory / "cuda_workload", HERE / "cuda_workload.c", library, "-lpthread", "-ldl"],
     )
     for options in programs:
@@ -43,6 +46,24 @@ def install_driver(namespace: Namespace, built: Path) -> None:
     """Let every program of a node find the stand-in."""
     namespace.path("/etc/ld.so.conf.d/000-ocihook-test.conf").write_text(f"{built}\n")
     namespace.run("ldconfig")
+
+
+def install_plugin(namespace: Namespace, plugin: Path, built: Path) -> None:
+    """Install CRIU's CUDA plugin on a node, with the program that it calls, and have it see a GPU there."""
+    namespace.run("mount", "-t", "tmpfs", "tmpfs", "/proc/driver")
+    namespace.path("/proc/driver/nvidia/gpus").mkdir(parents=True)
+    namespace.path("/usr/bin/cuda-checkpoint").symlink_to(built / "cuda-checkpoint")
+    namespace.path("/usr/lib/criu").mkdir()
+    shutil.copy(plugin, namespace.path("/usr/lib/criu/cuda_plugin.so"))
+    namespace.path(PLUGIN_CALLS).touch()
+
+
+def plugin_calls(namespace: Namespace) -> list[str]:
+    """Return what the plugin has asked its program to do since this was last called."""
+    path = namespace.path(PLUGIN_CALLS)
+    lines = path.read_text().splitlines()
+    path.write_text("")
+    return lines
 
 
 def devices(minors: Sequence[int]) -> list[dict[str, str]]:

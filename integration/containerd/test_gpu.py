@@ -1,5 +1,6 @@
 """Containers with CUDA processes through containerd's CRI, which freezes them first, as the kubelet has it."""
 
+import json
 from pathlib import Path
 
 import grpc
@@ -70,3 +71,43 @@ def test_a_refused_dump_leaves_a_container_that_runs(node: Containerd) -> None:
     node.assert_counts(container)
     verdict = last_session(node.namespace, "pre-dump")["stages"]["pre-dump"]
     assert "OUT_OF_MEMORY" in verdict["message"]
+
+
+def actions(node: Containerd) -> list[str]:
+    """Return what the plugin has done since this was last called."""
+    return [call.split()[1] for call in fake_driver.plugin_calls(node.namespace) if call.startswith("--action")]
+
+
+def about_plugin(node: Containerd) -> dict[str, str]:
+    findings: list[dict[str, str]] = json.loads(node.ocihook("doctor", "--json", check=False))["findings"]
+    return next(finding for finding in findings if finding["check"] == "criu's cuda plugin")
+
+
+def test_criu_has_a_cuda_plugin(make_containerd: MakeContainerd, cuda_files: Path, cuda_plugin: Path) -> None:
+    """It is kept out, a dump that it would be in is refused, and what it has made alone is restored with it."""
+    node = make_containerd(cuda_files=cuda_files)
+    fake_driver.install_plugin(node.namespace, cuda_plugin, Path("/opt/cuda"))
+    conf = node.namespace.path("/etc/criu/runc.conf")
+    container = node.start("c1", mib=VRAM_MIB, gpus=[3])
+    theirs = node.checkpoint(container, "theirs.tar")
+    assert actions(node) == ["lock", "checkpoint", "restore", "unlock"]
+
+    node.install()
+    assert about_plugin(node)["status"] == "ok"
+    ours = node.checkpoint(container, "ours.tar")
+    before = node.count(container)
+    node.assert_goes_on(container, before)
+    conf.write_text(f"{conf.read_text()}libdir /usr/lib/criu\n")
+    assert about_plugin(node)["status"] == "fail"
+    with pytest.raises(grpc.RpcError, match=r"CRIU would load /usr/lib/criu/cuda_plugin.so"):
+        node.checkpoint(container, "refused.tar")
+    node.assert_goes_on(container, before)
+    node.remove(container)
+    assert fake_driver.plugin_calls(node.namespace) == []
+
+    for archive, done in ((ours, []), (theirs, ["restore", "unlock"])):
+        restored = node.start("c2", image=f"/scratch/{archive.name}", gpus=[3])
+        node.assert_counts(restored)
+        assert node.count(restored)[1] == before[1]
+        assert actions(node) == done
+        node.remove(restored)
