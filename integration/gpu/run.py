@@ -6,11 +6,11 @@ Before, on a machine with network: `integration/node-setup forky DIR; integratio
 A case is PROGRAM:SIZE with options behind it, each after a colon: `criu` (all memory goes through CRIU: the baseline),
 `always` (huge pages for everybody; else for those who ask), `never` (for nobody, which is what the driver gets where it
 would have to ask), `driver` (its own calls and nothing else: what its part takes without ocihook), `running` (left
-running), `gpus=N`, `swap` (restored with the first two GPUs changed for one another), `onto=N` (restored with the GPU of
-that minor), `warm=GIB` (memory of the machine to touch before), `store=N` (mode `store`: N checkpoints of a container
-left running, 15 rounds apart, and a restore of the last; with `ram=GIB` GPU memory may wait in so much memory, else on
-the disk), `plugin` (CRIU's own CUDA plugin is installed as well; `plugin=both`: and made to act although ocihook does;
-`plugin=alone`: without ocihook). One JSON object a case is written, and a table printed.
+running), `gpus=N`, `swap` (restored with the first two GPUs changed for one another), `onto=N` (restored with the GPU
+of that minor), `warm=GIB` (memory of the machine to touch before), `store=N` (mode `store`: N checkpoints of a
+container left running, 15 rounds apart, and a restore of the last; with `ram=GIB` GPU memory may wait in so much
+memory, else on the disk), `plugin` (CRIU's own CUDA plugin is installed as well; `plugin=both`: and made to act
+although ocihook does; `plugin=alone`: without ocihook). One JSON object a case is written, and a table printed.
 
     run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap \\
         lora:8:store=5 lora:8:store=5:ram=24
