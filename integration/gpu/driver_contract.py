@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 VERBS = ("state", "thread", "lock", "checkpoint", "restore", "unlock")
 CALL_TIMEOUT_S = 30
+STOPPED_TIMEOUT_S = 2
 LOCK_TIMEOUT_MS = int(os.environ.get("LOCK_TIMEOUT_MS", "5000"))
 VRAM_BYTES = int(os.environ.get("VRAM_BYTES", str(1 << 30)))
 # From running through every state and back, every verb that does not fit first.
@@ -53,18 +55,18 @@ def call(verb: str, pid: int) -> dict[str, Any]:
     return answer | ({"value": value.value} if verb in ("state", "thread") else {})
 
 
-def call_apart(verb: str, pid: int) -> dict[str, Any]:
+def call_apart(verb: str, pid: int, limit_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
     """Make a call in a process of its own; one that does not return is an answer, too."""
     try:
         done = subprocess.run(
             [sys.executable, __file__, "--call", verb, str(pid)],
             capture_output=True,
             text=True,
-            timeout=CALL_TIMEOUT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"verb": verb, "name": f"no answer within {CALL_TIMEOUT_S} s"}
+        return {"verb": verb, "name": "no answer", "limit_s": limit_s}
     if done.returncode != 0:
         return {"verb": verb, "name": f"the caller ended with {done.returncode}: {done.stderr[-200:]}"}
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -157,6 +159,8 @@ def record() -> dict[str, Any]:
         time.sleep(1)
         cases["context"] = steps
         cases["goes on afterwards"] = "count" in (process.stdout.read() or "")
+        process.send_signal(signal.SIGSTOP)
+        cases["stopped"] = [call_apart(verb, process.pid, STOPPED_TIMEOUT_S) for verb in ("thread", "state")]
     with running(sys.executable, __file__, "--program", "context") as process:
         for verb in ("lock", "checkpoint"):
             call_apart(verb, process.pid)

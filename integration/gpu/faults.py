@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from integration.gpu.run import IMAGES, SESSIONS, WORK, Container, command, prepare, set_up
+from integration.gpu.run import IMAGES, SESSIONS, WORK, Container, command, node_facts, prepare, set_up
 
 _WAIT_S = 60.0
 _HOG = """
@@ -142,12 +142,12 @@ def main() -> None:
     results.mkdir(exist_ok=True)
     program, _, size = (sys.argv[2] if len(sys.argv) > 2 else "hold:8").partition(":")
     set_up()
-    rows = []
+    rows, facts = [], node_facts()
     for fault in FAULTS if program == "hold" else FAULTS[:-1]:
         container = prepare(fault.__name__.replace("_", "-"), program, size, [], 1, _ANNOTATIONS.get(fault, {}))
         image_dir = IMAGES / container.name
         image_dir.mkdir()
-        row: dict[str, object] = {"fault": fault.__name__, "program": f"{program}:{size}"}
+        row: dict[str, object] = {**facts, "fault": fault.__name__, "program": f"{program}:{size}"}
         try:
             container.start()
             row["said"] = fault(container, image_dir)[:800]

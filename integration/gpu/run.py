@@ -108,7 +108,7 @@ def plugged(how: str) -> Iterator[None]:
             CRIU_CONF.write_text(f"{before[CRIU_CONF]}libdir {PLUGIN_DIR}\n")
         else:
             for path, text in before.items():
-                path.write_text(text.partition("# END ocihook\n")[2])
+                path.write_text(text.partition("# END ocihook\n")[2] + f"timeout {COMMAND_TIMEOUT_S}\n")
         yield
     finally:
         for link in links:
@@ -409,7 +409,8 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     if value(options, "store"):
         return run_store_case(container, case, value(options, "store"))
     image_dir = IMAGES / container.name
-    row: dict[str, Any] = {"case": case, "gpus": count, "memory_path": not is_baseline, "left_running": leave_running}
+    row: dict[str, Any] = {"case": case, "gpus": count, "left_running": leave_running}
+    row["memory_path"] = not is_baseline and plugin(options) != "alone"
     row["thp"] = huge_pages(options)
     if "driver" in options:
         return run_driver(container, row | {"memory_path": None})
@@ -427,8 +428,9 @@ def run_case(case: str, number: int) -> dict[str, Any]:
         row["dump_phases"] = dump
         if plugin(options):
             row["plugin"] = {"dump": container.said_by_plugin("dump.log")}
-        row["dump_driver_s"] = dump.get("gpu lock", 0) + dump.get("gpu checkpoint", 0)
-        row["vram_bytes"] = sum(p["bytes"] for p in session["phases"] if p["name"] == "gpu checkpoint")
+        if dump:  # there was an ocihook
+            row["dump_driver_s"] = dump.get("gpu lock", 0) + dump.get("gpu checkpoint", 0)
+            row["vram_bytes"] = sum(p["bytes"] for p in session["phases"] if p["name"] == "gpu checkpoint")
         row["stored_bytes"] = sum(path.stat().st_size for path in image_dir.iterdir())
         if leave_running:
             row["resume_driver_s"] = dump.get("gpu resume", 0)
@@ -445,7 +447,7 @@ def run_case(case: str, number: int) -> dict[str, Any]:
         row["restore_phases"] = phases(session)
         if plugin(options):
             row["plugin"]["restore"] = container.said_by_plugin("restore.log")
-        row["restore_driver_s"] = row["restore_phases"].get("gpu resume", 0)
+        row["restore_driver_s"] = row["restore_phases"].get("gpu resume")
         row["verified"] = verify(container, program, lines_at_dump, leave_running=leave_running)
     finally:
         container.remove()
@@ -480,6 +482,14 @@ def reference_losses() -> list[tuple[float, int, str]]:
     return reference.lines
 
 
+def node_facts() -> dict[str, Any]:
+    """Return what a result was measured on, and when."""
+    query = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", capture_output=True)
+    name, _, driver = query.stdout.strip().split("\n")[0].partition(", ")
+    kernel, date = platform.release().split("-")[0], datetime.now(UTC).date().isoformat()
+    return {"gpu": name, "driver": driver, "kernel": kernel, "date": date, "cores": os.cpu_count()}
+
+
 COLUMNS = (
     "case", "gpus", "thp", "dump_s", "dump_driver_s", "frozen_s", "restore_s", "restore_driver_s", "stored_bytes",
     "verified",
@@ -490,10 +500,7 @@ def main() -> None:
     results = Path(sys.argv[1])
     results.mkdir(exist_ok=True)
     set_up()
-    query = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", capture_output=True)
-    name, _, driver = query.stdout.strip().split("\n")[0].partition(", ")
-    facts = {"gpu": name, "driver": driver, "kernel": platform.release().split("-")[0],
-             "date": datetime.now(UTC).date().isoformat(), "cores": os.cpu_count()}  # fmt: skip
+    facts = node_facts()
     rows = []
     print(" ".join(f"{column:>16}" for column in COLUMNS), flush=True)
     for number, case in enumerate(sys.argv[2:]):

@@ -49,7 +49,7 @@ def test_it_answers_as_the_real_driver_does(environment: dict[str, str], tmp_pat
     fake = json.loads(results.read_text())["cases"]
     real = json.loads(RECORDED.read_text())["cases"]
     assert fake.keys() == real.keys()
-    for name in ("no cuda", "no process", "cuInit only", "killed while checkpointed"):
+    for name in ("no cuda", "no process", "cuInit only", "stopped", "killed while checkpointed"):
         assert answers(fake[name]) == answers(real[name]), name
     for fake_step, real_step in zip(fake["context"], real["context"], strict=True):
         assert answers(fake_step["answers"]) == answers(real_step["answers"])
