@@ -141,7 +141,7 @@ def _check_gpus() -> Iterator[Finding]:
     if any(gpu.mig for gpu in gpus):
         yield Finding("mig", Status.WARN, "a GPU is partitioned", "containers on MIG instances cannot be checkpointed")
     if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
-        detail = f"{_HUGE_PAGES} is `never`; the driver's copy of GPU memory to the node's takes twice as long"
+        detail = f"{_HUGE_PAGES} is `never`; a dump and a restore of GPU memory take a third longer"
         yield Finding("huge pages", Status.WARN, detail, f"echo madvise > {_HUGE_PAGES}")
     if not _PERSISTENCED.exists():
         detail = "nvidia-persistenced does not run: each first use of an idle GPU, so each restore, takes seconds more"
