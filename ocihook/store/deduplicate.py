@@ -348,6 +348,7 @@ class _Taker:
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
         self._before: Before | None = None
         self._at = 0  # the page in the checkpoint before that the next one is expected to be
+        self._reach = GROUP_PAGES  # of a look-up where many differ; further, the more of them were new
         self._rows = _Rows()
 
     def take(
@@ -390,6 +391,7 @@ class _Taker:
             differs = end if (found := same.find(0, at)) < 0 else found
             if differs > at:
                 self._take_before(differs - at)
+                self._reach = GROUP_PAGES
                 at = differs
                 continue
             equals = end if (found := same.find(1, at)) < 0 else found
@@ -400,6 +402,7 @@ class _Taker:
                 if at >= looked_up:
                     looked_up = self._look_up_to(same, at)
                     known = self._index.find_all(compress(ids[at:looked_up], map(not_, same[at:looked_up])))
+                    self._reach = GROUP_PAGES if known else min(2 * self._reach, _BATCH_PAGES)
                 place = known.get(ids[at][:KEY_BYTES])
                 taken = self._add_new(ids[at : min(equals, looked_up)], at, known) or self._take_recent(ids[at])
                 if not taken and self._lead_to_before(ids[at], place):
@@ -414,7 +417,10 @@ class _Taker:
     def _look_up_to(self, same: bytes, at: int) -> int:
         """Return up to where to look up at once what differs: as far as all of it will most likely be needed."""
         many = -1 if self._before is None else same.find(_MANY, at)
-        return at + GROUP_PAGES if many == at else many if many > at else len(same)
+        if many == at:
+            return at + self._reach
+        self._reach = GROUP_PAGES
+        return many if many > at else len(same)
 
     def _compare_ids(self, ids: list[bytes], joined: bytes, at: int) -> bytes:
         """Return for each page 1 if it is, from page `at` on, what follows in the checkpoint before, else 0."""

@@ -11,10 +11,10 @@ import mmap
 import os
 import secrets
 import struct
-from collections import Counter
+from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import accumulate, repeat
-from operator import rshift
+from itertools import chain, repeat
+from operator import add, sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ _KEY = struct.Struct(f">Q{_RECORD_BYTES - KEY_BYTES}x")  # as a number
 _PLACE = struct.Struct(">QI")
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, bits of the table, records
 _MAGIC, _VERSION = b"OCIHRUNS", 1
-_PER_BUCKET = 16  # records, about
+_BUCKETS_PER_RECORD = 2  # up to twice as many: then three quarters of what is new need no look at the records
 _PARTS = 256  # a merge holds one of so many in memory
 
 
@@ -63,6 +63,7 @@ class Run:
             raise StoreError(f"{path} is damaged", hint=_REMEDY)
         self._shift = 64 - bits
         self._table = memoryview(self._map)[_HEADER.size : _HEADER.size + table_bytes].cast("I")
+        self._ends = self._table[1:]
         self._records = _HEADER.size + table_bytes
 
     def __len__(self) -> int:
@@ -70,13 +71,17 @@ class Run:
 
     def find_all(self, keys: Iterable[bytes], numbers: Iterable[int], found: dict[bytes, Place]) -> None:
         """Add the places of keys, and of these keys as numbers, that have none yet."""
-        table, records, shift, find = self._table, self._records, self._shift, self._map.find
+        table, ends, shift = self._table, self._ends, self._shift
+        records, find = self._records, self._map.find
         for key, number in zip(keys, numbers, strict=True):
             bucket = number >> shift
-            end = records + table[bucket + 1] * _RECORD_BYTES
-            at = find(key, records + table[bucket] * _RECORD_BYTES, end)
+            start, end = table[bucket], ends[bucket]
+            if start == end:  # so is most of what is new
+                continue
+            last = records + end * _RECORD_BYTES
+            at = find(key, records + start * _RECORD_BYTES, last)
             while at >= 0 and (at - records) % _RECORD_BYTES:
-                at = find(key, at + 1, end)
+                at = find(key, at + 1, last)
             if at >= 0 and key not in found:
                 found[key] = Place(*_PLACE.unpack_from(self._map, at + KEY_BYTES))
 
@@ -99,6 +104,7 @@ class Run:
 
     def close(self) -> None:
         """Unmap it."""
+        self._ends.release()
         self._table.release()
         self._map.close()
 
@@ -153,7 +159,7 @@ def add_to_index(directory: Path, pack: int, keys: Sequence[bytes]) -> None:
     Raises:
         OSError: from the file system, a full one included.
     """
-    rows = sorted(key + _PLACE.pack(pack, page) for page, key in enumerate(keys))
+    rows = sorted(map(add, keys, map(_PLACE.pack, repeat(pack), range(len(keys)))))
     _write(directory, len(rows), iter([rows]))
 
 
@@ -218,26 +224,35 @@ def _merged(runs: Sequence[Run], packs: Container[int] | None) -> Iterator[list[
 
 def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
     """Write a run of at most so many records, which come in order."""
-    bits = max(1, (most // _PER_BUCKET).bit_length())
-    table = [0] * ((1 << bits) + 1)
-    count = 0
+    bits = max(1, (most * _BUCKETS_PER_RECORD).bit_length())
+    table_at, records_at = _HEADER.size, _HEADER.size + ((1 << bits) + 1) * 4
+    count, last = 0, -1  # of the records so far, and the bucket of the last one of them
     partial = directory / f"{secrets.token_hex(8)}.partial"
     try:
         with partial.open("xb") as file:
-            file.seek(_HEADER.size + len(table) * 4)
             for rows in parts:
                 joined = b"".join(rows)
+                file.seek(records_at + count * _RECORD_BYTES)
                 file.write(joined)
+                buckets = [number >> 64 - bits for (number,) in _KEY.iter_unpack(joined)]
+                table = _starts(count, last, buckets)
+                file.seek(table_at + (last + 1) * 4)
+                file.write(table)
                 count += len(rows)
-                numbers = (number for (number,) in _KEY.iter_unpack(joined))
-                for bucket, found in Counter(map(rshift, numbers, repeat(64 - bits))).items():
-                    table[bucket + 1] += found
-            table = list(accumulate(table))
+                last = buckets[-1] if buckets else last
+            file.seek(table_at + (last + 1) * 4)
+            file.write(_starts(count, last, [1 << bits]))
             file.seek(0)
-            file.write(_HEADER.pack(_MAGIC, _VERSION, bits, count) + struct.pack(f"<{len(table)}I", *table))
+            file.write(_HEADER.pack(_MAGIC, _VERSION, bits, count))
             file.flush()
             os.fsync(file.fileno())
         partial.rename(partial.with_suffix(".run"))
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _starts(count: int, last: int, buckets: Sequence[int]) -> "array[int]":
+    """Return what the table says of all buckets behind the `last` up to the last one of those of further records."""
+    gaps = map(sub, buckets, chain([last], buckets))
+    return array("I", chain.from_iterable(map(repeat, range(count, count + len(buckets)), gaps)))
