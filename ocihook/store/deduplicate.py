@@ -42,6 +42,7 @@ _BATCH_PAGES = 512
 _BLOCK_PAGES = 32  # compared at once with the checkpoint before
 _BLOCK_BYTES = _BLOCK_PAGES * ID_BYTES
 _SAME = b"\1" * _BLOCK_PAGES
+_REACH_PAGES = 128  # looked up at once at most where many differ
 _MANY = bytes(GROUP_PAGES)  # as many in a row that differ may have been moved here: one of them leads to the others
 _BLOCK = struct.Struct(f"{ID_BYTES}s" * _BLOCK_PAGES)
 _ZERO_PAGE = bytes(PAGE_BYTES)
@@ -343,6 +344,7 @@ class _Taker:
     def __init__(self, output: _NewPacks, index: Index, stored: StoredPacks, page_ids: PageIds) -> None:
         self._output, self._index, self._stored, self._page_ids = output, index, stored, page_ids
         self._zero_id = page_ids.of(_ZERO_PAGE)
+        self._zero_ids = {self._zero_id}
         self._buffer = bytearray(_BATCH_PAGES * PAGE_BYTES)
         self._view = memoryview(self._buffer)
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
@@ -401,9 +403,10 @@ class _Taker:
             else:
                 if at >= looked_up:
                     looked_up = self._look_up_to(same, at)
-                    known = self._index.find_all(compress(ids[at:looked_up], map(not_, same[at:looked_up])))
-                    self._reach = GROUP_PAGES if known else min(2 * self._reach, _BATCH_PAGES)
-                place = known.get(ids[at][:KEY_BYTES])
+                    differing = set(compress(ids[at:looked_up], map(not_, same[at:looked_up])))
+                    known = self._index.find_all(differing - self._zero_ids)
+                    self._reach = GROUP_PAGES if known else min(2 * self._reach, _REACH_PAGES)
+                place = known.get(ids[at])
                 taken = self._add_new(ids[at : min(equals, looked_up)], at, known) or self._take_recent(ids[at])
                 if not taken and self._lead_to_before(ids[at], place):
                     continue
@@ -445,11 +448,12 @@ class _Taker:
         zero_id = self._zero_id
         count = 0
         # Mostly all are new, which is found out without a look at each of them.
-        if not known and recent.keys().isdisjoint(ids) and zero_id not in ids and len(set(ids)) == len(ids):
+        is_new = recent.keys().isdisjoint(ids) and (not known or known.keys().isdisjoint(ids))
+        if is_new and zero_id not in ids and len(set(ids)) == len(ids):
             recent.update(zip(ids, range(place.page, place.page + len(ids)), strict=True))
             count = len(ids)
         for page_id in ids[count:]:
-            if page_id in recent or page_id[:KEY_BYTES] in known or page_id == zero_id:
+            if page_id in recent or page_id in known or page_id == zero_id:
                 break
             recent[page_id] = place.page + count
             count += 1

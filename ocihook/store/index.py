@@ -138,13 +138,13 @@ class Index:
         return sum(map(len, self._runs))
 
     def find_all(self, page_ids: Iterable[bytes]) -> dict[bytes, Place]:
-        """Return by key where pages with these ids may be; the others are not in the domain."""
+        """Return where pages with these ids may be; the others are not in the domain."""
+        ids = {page_id[:KEY_BYTES]: page_id for page_id in page_ids}
+        numbers = struct.unpack(f">{len(ids)}Q", b"".join(ids))
         found: dict[bytes, Place] = {}
-        keys = [page_id[:KEY_BYTES] for page_id in page_ids]
-        numbers = struct.unpack(f">{len(keys)}Q", b"".join(keys))
         for run in self._runs:
-            run.find_all(keys, numbers, found)
-        return found
+            run.find_all(ids, numbers, found)
+        return {ids[key]: place for key, place in found.items()}
 
     def close(self) -> None:
         """Unmap all."""
