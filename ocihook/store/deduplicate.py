@@ -32,7 +32,7 @@ from ocihook.store.packing import Progress, ReadablePages, Source, no_progress
 from ocihook.store.places import PackDirectory, StoredPacks, pack_number
 
 GROUP_PAGES = 16  # new pages compressed together: 64 KiB, see README.md
-RANGE_BYTES = 64 << 20  # what a worker takes at a time
+RANGE_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
 PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole packs
 # Peak of one worker, `make bench` ("memory of one worker that stores"): what it shares with its parent, keys and ids of
 # a pack's pages, and 2 MiB that it reads and writes at a time.
