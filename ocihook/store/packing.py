@@ -32,10 +32,10 @@ from ocihook.store.pack import (
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
 BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; stays in the L2 cache, also with a neighbour
-# Peak of one worker over all kinds of data, `make bench` ("memory of one worker"): 15 to 18 MiB, of which 12 are what
-# it shares with its parent. The rest is room for tables, 32 bytes for each chunk.
-WORKER_BYTES = 24 << 20
-AGENT_BYTES = 48 << 20  # the agent and one session without workers: 14 MiB, and the packs' tables when reading
+# Peak of one worker over all kinds of data, `make bench` ("memory of one worker"): 24 MiB, once 27, of which 19 to 22
+# are what it shares with its parent. The rest is room for tables, 32 bytes for each chunk.
+WORKER_BYTES = 28 << 20
+AGENT_BYTES = 48 << 20  # the agent and one session without workers: 20 MiB, and the packs' tables when reading
 
 _ZERO_PAGE = bytes(PAGE_BYTES)
 _ZERO_CHUNK = bytes(CHUNK_BYTES)
