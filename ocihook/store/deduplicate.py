@@ -330,12 +330,12 @@ class _NewPacks:
     def _finish_pack(self) -> None:
         if self._writer is None:
             return
+        self.recent.clear()  # first: the index takes as much memory again
         self._finished.append(self._writer.close(durable=True))
         add_to_index(self._index_dir, self._number, self._keys)
         self._writer = None
         self._number = secrets.randbits(63)
         self._keys.clear()
-        self.recent.clear()
 
 
 class _Taker:
