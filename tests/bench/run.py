@@ -12,6 +12,7 @@ tmpfs. What disturbs such a measure on a virtual machine, and what is done about
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import re
 import resource
@@ -276,13 +277,17 @@ def _unpacking(directory: Path, dataset: Path, rounds: int, *, zeros: bool) -> I
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy as fast as two processes can: the limit for what must write every byte."""
+    """Copy as fast as two processes can: the limit for what must write every byte.
+
+    The buffer begins with a page. Where malloc puts one is luck, and 16 bytes behind a page the copy takes 1.4 times as
+    long.
+    """
     size = source.stat().st_size
     target.touch()
     os.truncate(target, size)
 
     def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
-        buffer = bytearray(1 << 20)
+        buffer = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with (
             source.open("rb", buffering=0) as read,
             target.open("r+b", buffering=0) as write,
