@@ -14,6 +14,7 @@ from ocihook.linux.workers import run_forked
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
 _MEMINFO = Path("/proc/meminfo")
+_PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
 _PREFAULT_BYTES = 64 << 20  # what a worker takes at a time
 
@@ -172,6 +173,25 @@ def prefault(process: Process, span: Span, *, workers: int, in_huge_pages: bool)
     with contextlib.suppress(OSError):
         for _ in run_forked(worker, tasks=tasks, workers=workers):
             pass
+
+
+class CopyBuffer:
+    """Memory that much is copied through.
+
+    It begins in the middle of a page. Processors copy up to twice as slowly between two addresses whose places in their
+    pages are nearly the same (4K aliasing). Images and mappings begin with a page, packs have their content 16 bytes
+    behind one, and malloc gives large blocks that begin there, too.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.data = bytearray(size_bytes + _PAGE_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+        self.start = (_PAGE_BYTES // 2 - address) % _PAGE_BYTES  # of `view` in `data`
+        self.view = memoryview(self.data)[self.start : self.start + size_bytes]
+
+    def has(self, content: bytes | memoryview, at: int) -> bool:
+        """Tell whether there is this content from a place in `view` on."""
+        return self.data.startswith(content, self.start + at)
 
 
 class _Buffer(ctypes.Structure):

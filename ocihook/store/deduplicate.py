@@ -23,6 +23,7 @@ from typing import NamedTuple
 import lz4.block
 
 from ocihook.errors import IntegrityError, StoreError
+from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.identity import ID_BYTES, PageIds
@@ -345,8 +346,8 @@ class _Taker:
         self._output, self._index, self._stored, self._page_ids = output, index, stored, page_ids
         self._zero_id = page_ids.of(_ZERO_PAGE)
         self._zero_ids = {self._zero_id}
-        self._buffer = bytearray(_BATCH_PAGES * PAGE_BYTES)
-        self._view = memoryview(self._buffer)
+        self._buffer = CopyBuffer(_BATCH_PAGES * PAGE_BYTES)
+        self._view = self._buffer.view
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
         self._before: Before | None = None
         self._at = 0  # the page in the checkpoint before that the next one is expected to be
@@ -504,11 +505,11 @@ class _Taker:
         while at + taken < end and place.page + taken < pack.pages:
             content, pages = pack.read(place.page + taken, end - at - taken)
             start = (at + taken) * PAGE_BYTES
-            if self._buffer.startswith(content, start):
+            if self._buffer.has(content, start):
                 taken += pages
                 continue
             for offset in range(0, len(content), PAGE_BYTES):
-                if not self._buffer.startswith(content[offset : offset + PAGE_BYTES], start + offset):
+                if not self._buffer.has(content[offset : offset + PAGE_BYTES], start + offset):
                     break
                 taken += 1
             break

@@ -14,6 +14,7 @@ import lz4.block
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import open_regular
+from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.workers import run_forked
 from ocihook.store.manifest import PackedImage, Region, Segment
 from ocihook.store.pack import (
@@ -185,7 +186,7 @@ def pack(
         # The pack is made with the first segment, so that no worker leaves an empty one.
         with contextlib.ExitStack() as stack:
             writer = None
-            buffer = bytearray(BATCH_BYTES)
+            buffer = CopyBuffer(BATCH_BYTES)
             for task in task_numbers:
                 if writer is None:
                     writer = stack.enter_context(PackWriter(directory / f"{prefix}{worker_number}.pack"))
@@ -216,41 +217,41 @@ def _size(path: Path) -> int:
         return image.size_bytes
 
 
-def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter, buffer: bytearray) -> None:
+def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter, buffer: CopyBuffer) -> None:
     zero_pages = 0
     was_raw = False
-    starts_with = buffer.startswith
-    with memoryview(buffer) as view:
-        for batch_start in range(start, start + size, BATCH_BYTES):
-            length = min(BATCH_BYTES, start + size - batch_start)
-            if source.read_into(view[:length], batch_start) != length:
-                raise StoreError(f"an image ended before byte {batch_start + length} while it was packed")
-            for chunk_start in range(0, length, CHUNK_BYTES):
-                chunk_end = min(chunk_start + CHUNK_BYTES, length)
-                pages = (chunk_end - chunk_start) // PAGE_BYTES
-                if pages == CHUNK_PAGES and starts_with(_ZERO_CHUNK, chunk_start):
-                    zero_pages += pages
-                    continue
-                present = 0
-                for page in range(pages):
-                    if not starts_with(_ZERO_PAGE, chunk_start + page * PAGE_BYTES):
-                        present |= 1 << page
-                if not present:
-                    zero_pages += pages
-                    continue
-                if zero_pages:
-                    writer.append(ZERO, zero_pages, 0)
-                    zero_pages = 0
-                content: bytes | memoryview = view[chunk_start:chunk_end]
-                if present != (1 << pages) - 1:
-                    content = b"".join(content[a:b] for a, b in _byte_runs(present))
-                compressed = None if was_raw and not _compress(_sample(content)) else _compress(content)
-                was_raw = compressed is None
-                if compressed is None:
-                    writer.append(RAW, pages, present, content)
-                else:
-                    writer.append(LZ4, pages, present, compressed)
-            writer.flush()
+    starts_with, view = buffer.data.startswith, buffer.view
+    for batch_start in range(start, start + size, BATCH_BYTES):
+        length = min(BATCH_BYTES, start + size - batch_start)
+        if source.read_into(view[:length], batch_start) != length:
+            raise StoreError(f"an image ended before byte {batch_start + length} while it was packed")
+        for chunk_start in range(0, length, CHUNK_BYTES):
+            chunk_end = min(chunk_start + CHUNK_BYTES, length)
+            pages = (chunk_end - chunk_start) // PAGE_BYTES
+            first = buffer.start + chunk_start
+            if pages == CHUNK_PAGES and starts_with(_ZERO_CHUNK, first):
+                zero_pages += pages
+                continue
+            present = 0
+            for page in range(pages):
+                if not starts_with(_ZERO_PAGE, first + page * PAGE_BYTES):
+                    present |= 1 << page
+            if not present:
+                zero_pages += pages
+                continue
+            if zero_pages:
+                writer.append(ZERO, zero_pages, 0)
+                zero_pages = 0
+            content: bytes | memoryview = view[chunk_start:chunk_end]
+            if present != (1 << pages) - 1:
+                content = b"".join(content[a:b] for a, b in _byte_runs(present))
+            compressed = None if was_raw and not _compress(_sample(content)) else _compress(content)
+            was_raw = compressed is None
+            if compressed is None:
+                writer.append(RAW, pages, present, content)
+            else:
+                writer.append(LZ4, pages, present, compressed)
+        writer.flush()
     if zero_pages:
         writer.append(ZERO, zero_pages, 0)
 
@@ -372,7 +373,7 @@ class Packs:
         """Verify tasks and write what has a target there."""
 
         def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
-            buffer = bytearray(BATCH_BYTES)
+            buffer = CopyBuffer(BATCH_BYTES)
             for number in task_numbers:
                 task = tasks[number]
                 reader = self._readers[task.segment.pack]
@@ -531,26 +532,26 @@ class PageWriter:
         self._room = BATCH_BYTES - self._position % BATCH_BYTES
 
 
-def _unpack_segment(reader: PackReader, segment: Segment, buffer: bytearray, writer: PageWriter | None) -> None:
+def _unpack_segment(reader: PackReader, segment: Segment, buffer: CopyBuffer, writer: PageWriter | None) -> None:
     """Verify one segment and, given a writer, write its pages."""
-    with memoryview(buffer) as view:
-        for batch in _batches(reader.chunks(segment.first_chunk, segment.chunks), len(buffer)):
-            base = batch[0].offset
-            stored_bytes = batch[-1].offset + batch[-1].stored_bytes - base
-            if stored_bytes:
-                reader.read_into(view[:stored_bytes], base)
-            for chunk in batch:
-                stored = view[chunk.offset - base : chunk.offset - base + chunk.stored_bytes]
-                if chunk.kind != ZERO:
-                    reader.verify(chunk, stored)
-                if writer is None:
-                    continue
-                if chunk.kind == ZERO:
-                    writer.skip(chunk.pages)
-                else:
-                    writer.put_chunk(chunk, reader.decode(chunk, stored))
-            if writer is not None:
-                writer.flush()
+    view = buffer.view
+    for batch in _batches(reader.chunks(segment.first_chunk, segment.chunks), len(view)):
+        base = batch[0].offset
+        stored_bytes = batch[-1].offset + batch[-1].stored_bytes - base
+        if stored_bytes:
+            reader.read_into(view[:stored_bytes], base)
+        for chunk in batch:
+            stored = view[chunk.offset - base : chunk.offset - base + chunk.stored_bytes]
+            if chunk.kind != ZERO:
+                reader.verify(chunk, stored)
+            if writer is None:
+                continue
+            if chunk.kind == ZERO:
+                writer.skip(chunk.pages)
+            else:
+                writer.put_chunk(chunk, reader.decode(chunk, stored))
+        if writer is not None:
+            writer.flush()
 
 
 def _batches(chunks: Iterable[Chunk], limit_bytes: int) -> Iterator[list[Chunk]]:
