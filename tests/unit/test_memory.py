@@ -213,8 +213,9 @@ def test_joined_mappings_are_told_apart() -> None:
     both = mmap.mmap(-1, 2 * REGION_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(both))
     new = Span(start + REGION_BYTES, start + 2 * REGION_BYTES)
-    before = subtract(anonymous_spans(os.getpid()), [new])
-    assert subtract(anonymous_spans(os.getpid()), before) == [new]
+    with forked_sleeper() as process:  # this process allocates at any time
+        before = subtract(anonymous_spans(process.pid), [new])
+        assert subtract(anonymous_spans(process.pid), before) == [new]
 
 
 # Maps 64 MiB filled at once as soon as it is told to, writes a byte, and says where; then what is there.
