@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.linux.procfs import Process
-from ocihook.linux.workers import run_forked
+from ocihook.linux.workers import WorkerDied, run_forked
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
 _MEMINFO = Path("/proc/meminfo")
@@ -170,7 +170,7 @@ def prefault(process: Process, span: Span, *, workers: int, in_huge_pages: bool)
             yield
 
     tasks = -(-span.size_bytes // _PREFAULT_BYTES)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, WorkerDied):  # no memory, no process
         for _ in run_forked(worker, tasks=tasks, workers=workers):
             pass
 

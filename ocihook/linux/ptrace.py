@@ -206,8 +206,12 @@ class HeldThread:
                 if operation == _ENTRY:
                     size = self._large_mapping(call, arguments, least_bytes)
                 elif operation == _EXIT and size and call < 1 << 63:  # else the error of mmap
-                    tell(call, size)
                     request = _CONT
+                    try:
+                        tell(call, size)
+                    except BaseException:
+                        _ptrace(request, self.tid)  # else it could not be stopped anew
+                        raise
             elif status >> 16 == _EVENT_STOP:
                 number = 0
             _ptrace(request, self.tid, 0, number)

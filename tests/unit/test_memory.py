@@ -264,6 +264,50 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
         process.communicate("end\n")
 
 
+def test_what_is_told_of_a_mapping_may_fail() -> None:
+    """The thread goes on as it does when all is well, and can be stopped and released."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MAPPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        thread = HeldThread(process.pid)
+
+        def fail(*_: int) -> None:
+            raise RuntimeError("no")
+
+        def tell(pipes: tuple[IO[str], IO[str]]) -> object:
+            pipes[0].write("go\n")
+            pipes[0].flush()
+            return str(pipes[1].readline())
+
+        with start_call(tell, (process.stdin, process.stdout)) as call:
+            with pytest.raises(RuntimeError, match="no"):
+                thread.watch_mappings(call.pid, 32 << 20, fail)
+            thread.stop()
+            thread.release()
+            assert int(call.outcome()) > 0
+        process.communicate("end\n")
+
+
+def test_prefault_survives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may choose one of them where memory is short; the driver then fills the mapping itself."""
+    memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    test = os.getpid()
+
+    def die(*_: object) -> int:
+        assert os.getpid() != test
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    with forked_sleeper() as process:
+        monkeypatch.setattr(ProcessMemory, "write", die)
+        prefault(process, Span(start, start + (256 << 20)), workers=2, in_huge_pages=True)
+        assert process.is_alive()
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_prefault(workers: int) -> None:
     """A mapping of another process is there before that touches it, all of it and zero."""
