@@ -218,13 +218,17 @@ def test_no_room_for_what_criu_writes(make_podman: MakePodman, cuda_files: Path)
 
 
 def test_damaged_gpu_memory_is_refused_before_anything_runs(gpu_podman: Podman) -> None:
-    """It is read once, on its way into processes that CRIU has made and has not let go: CRIU takes them away again."""
     archive = gpu_podman.scratch / "c.tar"
     gpu_podman.start_cuda("c", 16)
     gpu_podman.checkpoint("c", archive)
     gpu_podman.remove("c")
     damage(archive, r"checkpoint/ocihook-region-\d\.pack", offset=200_000)
     assert "is damaged" in gpu_podman.ocihook("archive", "verify", str(archive), check=False)
+    assert "is damaged" in restore_refused(gpu_podman, archive)
+    damage(archive, r"checkpoint/ocihook-region-\d\.pack", offset=200_000)  # as it was
+    gpu_podman.remove("c")
+    pack = 'set -- $(ls -S "$CRTOOLS_IMAGE_DIR"/ocihook-region-*)'
+    act_at(gpu_podman, "setup-namespaces", f"{pack}\ndd if=/dev/urandom of=$1 bs=16 seek=9999 count=1 conv=notrunc")
     message = restore_refused(gpu_podman, archive, at="post-restore")
     assert "is damaged" in message
     assert "CRIU kills what it has started" in message

@@ -207,15 +207,22 @@ def verify_image_set(
 def rehydrate_image_set(
     directory: Path,
     *,
+    with_regions: bool = True,
     workers: int,
     progress: Progress = no_progress,
     elsewhere: Mapping[str, PackFile] = _NOWHERE_ELSE,
 ) -> list[str]:
     """Verify a packed image set and write its page images into it; return their names ([]: not packed).
 
-    Of regions, which go elsewhere, only the packs' tables are verified here: they may be all the memory of a node's
-    GPUs, and whoever writes them into a process verifies them on the way. If this fails, no page image is left. The
-    arguments are those of `verify_image_set`.
+    If this fails, no page image is left.
+
+    Args:
+        directory: the image set.
+        with_regions: verify memory that goes elsewhere, too; else only the tables of its packs, and whoever writes it
+            into a process verifies it on the way, as always.
+        workers: processes to use.
+        progress: told the bytes done.
+        elsewhere: packs that are not in `directory`, by name.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
@@ -230,7 +237,7 @@ def rehydrate_image_set(
     try:
         dehydrate(directory, names)  # of an earlier attempt
         _check_space(directory, manifest)
-        packs.rehydrate(directory, workers=workers, progress=progress)
+        packs.rehydrate(directory, with_regions=with_regions, workers=workers, progress=progress)
         check_page_images(directory)
     except BaseException as error:
         dehydrate(directory, names)

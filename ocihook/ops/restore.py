@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
 from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreError
 from ocihook.linux.files import identity
+from ocihook.linux.memory import available_bytes
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
 from ocihook.ops.compatibility import check_criu, check_machine, missing_features
@@ -24,8 +25,9 @@ from ocihook.ops.quiesce import signal_number
 from ocihook.ops.standstill import FROZEN, freeze_restored, thaw
 from ocihook.ops.store import rehydrate_stored, store_workers, wait_complete, write_stored_regions
 from ocihook.ops.transfer import is_here, pull
-from ocihook.store.manifest import read_manifest
+from ocihook.store.manifest import Region, read_manifest
 from ocihook.store.store import Store
+from ocihook.store.stored import StoredRegion
 from ocihook.store.thin import Thin, read_thin
 from ocihook.wire import Request
 
@@ -64,7 +66,12 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
         )
     with journal.phase("unpack") as phase:
         phase["bytes"] = manifest.raw_bytes if manifest else 0
-        rehydrate_image_set(directory, workers=pack_workers(settings), progress=while_criu_lives(journal))
+        rehydrate_image_set(
+            directory,
+            with_regions=manifest is None or _is_read_twice(manifest.regions),
+            workers=pack_workers(settings),
+            progress=while_criu_lives(journal),
+        )
     if manifest is None:
         return ""
     journal.note(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes, workers=pack_workers(settings))
@@ -97,10 +104,19 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     dehydrate(directory, names)  # of an earlier attempt
     with journal.phase("assemble") as phase:
         phase["bytes"] = manifest.image_bytes
-        rehydrate_stored(domain, manifest, directory, workers=workers, progress=alive)
+        with_regions = _is_read_twice(manifest.regions)
+        rehydrate_stored(domain, manifest, directory, with_regions=with_regions, workers=workers, progress=alive)
     check_page_images(directory)
     journal.note(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id, workers=workers)
     return f"container {manifest.container}: {manifest.raw_bytes} bytes of memory from checkpoint {manifest.id}"
+
+
+def _is_read_twice(regions: Sequence[Region | StoredRegion]) -> bool:
+    """Tell whether GPU memory is verified before there are processes to write it into, and not only on its way there.
+
+    It is where the packs stay in memory until then, beside the processes: all of it is read from the disk once.
+    """
+    return available_bytes() >= 2 * sum(region.size_bytes for region in regions)
 
 
 def _check_host(host: Mapping[str, str], criu_pid: int) -> None:

@@ -39,6 +39,7 @@ from ocihook.store.manifest import (
 from ocihook.store.pack import PackInfo
 from ocihook.store.packing import (
     ImageFile,
+    Nowhere,
     PackedPages,
     Progress,
     Source,
@@ -356,9 +357,17 @@ def wait_complete(
 
 
 def rehydrate_stored(
-    domain: Domain, manifest: StoredManifest, directory: Path, *, workers: int, progress: Progress = no_progress
+    domain: Domain,
+    manifest: StoredManifest,
+    directory: Path,
+    *,
+    with_regions: bool = True,
+    workers: int,
+    progress: Progress = no_progress,
 ) -> None:
     """Write a stored checkpoint's page images into `directory`, every page verified on the way.
+
+    With `with_regions`, what goes into processes later is verified, too, as it is there once more.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
@@ -371,6 +380,8 @@ def rehydrate_stored(
             path = directory / image.name
             make_image(path, image.size_bytes)
             targets[image.name] = Target(partial(ImageFile, path, writable=True), 0)
+        if with_regions:
+            targets |= {region.name: Target(Nowhere, 0) for region in manifest.regions}
         assemble(layout, domain.packs, targets, workers=workers, progress=progress)
 
 

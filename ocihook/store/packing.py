@@ -109,6 +109,17 @@ class ImageFile:
         os.close(self._fd)
 
 
+class Nowhere:
+    """Takes pages that are to be verified and no more."""
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:  # noqa: ARG002 - of the protocol
+        """Return how many bytes went."""
+        return sum(map(len, buffers))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 def make_image(path: Path, size_bytes: int) -> None:
     """Make a new image, all zero, to be written.
 
@@ -333,10 +344,16 @@ class Packs:
         """
         self._run(self._tasks, {}, workers, progress)
 
-    def rehydrate(self, directory: Path, *, workers: int, progress: Progress = no_progress) -> None:
+    def rehydrate(
+        self, directory: Path, *, with_regions: bool = True, workers: int, progress: Progress = no_progress
+    ) -> None:
         """Write the images into `directory` anew, checking every checksum on the way. Zero pages stay holes.
 
-        Regions are left alone: `write_regions` checks them, and reads them once.
+        Args:
+            directory: where they go.
+            with_regions: check those, too, which `write_regions` does once more.
+            workers: processes to use.
+            progress: told the bytes done.
 
         Raises:
             IntegrityError: naming the first damaged chunk.
@@ -349,7 +366,8 @@ class Packs:
             path = directory / image.name
             targets[image] = (partial(ImageFile, path, writable=True), 0)
             make_image(path, image.size_bytes)
-        self._run([task for task in self._tasks if task.image in targets], targets, workers, progress)
+        tasks = [task for task in self._tasks if with_regions or task.image in targets]
+        self._run(tasks, targets, workers, progress)
 
     def write_regions(
         self, memory: Mapping[Region, Callable[[], WritablePages]], *, workers: int, progress: Progress = no_progress

@@ -178,7 +178,7 @@ def test_an_image_set_with_moved_memory(image_set: tuple[Path, MovedRegions], *,
     assert verify_image_set(directory, workers=2) == manifest
 
 
-@pytest.mark.parametrize("way", ["verify", "write back"])
+@pytest.mark.parametrize("way", ["verify", "rehydrate", "write back"])
 def test_every_flipped_bit_of_moved_memory_is_found(
     image_set: tuple[Path, MovedRegions], program: Program, way: str
 ) -> None:
@@ -188,6 +188,8 @@ def test_every_flipped_bit_of_moved_memory_is_found(
     def read_all() -> None:
         if way == "verify":
             verify_image_set(directory, workers=1)
+        elif way == "rehydrate":
+            rehydrate_image_set(directory, workers=1)
         else:
             write_back(directory, {"7": program.process}, workers=1)
 
@@ -202,7 +204,7 @@ def test_every_flipped_bit_of_moved_memory_is_found(
         with pytest.raises(IntegrityError, match="cannot be opened"):
             read_all()
         with pytest.raises(IntegrityError, match="cannot be opened"):
-            rehydrate_image_set(directory, workers=1)
+            rehydrate_image_set(directory, with_regions=False, workers=1)
         pack.write_bytes(good)
     read_all()
 
