@@ -74,6 +74,7 @@ def set_up() -> None:
     Path("/proc/sys/net/ipv4/tcp_max_tw_buckets").write_text("0")
     command("umount", IMAGES, stderr=subprocess.DEVNULL)  # of an earlier run
     shutil.rmtree(WORK, ignore_errors=True)
+    shutil.rmtree(HISTORY, ignore_errors=True)  # its containers had the same names
     IMAGES.mkdir(parents=True)
     command("mount", "-t", "tmpfs", "-o", "size=90%,huge=always", "tmpfs", IMAGES)
     Path("/etc/criu").mkdir(exist_ok=True)
