@@ -333,7 +333,7 @@ class _NewPacks:
             return
         self.recent.clear()  # first: the index takes as much memory again
         self._finished.append(self._writer.close(durable=True))
-        add_to_index(self._index_dir, self._number, self._keys)
+        add_to_index(self._index_dir, {self._number: b"".join(self._keys)})
         self._writer = None
         self._number = secrets.randbits(63)
         self._keys.clear()

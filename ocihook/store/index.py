@@ -12,9 +12,9 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, repeat
-from operator import add, sub
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from itertools import chain, count, repeat
+from operator import itemgetter, sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +22,16 @@ from ocihook.errors import StoreError
 
 KEY_BYTES = 8
 MAX_RUNS = 8  # each is searched; more are merged
-_RECORD_BYTES = 20  # key, pack, page
-_KEY = struct.Struct(f">Q{_RECORD_BYTES - KEY_BYTES}x")  # as a number
+_RECORD = struct.Struct(f">{KEY_BYTES}sQI")
+_KEY = struct.Struct(f">Q{_RECORD.size - KEY_BYTES}x")  # as a number
+_KEYS = struct.Struct(f"{KEY_BYTES}s")
 _PLACE = struct.Struct(">QI")
-_HEADER = struct.Struct("<8sIIQ")  # magic, version, bits of the table, records
-_MAGIC, _VERSION = b"OCIHRUNS", 1
-_BUCKETS_PER_RECORD = 2  # up to twice as many: then three quarters of what is new need no look at the records
+_ID = struct.Struct(">Q8x")  # of a page; its key as a number
+_HEADER = struct.Struct("<8sIIQ")  # magic, version, key bits of the filter, records
+_MAGIC, _VERSION = b"OCIHRUNS", 2
+_FILTER_PER_RECORD = 16  # bits, up to twice as many: of what is new, one in 16 to 32 needs a look at the records
+_BLOCK_BITS = 9  # of the filter for an entry in the table: 16 to 32 records
+_LEAST_BITS, _MOST_BITS = 11, 40  # at least one byte of the filter for each part of a merge
 _PARTS = 256  # a merge holds one of so many in memory
 
 
@@ -39,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Run:
-    """A file of records in the order of their keys, and a table of where those begin that begin with the same bits."""
+    """A file of records in the order of their keys, with a filter that most keys that it does not have do not pass."""
 
     def __init__(self, path: Path) -> None:
         """Map it.
@@ -58,45 +62,46 @@ class Run:
         finally:
             os.close(fd)
         magic, version, bits, self._count = _HEADER.unpack_from(self._map)
-        table_bytes = ((1 << min(bits, 32)) + 1) * 4
-        if magic != _MAGIC or version != _VERSION or size != _HEADER.size + table_bytes + self._count * _RECORD_BYTES:
+        table, self._records = _offsets(min(bits, _MOST_BITS))
+        if (magic, version, size) != (_MAGIC, _VERSION, self._records + self._count * _RECORD.size):
             raise StoreError(f"{path} is damaged", hint=_REMEDY)
-        self._shift = 64 - bits
-        self._table = memoryview(self._map)[_HEADER.size : _HEADER.size + table_bytes].cast("I")
-        self._ends = self._table[1:]
-        self._records = _HEADER.size + table_bytes
+        self._bits = bits
+        self._filter = memoryview(self._map)[_HEADER.size : table]
+        self._table = memoryview(self._map)[table : self._records].cast("I")
 
     def __len__(self) -> int:
         return int(self._count)
 
-    def find_all(self, keys: Iterable[bytes], numbers: Iterable[int], found: dict[bytes, Place]) -> None:
-        """Add the places of keys, and of these keys as numbers, that have none yet."""
-        table, ends, shift = self._table, self._ends, self._shift
-        records, find = self._records, self._map.find
-        for key, number in zip(keys, numbers, strict=True):
-            bucket = number >> shift
-            start, end = table[bucket], ends[bucket]
-            if start == end:  # so is most of what is new
-                continue
-            last = records + end * _RECORD_BYTES
-            at = find(key, records + start * _RECORD_BYTES, last)
-            while at >= 0 and (at - records) % _RECORD_BYTES:
-                at = find(key, at + 1, last)
-            if at >= 0 and key not in found:
-                found[key] = Place(*_PLACE.unpack_from(self._map, at + KEY_BYTES))
+    def find_all(self, page_ids: Collection[bytes], numbers: Sequence[int], found: dict[bytes, Place]) -> None:
+        """Add the places of pages with these ids, and keys as numbers, that have none yet."""
+        in_filter, byte_shift, bit_shift = self._filter, 67 - self._bits, 64 - self._bits
+        for page_id, number in zip(page_ids, numbers, strict=True):
+            if in_filter[number >> byte_shift] >> (number >> bit_shift & 7) & 1:
+                place = self._find(page_id[:KEY_BYTES], number)
+                if place is not None:
+                    found.setdefault(page_id, place)
+
+    def _find(self, key: bytes, number: int) -> Place | None:
+        block = number >> 64 - self._bits + _BLOCK_BITS
+        first, size, find = self._records, _RECORD.size, self._map.find
+        end = first + self._table[block + 1] * size
+        at = find(key, first + self._table[block] * size, end)
+        while at >= 0 and (at - first) % size:
+            at = find(key, at + 1, end)
+        return None if at < 0 else Place(*_PLACE.unpack_from(self._map, at + KEY_BYTES))
 
     def part(self, first: int, end: int) -> list[bytes]:
         """Return the records whose keys begin with a byte from `first` to before `end`."""
         low, high = (self._bound(byte) for byte in (first, end))
-        data = self._map[self._records + low * _RECORD_BYTES : self._records + high * _RECORD_BYTES]
-        return [data[at : at + _RECORD_BYTES] for at in range(0, len(data), _RECORD_BYTES)]
+        data = self._map[self._records + low * _RECORD.size : self._records + high * _RECORD.size]
+        return [data[at : at + _RECORD.size] for at in range(0, len(data), _RECORD.size)]
 
     def _bound(self, byte: int) -> int:
         """Return the number of the first record whose key begins with this byte or a later one."""
         low, high = 0, self._count
         while low < high:
             middle = (low + high) // 2
-            if self._map[self._records + middle * _RECORD_BYTES] < byte:
+            if self._map[self._records + middle * _RECORD.size] < byte:
                 low = middle + 1
             else:
                 high = middle
@@ -104,7 +109,7 @@ class Run:
 
     def close(self) -> None:
         """Unmap it."""
-        self._ends.release()
+        self._filter.release()
         self._table.release()
         self._map.close()
 
@@ -137,14 +142,13 @@ class Index:
     def __len__(self) -> int:
         return sum(map(len, self._runs))
 
-    def find_all(self, page_ids: Iterable[bytes]) -> dict[bytes, Place]:
+    def find_all(self, page_ids: Collection[bytes]) -> dict[bytes, Place]:
         """Return where pages with these ids may be; the others are not in the domain."""
-        ids = {page_id[:KEY_BYTES]: page_id for page_id in page_ids}
-        numbers = struct.unpack(f">{len(ids)}Q", b"".join(ids))
+        numbers = [number for (number,) in _ID.iter_unpack(b"".join(page_ids))]
         found: dict[bytes, Place] = {}
         for run in self._runs:
-            run.find_all(ids, numbers, found)
-        return {ids[key]: place for key, place in found.items()}
+            run.find_all(page_ids, numbers, found)
+        return found
 
     def close(self) -> None:
         """Unmap all."""
@@ -153,13 +157,18 @@ class Index:
         self._runs.clear()
 
 
-def add_to_index(directory: Path, pack: int, keys: Sequence[bytes]) -> None:
-    """Add the pages of a pack, in their order.
+def add_to_index(directory: Path, packs: Mapping[int, bytes]) -> None:
+    """Add the pages of packs: the keys of each, one after the other.
 
     Raises:
         OSError: from the file system, a full one included.
     """
-    rows = sorted(map(add, keys, map(_PLACE.pack, repeat(pack), range(len(keys)))))
+    rows = [
+        row
+        for pack, keys in packs.items()
+        for row in map(_RECORD.pack, map(itemgetter(0), _KEYS.iter_unpack(keys)), repeat(pack), count())
+    ]
+    rows.sort()
     _write(directory, len(rows), iter([rows]))
 
 
@@ -224,27 +233,29 @@ def _merged(runs: Sequence[Run], packs: Container[int] | None) -> Iterator[list[
 
 def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
     """Write a run of at most so many records, which come in order."""
-    bits = max(1, (most * _BUCKETS_PER_RECORD).bit_length())
-    table_at, records_at = _HEADER.size, _HEADER.size + ((1 << bits) + 1) * 4
-    count, last = 0, -1  # of the records so far, and the bucket of the last one of them
+    bits = max(_LEAST_BITS, (most * _FILTER_PER_RECORD).bit_length())
+    table_at, records_at = _offsets(bits)
+    written, last = 0, -1  # of the records so far, and the block of the last one of them
     partial = directory / f"{secrets.token_hex(8)}.partial"
     try:
         with partial.open("xb") as file:
             for rows in parts:
                 joined, added = b"".join(rows), len(rows)
                 rows.clear()  # they take three times as much memory
-                file.seek(records_at + count * _RECORD_BYTES)
+                file.seek(records_at + written * _RECORD.size)
                 file.write(joined)
-                buckets = [number >> 64 - bits for (number,) in _KEY.iter_unpack(joined)]
-                table = _starts(count, last, buckets)
+                passing = [number >> 64 - bits for (number,) in _KEY.iter_unpack(joined)]
+                file.seek(_HEADER.size + (passing[0] >> 3 if passing else 0))
+                file.write(_filter(passing))
+                blocks = [number >> _BLOCK_BITS for number in passing]
                 file.seek(table_at + (last + 1) * 4)
-                file.write(table)
-                count += added
-                last = buckets[-1] if buckets else last
+                file.write(_starts(written, last, blocks))
+                written += added
+                last = blocks[-1] if blocks else last
             file.seek(table_at + (last + 1) * 4)
-            file.write(_starts(count, last, [1 << bits]))
+            file.write(_starts(written, last, [1 << bits - _BLOCK_BITS]))
             file.seek(0)
-            file.write(_HEADER.pack(_MAGIC, _VERSION, bits, count))
+            file.write(_HEADER.pack(_MAGIC, _VERSION, bits, written))
             file.flush()
             os.fsync(file.fileno())
         partial.rename(partial.with_suffix(".run"))
@@ -253,7 +264,24 @@ def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
         raise
 
 
-def _starts(count: int, last: int, buckets: Sequence[int]) -> "array[int]":
-    """Return what the table says of all buckets behind the `last` up to the last one of those of further records."""
-    gaps = map(sub, buckets, chain([last], buckets))
-    return array("I", chain.from_iterable(map(repeat, range(count, count + len(buckets)), gaps)))
+def _offsets(bits: int) -> tuple[int, int]:
+    """Return where the table and the records of a run begin."""
+    table = _HEADER.size + (1 << bits >> 3)
+    return table, table + ((1 << bits >> _BLOCK_BITS) + 1) * 4
+
+
+def _filter(passing: Sequence[int]) -> bytearray:
+    """Return the bytes of a filter from the first to the last one of these bits in it, which come in order."""
+    if not passing:
+        return bytearray()
+    first = passing[0] >> 3
+    made = bytearray((passing[-1] >> 3) - first + 1)
+    for number in passing:
+        made[(number >> 3) - first] |= 1 << (number & 7)
+    return made
+
+
+def _starts(written: int, last: int, blocks: Sequence[int]) -> "array[int]":
+    """Return what the table says of all blocks behind the `last` up to the last one of those of further records."""
+    gaps = map(sub, blocks, chain([last], blocks))
+    return array("I", chain.from_iterable(map(repeat, range(written, written + len(blocks)), gaps)))

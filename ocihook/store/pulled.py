@@ -45,4 +45,4 @@ def index_pack(domain: Domain, path: Path, info: PackInfo) -> None:
         IntegrityError: if it is damaged, or another one.
     """
     with contextlib.closing(domain.packs._replace(path=path.parent).open(info.name, info)) as pack:
-        add_to_index(domain.index_dir, pack_number(info.name), list(keys_of(pack, domain.page_ids)))
+        add_to_index(domain.index_dir, {pack_number(info.name): b"".join(keys_of(pack, domain.page_ids))})

@@ -147,7 +147,7 @@ def _rewrite(domain: Domain, pack: StoredPack, spans: list[Span]) -> _Moved:
         if group:
             _append(writer, bytes(group))
         info = writer.close(durable=True)
-    add_to_index(domain.index_dir, number, keys)
+    add_to_index(domain.index_dir, {number: b"".join(keys)})
     return _Moved(info, spans, starts)
 
 

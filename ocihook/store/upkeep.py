@@ -75,7 +75,7 @@ def repair(domain: Domain) -> list[str]:
     pages = 0
     for name, info in sorted(needed.items()):
         with contextlib.closing(domain.packs.open(name, info)) as pack:
-            add_to_index(domain.index_dir, pack_number(name), list(keys_of(pack, domain.page_ids)))
+            add_to_index(domain.index_dir, {pack_number(name): b"".join(keys_of(pack, domain.page_ids))})
             pages += pack.pages
         merge_index(domain.index_dir)
     domain.rewrite_head()
