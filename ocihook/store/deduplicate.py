@@ -14,6 +14,7 @@ import secrets
 import struct
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from operator import eq, not_
@@ -40,13 +41,11 @@ PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole p
 WORKER_BYTES = 48 << 20
 
 _BATCH_PAGES = 512
-_BLOCK_PAGES = 32  # compared at once with the checkpoint before
-_BLOCK_BYTES = _BLOCK_PAGES * ID_BYTES
-_SAME = b"\1" * _BLOCK_PAGES
+_BATCH_IDS = struct.Struct(f"{ID_BYTES}s" * _BATCH_PAGES)
 _REACH_PAGES = 128  # looked up at once at most where many differ
 _MANY = bytes(GROUP_PAGES)  # as many in a row that differ may have been moved here: one of them leads to the others
-_BLOCK = struct.Struct(f"{ID_BYTES}s" * _BLOCK_PAGES)
 _ZERO_PAGE = bytes(PAGE_BYTES)
+_RUN_PACKS = 2  # that bring one run to the index; more would take more memory
 _NO_PACK = (1 << 64) - 1  # of zero pages
 _RECENT_PAGES = 1 << 16  # of this worker, to find what a checkpoint has twice; 10 MiB
 _NEAR_PAGES = 1 << 12  # how far something inserted or removed moves what follows it, mostly
@@ -78,9 +77,9 @@ class Before:
         start = self._base + page * ID_BYTES
         return self._ids[start : max(start, min(self._end, start + pages * ID_BYTES))]
 
-    def find(self, page_id: bytes, place: Place | None, near: int) -> int:
+    def find(self, page_id: bytes, place: Place, near: int) -> int:
         """Return a page with this id: what is stored at a place, or near another page; -1 if there is none."""
-        page = -1 if place is None else self._page_at(place)
+        page = self._page_at(place)
         if page >= 0 and self.ids(page, 1) == page_id:
             return page
         middle = self._base + near * ID_BYTES
@@ -130,7 +129,7 @@ def deduplicate(
     Args:
         sources: the images, of whole pages each, by name.
         packs: those of the domain; new ones are complete and on stable storage when this returns.
-        index_dir: the domain's index, which learns what is in new packs as soon as they are complete.
+        index_dir: the domain's index, which learns what is in new packs when they are complete.
         page_ids: makes the domain's.
         ids_fd: a file for the ids of all pages, image after image.
         before: images of the checkpoint before by name.
@@ -273,43 +272,44 @@ class _NewPacks:
         self._directory, self._index_dir = directory, index_dir
         self._writer: PackWriter | None = None
         self._number = secrets.randbits(63)
-        self._keys: list[bytes] = []
-        self._group: list[memoryview] = []
-        self._group_bytes = 0
+        self._ids: list[bytes] = []
+        self._unlisted: dict[int, bytes] = {}  # keys of packs that the index does not know yet
         self.recent: dict[bytes, int] = {}  # pages of the pack that is being written, by their ids
         self._finished: list[PackInfo] = []
 
-    def next_place(self) -> Place:
-        """Return where the next page will be that is added."""
-        return Place(self._number, len(self._keys))
+    @property
+    def number(self) -> int:
+        """Of the pack that is being written."""
+        return self._number
 
-    def add(self, ids: Sequence[bytes], content: memoryview) -> None:
-        """Add pages in a row, of which `recent` tells already. They must stay unchanged until the next `flush`."""
+    def place(self, ids: Sequence[bytes]) -> Place:
+        """Give new pages with these ids their places, in a row; `append` gets their content in the same order."""
+        first = len(self._ids)
+        self._ids += ids
+        self.recent.update(zip(ids, range(first, len(self._ids)), strict=True))
+        return Place(self._number, first)
+
+    def append(self, content: Buffer) -> None:
+        """Add the content of the next pages that have a place, as one group. It must not change until `flush`."""
         if self._writer is None:
             self._writer = self._directory.create(self._number)
-        self._keys += [page_id[:KEY_BYTES] for page_id in ids]
-        while content:
-            room = GROUP_PAGES * PAGE_BYTES - self._group_bytes
-            self._group.append(content[:room])
-            self._group_bytes += len(self._group[-1])
-            content = content[room:]
-            if self._group_bytes == GROUP_PAGES * PAGE_BYTES:
-                self._compress()
+        kind, stored = compress_group(content)
+        pages = len(content) // PAGE_BYTES
+        self._writer.append(kind, pages, (1 << pages) - 1, stored)
 
     def flush(self) -> None:
         """Hand all that was added to the kernel."""
-        self._compress()
         if len(self.recent) >= _RECENT_PAGES:
             self.recent.clear()
         if self._writer is not None:
             self._writer.flush()
-            if len(self._keys) * PAGE_BYTES >= PACK_BYTES:
+            if len(self._ids) * PAGE_BYTES >= PACK_BYTES:
                 self._finish_pack()
 
     def finish(self) -> list[PackInfo]:
         """Complete what was begun and return all packs, which are on stable storage then."""
-        self._compress()
         self._finish_pack()
+        self._list()
         return self._finished
 
     def close(self) -> None:
@@ -317,26 +317,21 @@ class _NewPacks:
         if self._writer is not None:
             self._writer.__exit__()
 
-    def _compress(self) -> None:
-        if not self._group:
-            return
-        assert self._writer is not None
-        content = self._group[0] if len(self._group) == 1 else b"".join(self._group)
-        pages = self._group_bytes // PAGE_BYTES
-        self._group.clear()
-        self._group_bytes = 0
-        kind, stored = compress_group(content)
-        self._writer.append(kind, pages, (1 << pages) - 1, stored)
-
     def _finish_pack(self) -> None:
         if self._writer is None:
             return
         self.recent.clear()  # first: the index takes as much memory again
         self._finished.append(self._writer.close(durable=True))
-        add_to_index(self._index_dir, {self._number: b"".join(self._keys)})
         self._writer = None
-        self._number = secrets.randbits(63)
-        self._keys.clear()
+        self._unlisted[self._number] = b"".join([page_id[:KEY_BYTES] for page_id in self._ids])
+        self._number, self._ids = secrets.randbits(63), []
+        if len(self._unlisted) == _RUN_PACKS:
+            self._list()
+
+    def _list(self) -> None:
+        if self._unlisted:
+            add_to_index(self._index_dir, self._unlisted)
+            self._unlisted.clear()
 
 
 class _Taker:
@@ -345,14 +340,14 @@ class _Taker:
     def __init__(self, output: _NewPacks, index: Index, stored: StoredPacks, page_ids: PageIds) -> None:
         self._output, self._index, self._stored, self._page_ids = output, index, stored, page_ids
         self._zero_id = page_ids.of(_ZERO_PAGE)
-        self._zero_ids = {self._zero_id}
         self._buffer = CopyBuffer(_BATCH_PAGES * PAGE_BYTES)
         self._view = self._buffer.view
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
         self._before: Before | None = None
         self._at = 0  # the page in the checkpoint before that the next one is expected to be
-        self._reach = GROUP_PAGES  # of a look-up where many differ; further, the more of them were new
+        self._reach = 1  # of a look-up where many differ; further, the more of them were new
         self._rows = _Rows()
+        self._new: list[int] = []  # pages of the batch that are to be written, in the order of their places
 
     def take(
         self, source: ReadablePages, offset: int, job: _Range, before: Before | None, ids_fd: int, ids_start: int
@@ -371,50 +366,47 @@ class _Taker:
             Where its pages are: what `_Rows.split` reads.
         """
         self._before, self._at, self._rows = before, job.first, _Rows()
+        all_ids = []
         for first in range(job.first, job.first + job.pages, _BATCH_PAGES):
             pages = min(_BATCH_PAGES, job.first + job.pages - first)
             size = pages * PAGE_BYTES
             if source.read_into(self._view[:size], offset + first * PAGE_BYTES) != size:
                 raise StoreError(f"an image ended before page {first + pages} while it was stored")
             ids, joined = self._page_ids.of_pages(self._slices[:pages])
-            os.pwrite(ids_fd, joined, (ids_start + first) * ID_BYTES)
+            all_ids.append(joined)
             self._take_batch(ids, joined)
-            self._output.flush()
+            self._write_new()
+        os.pwrite(ids_fd, b"".join(all_ids), (ids_start + job.first) * ID_BYTES)
         return self._rows.to_bytes()
 
     def _take_batch(self, ids: list[bytes], joined: bytes) -> None:
         at, end = 0, len(ids)
-        looked_up = 0  # up to which page `known` is about
+        looked_up = 0  # up to which page `known` and `not_new` are about
         known: Mapping[bytes, Place] = {}
+        not_new: set[bytes] = set()
         same, ahead = b"", -1  # which pages are as in the checkpoint before, so many pages further on than here
         while at < end:
             if not same or self._at - at != ahead:
                 same, ahead = self._compare_ids(ids, joined, at), self._at - at
                 looked_up = at
-            differs = end if (found := same.find(0, at)) < 0 else found
-            if differs > at:
-                self._take_before(differs - at)
-                self._reach = GROUP_PAGES
-                at = differs
-                continue
-            equals = end if (found := same.find(1, at)) < 0 else found
-            if ids[at] == self._zero_id:
+            if same[at]:
+                differs = end if (found := same.find(0, at)) < 0 else found
+                taken = self._take_before(differs - at)
+            elif ids[at] == self._zero_id:
                 taken = _run_length(ids, at)
                 self._rows.add(_NO_PACK, 0, taken)
             else:
                 if at >= looked_up:
                     looked_up = self._look_up_to(same, at)
-                    differing = set(compress(ids[at:looked_up], map(not_, same[at:looked_up])))
-                    known = self._index.find_all(differing - self._zero_ids)
-                    self._reach = GROUP_PAGES if known else min(2 * self._reach, _REACH_PAGES)
-                place = known.get(ids[at])
-                taken = self._add_new(ids[at : min(equals, looked_up)], at, known) or self._take_recent(ids[at])
-                if not taken and self._lead_to_before(ids[at], place):
-                    continue
-                if not taken:
+                    known, not_new = self._look_up([*compress(ids[at:looked_up], map(not_, same[at:looked_up]))])
+                equals = looked_up if (found := same.find(1, at, looked_up)) < 0 else found
+                taken = self._take_new(ids[at:equals], at, not_new) or self._take_recent(ids[at])
+                if not taken and (place := known.get(ids[at])):
+                    if self._lead_to_before(ids[at], place):
+                        continue
                     taken = self._compare(place, at, end)
-                if not taken:  # it only looked like one that is stored
-                    taken = self._add_new(ids[at : at + 1], at, {})
+                if not taken:  # the first of several in this batch, or it only looked like one that is stored
+                    taken = self._take_new(ids[at : at + 1], at, set())
             at += taken
             self._at += taken
 
@@ -423,55 +415,56 @@ class _Taker:
         many = -1 if self._before is None else same.find(_MANY, at)
         if many == at:
             return at + self._reach
-        self._reach = GROUP_PAGES
+        self._reach = 1
         return many if many > at else len(same)
+
+    def _look_up(self, ids: list[bytes]) -> tuple[Mapping[bytes, Place], set[bytes]]:
+        """Return where pages with these ids may be, and which of them must be looked at: all others are new."""
+        unique = set(ids)
+        unique.discard(self._zero_id)
+        known = self._index.find_all(unique)
+        self._reach = 1 if known else min(2 * self._reach, _REACH_PAGES)
+        not_new = known.keys() | (self._output.recent.keys() & unique)
+        if len(unique) < len(ids):
+            not_new |= {page_id for page_id, count in Counter(ids).items() if count > 1} | {self._zero_id}
+        return known, not_new
 
     def _compare_ids(self, ids: list[bytes], joined: bytes, at: int) -> bytes:
         """Return for each page 1 if it is, from page `at` on, what follows in the checkpoint before, else 0."""
         theirs = b"" if self._before is None else self._before.ids(self._at, len(ids) - at)
         if theirs == joined[at * ID_BYTES :]:
-            return b"\0" * at + b"\1" * (len(ids) - at)
-        found = [bytes(at)]
-        for start in range(0, len(theirs), _BLOCK_BYTES):
-            block, first = theirs[start : start + _BLOCK_BYTES], at + start // ID_BYTES
-            pages = len(block) // ID_BYTES
-            if joined.startswith(block, first * ID_BYTES):
-                found.append(_SAME[:pages])
-            else:
-                each = _BLOCK.unpack(block.ljust(_BLOCK_BYTES))[:pages]
-                found.append(bytes(map(eq, ids[first : first + pages], each)))
-        return b"".join(found).ljust(len(ids), b"\0")
+            return bytes(at) + b"\1" * (len(ids) - at)
+        return bytes(at) + bytes(map(eq, ids[at:], _BATCH_IDS.unpack(theirs.ljust(_BATCH_IDS.size))))
 
-    def _add_new(self, ids: list[bytes], at: int, known: Mapping[bytes, Place]) -> int:
-        """Return how many of the pages from `at` on, with these ids, are in no way known, and add them."""
-        recent = self._output.recent
-        place = self._output.next_place()
-        zero_id = self._zero_id
-        count = 0
-        # Mostly all are new, which is found out without a look at each of them.
-        is_new = recent.keys().isdisjoint(ids) and (not known or known.keys().isdisjoint(ids))
-        if is_new and zero_id not in ids and len(set(ids)) == len(ids):
-            recent.update(zip(ids, range(place.page, place.page + len(ids)), strict=True))
-            count = len(ids)
-        for page_id in ids[count:]:
-            if page_id in recent or page_id in known or page_id == zero_id:
-                break
-            recent[page_id] = place.page + count
-            count += 1
-        if count:
-            self._output.add(ids[:count], self._view[at * PAGE_BYTES : (at + count) * PAGE_BYTES])
-            self._rows.add(place.pack, place.page, count)
-        return count
+    def _take_new(self, ids: list[bytes], at: int, not_new: set[bytes]) -> int:
+        """Return how many of the pages from `at` on, with these ids, are new, and give them places."""
+        if not not_new.isdisjoint(ids):
+            ids = ids[: next(number for number, page_id in enumerate(ids) if page_id in not_new)]
+        if ids:
+            self._rows.add(*self._output.place(ids), len(ids))
+            self._new += range(at, at + len(ids))
+        return len(ids)
+
+    def _write_new(self) -> None:
+        for start in range(0, len(self._new), GROUP_PAGES):
+            pages = self._new[start : start + GROUP_PAGES]
+            first, end = pages[0], pages[-1] + 1
+            if end - first == len(pages):
+                self._output.append(self._view[first * PAGE_BYTES : end * PAGE_BYTES])
+            else:
+                self._output.append(b"".join([self._slices[page] for page in pages]))
+        self._new.clear()
+        self._output.flush()
 
     def _take_recent(self, page_id: bytes) -> int:
         """Take a page that was added not long ago: of the same checkpoint, so its id is enough."""
         page = self._output.recent.get(page_id)
         if page is None:
             return 0
-        self._rows.add(self._output.next_place().pack, page, 1)
+        self._rows.add(self._output.number, page, 1)
         return 1
 
-    def _lead_to_before(self, page_id: bytes, place: Place | None) -> bool:
+    def _lead_to_before(self, page_id: bytes, place: Place) -> bool:
         """Tell whether the checkpoint before has a page elsewhere, and go on from there."""
         if self._before is None:
             return False
@@ -480,16 +473,15 @@ class _Taker:
             self._at = found
         return found >= 0
 
-    def _take_before(self, pages: int) -> None:
+    def _take_before(self, pages: int) -> int:
         """Take pages that are as in the checkpoint before."""
         assert self._before is not None
         self._rows.extend(*self._before.places(self._at, pages))
-        self._at += pages
+        self._reach = 1
+        return pages
 
-    def _compare(self, place: Place | None, at: int, end: int) -> int:
+    def _compare(self, place: Place, at: int, end: int) -> int:
         """Return how many pages from `at` on are, byte by byte, what is stored from a place on, and take them."""
-        if place is None:
-            return 0
         try:
             taken = self._same_as_stored(place, at, end)
         except IntegrityError as error:  # then it is stored anew

@@ -2,7 +2,8 @@
 
 It is a hint and no more: whoever finds a page by it compares the content. So eight bytes of a page's id are enough,
 nothing in it needs a checksum, a lost index costs space and no data, and it can be made anew from the packs
-(`Domain.repair`). Every pack brings a run; small ones are merged, and a prune writes all anew without what it removes.
+(`ocihook store repair`). One or two packs bring a run; small ones are merged, and a prune writes all anew without what
+it removes.
 """
 
 import contextlib
