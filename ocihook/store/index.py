@@ -13,9 +13,10 @@ import os
 import secrets
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from itertools import chain, count, repeat
-from operator import itemgetter, sub
+from itertools import count, repeat
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, version, key bits of the filter, rec
 _MAGIC, _VERSION = b"OCIHRUNS", 2
 _FILTER_PER_RECORD = 16  # bits, up to twice as many: of what is new, one in 16 to 32 needs a look at the records
 _BLOCK_BITS = 9  # of the filter for an entry in the table: 16 to 32 records
+_BITS = tuple(1 << bit for bit in range(8))
 _LEAST_BITS, _MOST_BITS = 11, 40  # at least one byte of the filter for each part of a merge
 _PARTS = 256  # a merge holds one of so many in memory
 
@@ -164,11 +166,9 @@ def add_to_index(directory: Path, packs: Mapping[int, bytes]) -> None:
     Raises:
         OSError: from the file system, a full one included.
     """
-    rows = [
-        row
-        for pack, keys in packs.items()
-        for row in map(_RECORD.pack, map(itemgetter(0), _KEYS.iter_unpack(keys)), repeat(pack), count())
-    ]
+    rows: list[bytes] = []
+    for pack, keys in packs.items():
+        rows += map(_RECORD.pack, map(itemgetter(0), _KEYS.iter_unpack(keys)), repeat(pack), count())
     rows.sort()
     _write(directory, len(rows), iter([rows]))
 
@@ -236,25 +236,24 @@ def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
     """Write a run of at most so many records, which come in order."""
     bits = max(_LEAST_BITS, (most * _FILTER_PER_RECORD).bit_length())
     table_at, records_at = _offsets(bits)
-    written, last = 0, -1  # of the records so far, and the block of the last one of them
+    written = listed = 0  # records, and entries of the table
     partial = directory / f"{secrets.token_hex(8)}.partial"
     try:
         with partial.open("xb") as file:
-            for rows in parts:
-                joined, added = b"".join(rows), len(rows)
+            for rows in filter(None, parts):
+                joined = b"".join(rows)
                 rows.clear()  # they take three times as much memory
                 file.seek(records_at + written * _RECORD.size)
                 file.write(joined)
                 passing = [number >> 64 - bits for (number,) in _KEY.iter_unpack(joined)]
-                file.seek(_HEADER.size + (passing[0] >> 3 if passing else 0))
+                file.seek(_HEADER.size + (passing[0] >> 3))
                 file.write(_filter(passing))
-                blocks = [number >> _BLOCK_BITS for number in passing]
-                file.seek(table_at + (last + 1) * 4)
-                file.write(_starts(written, last, blocks))
-                written += added
-                last = blocks[-1] if blocks else last
-            file.seek(table_at + (last + 1) * 4)
-            file.write(_starts(written, last, [1 << bits - _BLOCK_BITS]))
+                end = (passing[-1] >> _BLOCK_BITS) + 1
+                file.seek(table_at + listed * 4)
+                file.write(_starts(written, passing, listed, end))
+                written, listed = written + len(passing), end
+            file.seek(table_at + listed * 4)
+            file.write(_starts(written, [], listed, (1 << bits >> _BLOCK_BITS) + 1))
             file.seek(0)
             file.write(_HEADER.pack(_MAGIC, _VERSION, bits, written))
             file.flush()
@@ -273,16 +272,13 @@ def _offsets(bits: int) -> tuple[int, int]:
 
 def _filter(passing: Sequence[int]) -> bytearray:
     """Return the bytes of a filter from the first to the last one of these bits in it, which come in order."""
-    if not passing:
-        return bytearray()
-    first = passing[0] >> 3
-    made = bytearray((passing[-1] >> 3) - first + 1)
+    first = passing[0] & ~7
+    made = bytearray((passing[-1] - first >> 3) + 1)
     for number in passing:
-        made[(number >> 3) - first] |= 1 << (number & 7)
+        made[number - first >> 3] |= _BITS[number & 7]
     return made
 
 
-def _starts(written: int, last: int, blocks: Sequence[int]) -> "array[int]":
-    """Return what the table says of all blocks behind the `last` up to the last one of those of further records."""
-    gaps = map(sub, blocks, chain([last], blocks))
-    return array("I", chain.from_iterable(map(repeat, range(written, written + len(blocks)), gaps)))
+def _starts(written: int, passing: Sequence[int], first: int, end: int) -> "array[int]":
+    """Return what the table says of blocks from `first` to before `end`, if so many records came before these."""
+    return array("I", [written + bisect_left(passing, block << _BLOCK_BITS) for block in range(first, end)])
