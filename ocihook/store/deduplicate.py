@@ -376,7 +376,10 @@ class _Taker:
             all_ids.append(joined)
             self._take_batch(ids, joined)
             self._write_new()
-        os.pwrite(ids_fd, b"".join(all_ids), (ids_start + job.first) * ID_BYTES)
+        joined, at = b"".join(all_ids), (ids_start + job.first) * ID_BYTES
+        while joined:  # on a nearly full disk the first write may be short; the next one says why
+            written = os.pwrite(ids_fd, joined, at)
+            joined, at = joined[written:], at + written
         return self._rows.to_bytes()
 
     def _take_batch(self, ids: list[bytes], joined: bytes) -> None:
