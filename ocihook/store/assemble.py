@@ -1,18 +1,24 @@
 """Writes the pages of a stored checkpoint to where they are wanted, in parallel, each chunk verified as it is read."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.workers import run_forked
+from ocihook.store.cipher import TAG_BYTES
 from ocihook.store.extents import ZERO, Extents, Layout
-from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.packing import BATCH_BYTES, PageWriter, Progress, WritablePages, no_progress
+from ocihook.store.pack import PAGE_BYTES, Buffer
+from ocihook.store.packing import Progress, WritablePages, no_progress, write_pages
 from ocihook.store.places import PackDirectory, StoredPacks, pack_number
 
 _RANGE_PAGES = 4096  # what a worker takes at a time
+_BATCH_PAGES = 256  # what it reads and writes at a time
 _HOLE_PAGES = 16  # zero pages in a row that are worth a hole: as many as take as long to write as the call does
 _ZEROS = memoryview(bytes(_HOLE_PAGES * PAGE_BYTES))
+
+# The content of so many pages, in pieces; of none if they are zero.
+_Run = tuple[int, list[Buffer]]
 
 
 class Target(NamedTuple):
@@ -33,36 +39,85 @@ def assemble(
     """Write images to their targets; long runs of zero pages are left alone.
 
     Raises:
-        IntegrityError: naming what is missing or damaged.
+        IntegrityError: naming what is missing or damaged, of other images' packs, too.
         OSError: from the targets.
     """
     ranges = [
-        (name, first, min(_RANGE_PAGES, layout.images[name].pages - first))
+        (name, first, min(first + _RANGE_PAGES, layout.images[name].pages))
         for name in targets
         for first in range(0, layout.images[name].pages, _RANGE_PAGES)
     ]
 
-    pack_numbers = [pack_number(info.name) for info in layout.packs]
+    with contextlib.closing(_Reader(layout, directory)) as reader:
+        reader.open_packs()  # once, and not in each worker
 
-    def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
-        with contextlib.closing(StoredPacks(directory, layout.packs)) as packs:
+        def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
             for task in task_numbers:
-                name, first, pages = ranges[task]
+                name, first, end = ranges[task]
                 with contextlib.closing(targets[name].open()) as target:
-                    writer = PageWriter(target, targets[name].start + first * PAGE_BYTES)
-                    for number, at, count in layout.images[name].cut(first, pages):
-                        if number != ZERO:
-                            for content in packs.get(pack_numbers[number]).contents(at, count):
-                                writer.put(content)
-                        elif count < _HOLE_PAGES:
-                            writer.put(_ZEROS[: count * PAGE_BYTES])
-                        else:
-                            writer.skip(count)
-                    writer.flush()
+                    for batch in range(first, end, _BATCH_PAGES):
+                        runs = reader.read(layout.images[name], batch, min(_BATCH_PAGES, end - batch))
+                        _write(runs, target, targets[name].start + batch * PAGE_BYTES)
                 yield task
 
-    for task in run_forked(worker, tasks=len(ranges), workers=workers):
-        progress(ranges[task][2] * PAGE_BYTES)
+        for task in run_forked(worker, tasks=len(ranges), workers=workers):
+            _, first, end = ranges[task]
+            progress((end - first) * PAGE_BYTES)
+
+
+def _write(runs: Iterable[_Run], target: WritablePages, position: int) -> None:
+    """Write a batch with one call, or with one for what is between holes."""
+    pending: list[Buffer] = []
+    end = position
+    for pages, contents in runs:
+        if contents:
+            pending += contents
+        elif pages < _HOLE_PAGES:
+            pending.append(_ZEROS[: pages * PAGE_BYTES])
+        else:
+            write_pages(target, pending, position)
+            pending = []
+            position = end + pages * PAGE_BYTES
+        end += pages * PAGE_BYTES
+    write_pages(target, pending, position)
+
+
+class _Reader:
+    """Reads the images of a layout, a batch at a time."""
+
+    def __init__(self, layout: Layout, directory: PackDirectory) -> None:
+        """Packs are opened as they are needed."""
+        self._numbers = [pack_number(info.name) for info in layout.packs]
+        self._packs = StoredPacks(directory, layout.packs)
+        # A chunk takes no more than its pages, and a tag where it is encrypted; then its content does not stay here.
+        self._buffer = CopyBuffer(_BATCH_PAGES * (PAGE_BYTES + TAG_BYTES)).view
+
+    def open_packs(self) -> None:
+        """Open as many packs as stay open, before a fork: the processes share what is known of them.
+
+        Raises:
+            IntegrityError: naming what is missing or damaged.
+        """
+        self._packs.open(self._numbers)
+
+    def read(self, extents: Extents, first: int, pages: int) -> Iterator[_Run]:
+        """Yield what is in pages from page `first` on, a batch at most. It stays there until the next batch is read.
+
+        Raises:
+            IntegrityError: naming what is missing or damaged.
+        """
+        used = 0
+        for number, at, count in extents.cut(first, pages):
+            if number == ZERO:
+                yield count, []
+            else:
+                pack = self._packs.get(self._numbers[number])
+                yield count, pack.contents(at, count, self._buffer, used)
+                used += count * PAGE_BYTES
+
+    def close(self) -> None:
+        """Close the packs."""
+        self._packs.close()
 
 
 class StoredPages:
@@ -71,8 +126,7 @@ class StoredPages:
     def __init__(self, extents: Extents, layout: Layout, directory: PackDirectory) -> None:
         """Take where they are; packs are opened as they are needed."""
         self._extents = extents
-        self._numbers = [pack_number(info.name) for info in layout.packs]
-        self._packs = StoredPacks(directory, layout.packs)
+        self._reader = _Reader(layout, directory)
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view`, whole pages from a whole page on; return its length.
@@ -81,32 +135,28 @@ class StoredPages:
             IntegrityError: naming what is missing or damaged.
         """
         at = 0
-        for number, first, pages in self._extents.cut(offset // PAGE_BYTES, len(view) // PAGE_BYTES):
-            end = at + pages * PAGE_BYTES
-            if number == ZERO:
-                view[at:end] = bytes(end - at)
-            else:
-                for content in self._packs.get(self._numbers[number]).contents(first, pages):
-                    view[at : at + len(content)] = content
-                    at += len(content)
-            at = end
+        for content in _contents(self._reader, self._extents, offset // PAGE_BYTES, len(view) // PAGE_BYTES):
+            view[at : at + len(content)] = content
+            at += len(content)
         return at
 
     def close(self) -> None:
         """Close what was opened."""
-        self._packs.close()
+        self._reader.close()
 
 
-def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> Iterator[bytes | memoryview]:
-    """Yield the content of an image in pieces of whole pages, a batch at most.
+def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> Iterator[Buffer]:
+    """Yield the content of an image in pieces of whole pages, a batch at most. Each stays until the next is asked for.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
     """
-    with contextlib.closing(StoredPacks(directory, layout.packs)) as packs:
-        for number, first, pages in extents:
-            if number == ZERO:
-                for done in range(0, pages * PAGE_BYTES, BATCH_BYTES):
-                    yield bytes(min(BATCH_BYTES, pages * PAGE_BYTES - done))
-            else:
-                yield from packs.get(pack_number(layout.packs[number].name)).contents(first, pages)
+    with contextlib.closing(_Reader(layout, directory)) as reader:
+        yield from _contents(reader, extents, 0, extents.pages)
+
+
+def _contents(reader: _Reader, extents: Extents, first: int, pages: int) -> Iterator[Buffer]:
+    end = first + pages
+    for batch in range(first, end, _BATCH_PAGES):
+        for count, contents in reader.read(extents, batch, min(_BATCH_PAGES, end - batch)):
+            yield from contents or [bytes(count * PAGE_BYTES)]

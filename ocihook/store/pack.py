@@ -2,11 +2,11 @@
 
 import os
 import struct
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add, eq, sub
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -33,7 +33,8 @@ _HEADER_BYTES = _HEADER.pack(_MAGIC, VERSION, 0, 0)
 _ENCRYPTED_HEADER_BYTES = _HEADER.pack(_MAGIC, ENCRYPTED_VERSION, 0, 0)  # then the key's id and a salt
 _ASSOCIATED = struct.Struct("<QHB")  # present, pages, kind: what of a record its chunk's tag vouches for
 _GATHER_MAX = 1000  # below IOV_MAX (1024 on Linux)
-_FULL = [(1 << pages) - 1 for pages in range(CHUNK_PAGES + 1)]  # `present` of so many pages that all have content
+_FULL = {pages: (1 << pages) - 1 for pages in range(1, CHUNK_PAGES + 1)}  # `present` where all pages have content
+_KINDS = bytes((RAW, LZ4)).ljust(256)  # by whether a chunk is smaller than its content
 
 Buffer = bytes | memoryview
 
@@ -251,22 +252,21 @@ class PackReader:
         Raises:
             IntegrityError: if there are others.
         """
-        # By columns, which takes a sixth of the time that a record after the other does.
-        columns = list(zip(*_RECORD.iter_unpack(self._table), strict=True)) or [()] * 6
-        offsets, present, _, sizes, pages, kinds = columns
+        # By columns, which takes a tenth of the time that a record after the other does.
+        offsets, present = self._column("Q", 0), self._column("Q", 8)
+        sizes, pages, kinds = self._column("I", 24), self._column("H", 28), self._table[30 :: _RECORD.size]
         tag_bytes = TAG_BYTES if self.is_encrypted else 0
-        content = [number * PAGE_BYTES + tag_bytes for number in pages]
-        end_of_chunks = self.info.size_bytes - _TRAILER.size - len(self._table)
+        saved = [number * PAGE_BYTES + tag_bytes - size for number, size in zip(pages, sizes, strict=True)]
+        ends = [*accumulate(sizes, initial=offsets[0] if offsets else 0)]
         is_sane = self.info.chunks == 0 or (
-            min(pages) > 0
-            and max(pages) <= CHUNK_PAGES
-            and all(map(eq, present, map(_FULL.__getitem__, pages)))
+            set(pages) <= _FULL.keys()
+            and present == array("Q", map(_FULL.__getitem__, pages))
             and min(sizes) > tag_bytes
-            and min(map(sub, content, sizes)) >= 0
-            and [LZ4 - is_raw for is_raw in map(eq, sizes, content)] == list(kinds)
+            and min(saved) >= 0
+            and bytes(map(bool, saved)).translate(_KINDS) == kinds
             and offsets[0] >= len(self._header)
-            and offsets[-1] + sizes[-1] <= end_of_chunks
-            and all(map(eq, offsets[1:], map(add, offsets, sizes)))
+            and ends.pop() <= self.info.size_bytes - _TRAILER.size - len(self._table)
+            and offsets.tolist() == ends
         )
         if not is_sane:
             for _ in self.chunks(0, self.info.chunks):  # tells which it is
@@ -274,8 +274,31 @@ class PackReader:
             raise IntegrityError(f"pack {self.info.name} has a chunk of zero pages, which a store never writes")
         return array("I", accumulate(pages, initial=0))
 
-    def read_full(self, first: int, end: int) -> list[Buffer]:
-        """Return the content of each of a row of chunks that `full_chunks` has been through, verified.
+    def _column(self, typecode: str, at: int) -> "array[int]":
+        """Return the field of all records that begins `at` bytes behind their starts."""
+        numbers = array(typecode, self._table)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers[at // numbers.itemsize :: _RECORD.size // numbers.itemsize]
+
+    def content(self, number: int) -> Buffer:
+        """Return the content of a chunk that `full_chunks` has been through, verified.
+
+        Raises:
+            IntegrityError: if it is not what was written.
+            KeyMissing: if it is encrypted, and there is no key.
+        """
+        chunk = Chunk(*_RECORD.unpack_from(self._table, number * _RECORD.size))
+        return self.decode(chunk, self.read(chunk))
+
+    def contents(self, first: int, end: int, buffer: memoryview, at: int) -> list[Buffer]:
+        """Return the content of each of a row of such chunks.
+
+        Args:
+            first: number of the first chunk.
+            end: number of the one behind the last.
+            buffer: gets what is stored. What is returned may lie there.
+            at: where in it; the rest has room for all.
 
         Raises:
             IntegrityError: if they are not what was written.
@@ -283,15 +306,16 @@ class PackReader:
         """
         records = [*_RECORD.iter_unpack(memoryview(self._table)[first * _RECORD.size : end * _RECORD.size])]
         base = records[0][0]
-        stored = memoryview(self.read_range(base, records[-1][0] + records[-1][3] - base))
+        self.read_into(buffer[at : at + records[-1][0] + records[-1][3] - base], base)
         contents: list[Buffer] = []
-        for record in records:  # many thousands: no call here that can be done without
-            offset, _, checksum, size, pages, kind = record
-            content: Buffer = stored[offset - base : offset - base + size]
+        is_encrypted = self.is_encrypted
+        for offset, present, checksum, size, pages, kind in records:  # many thousands: no call that can be done without
+            content: Buffer = buffer[at : at + size]
+            at += size
             if xxh3_64_intdigest(content) != checksum:
-                self.verify(Chunk._make(record), content)
-            if self.is_encrypted:
-                content = self._decrypt(Chunk._make(record), content)
+                self.verify(Chunk(offset, present, checksum, size, pages, kind), content)
+            if is_encrypted:
+                content = self._decrypt(Chunk(offset, present, checksum, size, pages, kind), content)
             contents.append(content if kind == RAW else self._decompress(content, pages * PAGE_BYTES, offset))
         return contents
 

@@ -538,16 +538,27 @@ class PageWriter:
 
     def flush(self) -> None:
         """Write what is pending."""
-        left = BATCH_BYTES - self._position % BATCH_BYTES - self._room
-        while left:
-            written = self._pages.write(self._pending, self._position)
-            self._position += written
-            left -= written
-            # What is left after a signal, or on a nearly full disk.
-            self._pending = [memoryview(b"".join(self._pending))[written:]] if left else []
-            if not written:  # memory that its process has unmapped, or left
-                raise OSError(errno.EIO, "Memory ended early")
+        write_pages(self._pages, self._pending, self._position)
+        self._position += BATCH_BYTES - self._position % BATCH_BYTES - self._room
+        self._pending.clear()
         self._room = BATCH_BYTES - self._position % BATCH_BYTES
+
+
+def write_pages(pages: WritablePages, buffers: Sequence[bytes | memoryview], position: int) -> None:
+    """Write buffers, up to IOV_MAX of them, one after the other from a position on.
+
+    Raises:
+        OSError: also if the memory of a process ends early.
+    """
+    left = sum(map(len, buffers))
+    while left:
+        written = pages.write(buffers, position)
+        if not written:  # memory that its process has unmapped, or left
+            raise OSError(errno.EIO, "Memory ended early")
+        position += written
+        left -= written
+        # What is left after a signal, or on a nearly full disk.
+        buffers = [memoryview(b"".join(buffers))[written:]] if left else []
 
 
 def _unpack_segment(reader: PackReader, segment: Segment, buffer: CopyBuffer, writer: PageWriter | None) -> None:

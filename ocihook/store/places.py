@@ -1,6 +1,6 @@
 """The packs of a domain, opened as they are needed, and read by page."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,6 @@ from ocihook.store.index import KEY_BYTES
 from ocihook.store.pack import PAGE_BYTES, Buffer, PackFile, PackInfo, PackReader, PackWriter, read_info
 
 _OPEN_PACKS = 64
-_ROW_CHUNKS = 16  # read at a time: 1 MiB before compression
 
 
 def pack_name(number: int) -> str:
@@ -59,41 +58,49 @@ class StoredPack:
         Raises:
             IntegrityError: if there is no such page, or it is damaged.
         """
-        self._check(first, 1)
-        number = bisect_right(self._starts, first) - 1
-        if self._last[0] != number:
-            self._last = number, memoryview(self._reader.read_full(number, number + 1)[0])
-        skipped = first - self._starts[number]
-        content = self._last[1][skipped * PAGE_BYTES : (skipped + pages) * PAGE_BYTES]
+        if not 0 <= first < self.pages:
+            raise self._no_page(first)
+        content = self._part(bisect_right(self._starts, first) - 1, first, first + pages)
         return content, len(content) // PAGE_BYTES
 
-    def contents(self, first: int, pages: int) -> Iterator[Buffer]:
-        """Yield the content of pages in a row, piece by piece.
+    def contents(self, first: int, pages: int, buffer: memoryview, used: int) -> list[Buffer]:
+        """Return the content of pages in a row, in pieces.
+
+        Args:
+            first: the first page.
+            pages: how many.
+            buffer: pieces may lie there.
+            used: how much of it is not free. The rest is as large as the pages are when they are stored.
 
         Raises:
             IntegrityError: if there are no such pages, or they are damaged.
         """
-        self._check(first, pages)
         starts, end = self._starts, first + pages
+        if not 0 <= first < end <= starts[-1]:
+            raise self._no_page(first)
         number = bisect_right(starts, first) - 1
-        if number == self._last[0]:
-            start = starts[number]
-            yield self._last[1][(first - start) * PAGE_BYTES : (end - start) * PAGE_BYTES]
+        if end <= starts[number + 1]:
+            return [self._part(number, first, end)]
+        contents: list[Buffer] = []
+        if first > starts[number]:
+            contents.append(self._part(number, first, end))
             number += 1
-        stop = bisect_left(starts, end, number)
-        for row in range(number, stop, _ROW_CHUNKS):
-            row_end = min(stop, row + _ROW_CHUNKS)
-            contents = self._reader.read_full(row, row_end)
-            self._last = row_end - 1, memoryview(contents[-1])
-            if starts[row_end] > end:
-                contents[-1] = self._last[1][: (end - starts[row_end - 1]) * PAGE_BYTES]
-            if starts[row] < first:
-                contents[0] = memoryview(contents[0])[(first - starts[row]) * PAGE_BYTES :]
-            yield from contents
+        stop = bisect_right(starts, end, number) - 1
+        if number < stop:
+            contents += self._reader.contents(number, stop, buffer, used)
+        if end > starts[stop]:
+            contents.append(self._part(stop, starts[stop], end))
+        return contents
 
-    def _check(self, first: int, pages: int) -> None:
-        if not 0 <= first < first + pages <= self.pages:
-            raise IntegrityError(f"pack {self._reader.info.name} has no page {max(first, self.pages)}")
+    def _part(self, number: int, first: int, end: int) -> memoryview:
+        """Return the content of the pages of a chunk from `first` on, up to `end`."""
+        if self._last[0] != number:
+            self._last = number, memoryview(self._reader.content(number))
+        start = self._starts[number]
+        return self._last[1][(first - start) * PAGE_BYTES : (end - start) * PAGE_BYTES]
+
+    def _no_page(self, first: int) -> IntegrityError:
+        return IntegrityError(f"pack {self._reader.info.name} has no page {max(first, self.pages)}")
 
     def verify(self) -> None:
         """Read everything and check every checksum.
@@ -102,7 +109,7 @@ class StoredPack:
             IntegrityError: naming the first damaged chunk.
         """
         for number in range(len(self._starts) - 1):
-            self._reader.read_full(number, number + 1)
+            self._reader.content(number)
 
     def close(self) -> None:
         """Close it."""
@@ -173,6 +180,15 @@ class StoredPacks:
         self._open.pop(number, None)
         self._open[number] = pack  # the last one is the newest used
         return pack
+
+    def open(self, numbers: Sequence[int]) -> None:
+        """Open the first of some packs, as many as stay open, and look through their tables.
+
+        Raises:
+            IntegrityError: if one is missing or damaged.
+        """
+        for number in numbers[:_OPEN_PACKS]:
+            _ = self.get(number).pages
 
     def close(self) -> None:
         """Close all."""
