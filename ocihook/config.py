@@ -23,7 +23,7 @@ _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*
 _REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
 _METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}")
 _LEAST_BOUND_BYTES = 256 << 20
-_AGENT_BYTES, _WORKER_BYTES = 48 << 20, 48 << 20  # as store/packing.py and, for the larger kind, deduplicate.py have it
+_AGENT_BYTES, _WORKER_BYTES = 48 << 20, 52 << 20  # as store/packing.py and, for the larger kind, deduplicate.py have it
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 
 

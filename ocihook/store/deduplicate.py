@@ -38,7 +38,7 @@ RANGE_BYTES = 16 << 20  # what a worker takes at a time; small, so that all fini
 PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole packs
 # Peak of one worker, `make bench` ("memory of one worker that stores"): what it shares with its parent, keys and ids of
 # a pack's pages, and 2 MiB that it reads and writes at a time.
-WORKER_BYTES = 48 << 20
+WORKER_BYTES = 52 << 20
 
 _BATCH_PAGES = 512
 _BATCH_IDS = struct.Struct(f"{ID_BYTES}s" * _BATCH_PAGES)

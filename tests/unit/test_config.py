@@ -95,7 +95,7 @@ def test_mistakes_name_the_annotation(name: str, text: str, message: str) -> Non
 
 @pytest.mark.parametrize(
     ("cores", "gib", "configured", "bound_mib"),
-    [(2, 8, 0, 256), (64, 1024, 0, 48 + 64 * 48), (64, 64, 0, 1024), (64, 1024, 100 << 20, 100)],
+    [(2, 8, 0, 256), (64, 1024, 0, 48 + 64 * 52), (64, 64, 0, 1024), (64, 1024, 100 << 20, 100)],
 )
 def test_the_bound_grows_with_the_node(
     monkeypatch: pytest.MonkeyPatch, cores: int, gib: int, configured: int, bound_mib: int
