@@ -38,7 +38,7 @@ class Policy:
     quiesce_timeout_s: float = 10.0  # for init to do so, else the dump is refused
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end
-    gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored; warn: a line in the log, and go on
+    gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it
     gpu_map: str = ""  # on restore: OLD=NEW,... UUIDs as nvidia-smi -L prints them; "": as the devices given tell
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none

@@ -249,6 +249,11 @@ def rehydrate_image_set(
     return names
 
 
+def region_bytes(manifest: Manifest) -> int:
+    """Return how many bytes of memory went past CRIU, at least: as they are stored, without zero pages."""
+    return sum(pack.size_bytes for pack in manifest.packs if pack.name.startswith(REGION_PACK_PREFIX))
+
+
 def dehydrate(directory: Path, names: Iterable[str]) -> None:
     """Remove page images that were written from packs. May run any time."""
     for name in names:

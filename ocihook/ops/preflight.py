@@ -91,6 +91,28 @@ def refusals(situation: Situation) -> list[str]:
     return [*_about_node(situation), *(r for signs in situation.processes for r in _about_process(signs, situation))]
 
 
+def restore_refusals(need_bytes: int, available_ram_bytes: int, cgroup_room_bytes: int | None) -> list[str]:
+    """Return every reason not to begin a restore, each with what to do about it; [] if none is seen.
+
+    Args:
+        need_bytes: GPU memory that will be written into the container's own, at least.
+        available_ram_bytes: of the node.
+        cgroup_room_bytes: what the container's memory limit leaves; None: no limit.
+    """
+    reasons = []
+    if need_bytes > available_ram_bytes:
+        reasons.append(
+            f"{_gib(need_bytes)} of GPU memory pass through the node's, which has {_gib(available_ram_bytes)} left: "
+            "free memory on the node"
+        )
+    if cgroup_room_bytes is not None and need_bytes > cgroup_room_bytes:
+        reasons.append(
+            f"{_gib(need_bytes)} of GPU memory pass through the container's own, whose memory limit leaves "
+            f"{_gib(cgroup_room_bytes)}; the kernel would kill it: raise the container's memory limit"
+        )
+    return reasons
+
+
 def _about_node(situation: Situation) -> Iterator[str]:
     major = driver_major(situation.driver_version)
     if major < FIRST_DRIVER:

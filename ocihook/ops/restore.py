@@ -10,7 +10,8 @@ from typing import Any
 
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreError
+from ocihook.errors import ConfigError, IdentificationError, OcihookError, PreflightError, StoreError
+from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.files import identity
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.procfs import Process
@@ -19,11 +20,18 @@ from ocihook.ops.compatibility import check_criu, check_machine, missing_feature
 from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
 from ocihook.ops.gpu_memory import write_back
 from ocihook.ops.gpu_restore import HALF_RESTORED, check_node, fill_memory, note_half_restored, resume_gpus
-from ocihook.ops.image_set import check_other_images, dehydrate, rehydrate_image_set
+from ocihook.ops.image_set import check_other_images, dehydrate, region_bytes, rehydrate_image_set
 from ocihook.ops.journal import Journal
+from ocihook.ops.preflight import restore_refusals
 from ocihook.ops.quiesce import signal_number
 from ocihook.ops.standstill import FROZEN, freeze_restored, thaw
-from ocihook.ops.store import rehydrate_stored, store_workers, wait_complete, write_stored_regions
+from ocihook.ops.store import (
+    rehydrate_stored,
+    store_workers,
+    stored_region_bytes,
+    wait_complete,
+    write_stored_regions,
+)
 from ocihook.ops.transfer import is_here, pull
 from ocihook.store.manifest import Region, read_manifest
 from ocihook.store.store import Store
@@ -58,6 +66,7 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
     if manifest is not None:
         _check_host(manifest.host, request.criu_pid)
         check_node(journal, manifest.gpu, request.criu_pid)
+        check_memory(journal, region_bytes(manifest), request.criu_pid)
         journal.push(
             "rehydrated",
             directory=os.readlink(request.image_dir),
@@ -98,6 +107,7 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
         )
     _check_host(manifest.host, request.criu_pid)
     check_node(journal, manifest.gpu, request.criu_pid)
+    check_memory(journal, stored_region_bytes(domain, manifest), request.criu_pid)
     check_other_images(directory, manifest.other_images)
     names = [image.name for image in manifest.images]
     journal.push("rehydrated", directory=os.readlink(request.image_dir), identity=identity(directory), names=names)
@@ -109,6 +119,21 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     check_page_images(directory)
     journal.note(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id, workers=workers)
     return f"container {manifest.container}: {manifest.raw_bytes} bytes of memory from checkpoint {manifest.id}"
+
+
+def check_memory(journal: Journal, need_bytes: int, criu_pid: int) -> None:
+    """Refuse a restore that there is too little memory for, as far as that is known: else the kernel kills something.
+
+    Under runc CRIU is in the container's cgroup by now; under crun only the node's memory is known.
+
+    Raises:
+        PreflightError: to refuse it; nothing was started.
+    """
+    reasons = restore_refusals(need_bytes, available_bytes(), memory_headroom_bytes(criu_pid)) if need_bytes else []
+    if reasons and journal.facts.get("policy", {}).get("gpu_preflight") != "warn":
+        raise PreflightError("; ".join(reasons), hint="the annotation ocihook.io/gpu-preflight=warn takes the risk")
+    for reason in reasons:
+        log.warning("container %s: %s", journal.container, reason)
 
 
 def _is_read_twice(regions: Sequence[Region | StoredRegion]) -> bool:

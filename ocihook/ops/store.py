@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ocihook.store import verify as check
 from ocihook.store.assemble import StoredPages, Target, assemble
 from ocihook.store.deduplicate import WORKER_BYTES, Before, deduplicate
 from ocihook.store.domain import Domain, lineage, new_checkpoint_id
+from ocihook.store.extents import ZERO
 from ocihook.store.manifest import (
     PACK_PREFIX,
     REGION_PACK_PREFIX,
@@ -36,7 +38,7 @@ from ocihook.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from ocihook.store.pack import PackInfo
+from ocihook.store.pack import PAGE_BYTES, PackInfo
 from ocihook.store.packing import (
     ImageFile,
     Nowhere,
@@ -383,6 +385,19 @@ def rehydrate_stored(
         if with_regions:
             targets |= {region.name: Target(Nowhere, 0) for region in manifest.regions}
         assemble(layout, domain.packs, targets, workers=workers, progress=progress)
+
+
+def stored_region_bytes(domain: Domain, manifest: StoredManifest) -> int:
+    """Return how many bytes of memory went past CRIU, without zero pages.
+
+    Raises:
+        IntegrityError: if the layout is damaged.
+    """
+    if not manifest.regions:
+        return 0
+    images = domain.layout(manifest).images
+    extents = chain.from_iterable(images[region.name] for region in manifest.regions)
+    return sum(extent.pages for extent in extents if extent.pack != ZERO) * PAGE_BYTES
 
 
 def write_stored_regions(

@@ -12,7 +12,11 @@ import pytest
 
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
-from ocihook.ops.preflight import Situation, driver_major, refusals
+from ocihook.errors import PreflightError
+from ocihook.linux.procfs import Process
+from ocihook.ops import restore
+from ocihook.ops.journal import Journal
+from ocihook.ops.preflight import Situation, driver_major, refusals, restore_refusals
 
 RECORDED = Path(__file__).parents[2] / "integration/gpu/results/driver-limits-580.json"
 GIB = 1 << 30
@@ -43,6 +47,37 @@ def with_process(**changes: Any) -> dict[str, Any]:
 def test_nothing_is_refused_without_a_reason() -> None:
     assert refusals(FINE) == []
     assert refusals(dataclasses.replace(FINE, free_disk_bytes=None, cgroup_room_bytes=40 * GIB)) == []
+
+
+@pytest.mark.parametrize(
+    ("ram", "room", "reasons"),
+    [
+        (41 * GIB, None, []),
+        (41 * GIB, 40 * GIB, []),
+        (39 * GIB, None, [r"40.0 GiB .* has 39.0 GiB left: free memory on the node"]),
+        (41 * GIB, GIB, [r"limit leaves 1.0 GiB; .*: raise the container's memory limit"]),
+        (GIB, GIB, ["on the node", "memory limit"]),
+    ],
+)
+def test_a_restore_needs_memory(ram: int, room: int | None, reasons: list[str]) -> None:
+    found = restore_refusals(40 * GIB, ram, room)
+    assert len(found) == len(reasons)
+    assert all(re.search(reason, line) for reason, line in zip(reasons, found, strict=True))
+
+
+def test_a_restore_without_room_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = Process.find(os.getpid())
+    assert process is not None
+    journal = Journal.create(tmp_path, process)
+    monkeypatch.setattr(restore, "available_bytes", lambda: GIB)
+    restore.check_memory(journal, GIB, process.pid)
+    with pytest.raises(PreflightError, match="free memory on the node"):
+        restore.check_memory(journal, 1 << 50, process.pid)
+    journal.note(policy={"gpu_preflight": "warn"})
+    restore.check_memory(journal, 1 << 50, process.pid)
+    assert "free memory on the node" in caplog.text
 
 
 @pytest.mark.parametrize(
