@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.run import IMAGES, SESSIONS, WORK, Container, command, node_facts, prepare, set_up
+from tests.damage import flip_bit
 
 _WAIT_S = 60.0
 _HOG = """
@@ -67,15 +68,6 @@ def kill_agent() -> None:
                 continue
 
 
-def damage(path: Path) -> None:
-    """Change one byte in the middle of a file; once more, and it is as it was."""
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-
-
 def criu_killed(container: Container, image_dir: Path) -> str:
     return while_memory_moves(container, image_dir, kill_criu)
 
@@ -110,10 +102,11 @@ def no_room(container: Container, image_dir: Path) -> str:
 def packs_damaged(container: Container, image_dir: Path) -> str:
     container.dump(image_dir, leave_running=False)
     pack = next(iter(sorted(image_dir.glob("ocihook-region-*.pack"))))
-    damage(pack)
+    middle = pack.stat().st_size // 2
+    flip_bit(pack, middle)
     container.remove()
     said = attempt(lambda: container.restore(image_dir))
-    damage(pack)
+    flip_bit(pack, middle)
     container.remove()
     container.restore(image_dir)
     return said

@@ -11,6 +11,7 @@ from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, assert_packed, image_names
+from tests.damage import flip_bit
 
 DYING_AGENT = Path(__file__).parents[1] / "dying_agent.py"
 
@@ -19,11 +20,7 @@ def damage(archive: Path, member_pattern: str, *, offset: int) -> None:
     """Flip one bit of a member in place: of the largest, as a worker that came late has next to nothing in its pack."""
     with tarfile.open(archive) as tar:
         member = max((m for m in tar if re.fullmatch(member_pattern, m.name)), key=lambda member: member.size)
-    with archive.open("r+b") as file:
-        file.seek(member.offset_data + offset % member.size)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(archive, member.offset_data + offset % member.size)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Mode `store` with a real podman: the engine archives the small rest, the job runs, the store gets the memory."""
 
 import json
-import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, image_names
 from integration.podman.test_faults import end_dying_agent, start_dying_agent
+from tests.damage import flip_bit
 
 
 def configure(podman: Podman, store: Path) -> None:
@@ -101,12 +101,13 @@ def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
         return
     podman.remove("c")
     pack = max(podman.scratch.glob("store/domains/*/packs/*.pack"), key=lambda path: path.stat().st_size)
-    flip_bit(pack)
+    middle = pack.stat().st_size // 2
+    flip_bit(pack, middle)
     podman.restore(archives[1], check=False)
     refused = last_session(podman.namespace, "pre-restore")["stages"]
     assert "is damaged" in refused["pre-restore"]["message"]
     assert "post-restore" not in refused, "GPU memory is verified before there is a process to write it into"
-    flip_bit(pack)
+    flip_bit(pack, middle)
     complete = podman.scratch / "complete.tar"  # of a thin one: what a node without this store needs
     podman.ocihook("archive", "pack", str(archives[1]), str(complete))
     podman.remove("c")
@@ -114,14 +115,6 @@ def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
     podman.restore(complete)
     podman.assert_goes_on("c", before)
     assert not list(podman.namespace.path("/run/ocihook/sessions").glob("*"))
-
-
-def flip_bit(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_agent_killed_at_every_journal_write(gpu_podman: Podman) -> None:

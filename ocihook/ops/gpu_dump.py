@@ -9,7 +9,7 @@ from typing import Any
 from ocihook.config import Policy
 from ocihook.cuda.driver import CudaDriver, CudaState
 from ocihook.cuda.nvml import Gpu
-from ocihook.errors import CudaError, IntegrityError, OcihookError, PreflightError
+from ocihook.errors import CudaError, IntegrityError, OcihookError
 from ocihook.linux.cgroup import wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import unpin_directory
@@ -32,7 +32,7 @@ from ocihook.ops.gpu import (
 )
 from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions
 from ocihook.ops.journal import Journal
-from ocihook.ops.preflight import Situation, refusals
+from ocihook.ops.preflight import Situation, heed, refusals
 from ocihook.ops.spans import Spans
 from ocihook.ops.staging import stage_in_memory
 from ocihook.ops.standstill import Hold, standing_still
@@ -83,7 +83,7 @@ def checkpoint_gpus(
         room = _free_bytes(directory) if policy.mode != "off" else None
         situation = Situation.read(init_pid, signs, known, free_disk_bytes=room, plugin=_plugin(journal))
         gpus = situation.gpus
-        _preflight(situation, policy)
+        heed(refusals(situation), policy.gpu_preflight)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
     if not ours:
@@ -126,14 +126,6 @@ def checkpoint_gpus(
 def _plugin(journal: Journal) -> Path | None:
     """Return CRIU's own CUDA plugin, if CRIU is about to load it."""
     return loaded_plugin(journal.container.runtime if journal.container else "", journal.facts.get("criu_config", ""))
-
-
-def _preflight(situation: Situation, policy: Policy) -> None:
-    reasons = refusals(situation)
-    if reasons and policy.gpu_preflight == "refuse":
-        raise PreflightError("; ".join(reasons), hint="the annotation ocihook.io/gpu-preflight=warn takes the risk")
-    for reason in reasons:
-        log.warning("preflight: %s", reason)
 
 
 def need_by_gpu(gpus: Sequence[Gpu], pids: list[int]) -> dict[str, int]:

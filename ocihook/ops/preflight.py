@@ -4,6 +4,7 @@ A checkpoint of CUDA can succeed whose restore fails, and the job is lost then, 
 here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json) or is NVIDIA's own word.
 """
 
+import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from ocihook.cuda.driver import CudaState
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs
+from ocihook.errors import PreflightError
 from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.procfs import Process
@@ -30,6 +32,8 @@ _NCCL_NEEDS: Mapping[str, str] = {
 # What CRIU is told after ocihook's block holds; `ocihook install` adds nothing where somebody names a directory.
 KEEP_PLUGIN_OUT = "`ocihook install`; if that changes nothing, name a directory without it as CRIU's `libdir`"
 _GIB = 1 << 30
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,18 +103,19 @@ def restore_refusals(need_bytes: int, available_ram_bytes: int, cgroup_room_byte
         available_ram_bytes: of the node.
         cgroup_room_bytes: what the container's memory limit leaves; None: no limit.
     """
-    reasons = []
-    if need_bytes > available_ram_bytes:
-        reasons.append(
-            f"{_gib(need_bytes)} of GPU memory pass through the node's, which has {_gib(available_ram_bytes)} left: "
-            "free memory on the node"
-        )
-    if cgroup_room_bytes is not None and need_bytes > cgroup_room_bytes:
-        reasons.append(
-            f"{_gib(need_bytes)} of GPU memory pass through the container's own, whose memory limit leaves "
-            f"{_gib(cgroup_room_bytes)}; the kernel would kill it: raise the container's memory limit"
-        )
-    return reasons
+    return [*_about_memory("a restore", need_bytes, available_ram_bytes, cgroup_room_bytes)]
+
+
+def heed(reasons: Sequence[str], gpu_preflight: str) -> None:
+    """Refuse for these reasons, if there are any; or log them where the policy takes the risk.
+
+    Raises:
+        PreflightError: to refuse.
+    """
+    if reasons and gpu_preflight == "refuse":
+        raise PreflightError("; ".join(reasons), hint="the annotation ocihook.io/gpu-preflight=warn takes the risk")
+    for reason in reasons:
+        log.warning("preflight: %s", reason)
 
 
 def _about_node(situation: Situation) -> Iterator[str]:
@@ -125,20 +130,22 @@ def _about_node(situation: Situation) -> Iterator[str]:
             f"thread can end the job: {KEEP_PLUGIN_OUT}"
         )
     need = situation.held_bytes
-    if need > situation.available_ram_bytes:
-        yield (
-            f"the driver copies {_gib(need)} of GPU memory into the node's, which has "
-            f"{_gib(situation.available_ram_bytes)} left: free memory on the node"
-        )
-    if situation.cgroup_room_bytes is not None and need > situation.cgroup_room_bytes:
-        yield (
-            f"the driver copies {_gib(need)} of GPU memory into the container's own, whose memory limit leaves "
-            f"{_gib(situation.cgroup_room_bytes)}; the kernel would kill it: raise the container's memory limit"
-        )
+    yield from _about_memory("the driver", need, situation.available_ram_bytes, situation.cgroup_room_bytes)
     if situation.free_disk_bytes is not None and need > situation.free_disk_bytes:
         yield (
             f"{_gib(need)} of GPU memory may not fit where the engine puts checkpoints, which has "
             f"{_gib(situation.free_disk_bytes)} free: free space there"
+        )
+
+
+def _about_memory(who: str, need_bytes: int, ram_bytes: int, room_bytes: int | None) -> Iterator[str]:
+    copies = f"{who} copies {_gib(need_bytes)} of GPU memory into"
+    if need_bytes > ram_bytes:
+        yield f"{copies} the node's, which has {_gib(ram_bytes)} left: free memory on the node"
+    if room_bytes is not None and need_bytes > room_bytes:
+        yield (
+            f"{copies} the container's own, whose memory limit leaves {_gib(room_bytes)}; the kernel would kill it: "
+            "raise the container's memory limit"
         )
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ocihook.config import Settings
+from ocihook.config import Policy, Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import ConfigError, IdentificationError, OcihookError, PreflightError, StoreError
+from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreError
 from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.files import identity
 from ocihook.linux.memory import available_bytes
@@ -22,7 +22,7 @@ from ocihook.ops.gpu_memory import write_back
 from ocihook.ops.gpu_restore import HALF_RESTORED, check_node, fill_memory, note_half_restored, resume_gpus
 from ocihook.ops.image_set import check_other_images, dehydrate, region_bytes, rehydrate_image_set
 from ocihook.ops.journal import Journal
-from ocihook.ops.preflight import restore_refusals
+from ocihook.ops.preflight import heed, restore_refusals
 from ocihook.ops.quiesce import signal_number
 from ocihook.ops.standstill import FROZEN, freeze_restored, thaw
 from ocihook.ops.store import (
@@ -129,11 +129,9 @@ def check_memory(journal: Journal, need_bytes: int, criu_pid: int) -> None:
     Raises:
         PreflightError: to refuse it; nothing was started.
     """
-    reasons = restore_refusals(need_bytes, available_bytes(), memory_headroom_bytes(criu_pid)) if need_bytes else []
-    if reasons and journal.facts.get("policy", {}).get("gpu_preflight") != "warn":
-        raise PreflightError("; ".join(reasons), hint="the annotation ocihook.io/gpu-preflight=warn takes the risk")
-    for reason in reasons:
-        log.warning("container %s: %s", journal.container, reason)
+    policy = journal.facts.get("policy", {})  # none, if nobody knows the container
+    reasons = restore_refusals(need_bytes, available_bytes(), memory_headroom_bytes(criu_pid))
+    heed(reasons if need_bytes else [], policy.get("gpu_preflight", Policy().gpu_preflight))
 
 
 def _is_read_twice(regions: Sequence[Region | StoredRegion]) -> bool:

@@ -18,6 +18,7 @@ from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack import LZ4, PAGE_BYTES, RAW
 from ocihook.store.packing import ImageFile, make_image
 from ocihook.store.places import PackDirectory, pack_name
+from tests.damage import flip_bit
 from tests.fakes.keys import make_keys
 from tests.unit.test_packing import Written
 
@@ -141,11 +142,7 @@ def test_a_damaged_chunk_is_named_and_not_written(stored: Stored, pack: int, har
     """The end of one is wanted, the next whole, and the beginning of the last; the byte may be one that is not."""
     image(stored, [(pack, 16 + 5, 11 + 16 + 4)])
     offset, _ = stored.chunks[pack][harmed]
-    with (stored.directory.path / pack_name(pack)).open("r+b") as file:
-        file.seek(offset + 100)
-        byte = file.read(1)[0]
-        file.seek(offset + 100)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(stored.directory.path / pack_name(pack), offset + 100)
     target = Written(1 << 40)
     with pytest.raises(IntegrityError, match=rf"{pack_name(pack)}: the chunk at byte {offset} is damaged"):
         assemble(stored.layout, stored.directory, {"pages-1.img": Target(lambda: target, 0)}, workers=1)

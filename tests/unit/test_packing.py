@@ -28,6 +28,7 @@ from ocihook.store.packing import (
     pack_images,
     workers_within,
 )
+from tests.damage import flip_bit
 
 ZERO_PAGE = bytes(PAGE_BYTES)
 TEXT_PAGE = (b"a page that compresses well. " * 200)[:PAGE_BYTES]
@@ -284,11 +285,7 @@ def test_one_flipped_bit_is_found_by_verify_and_by_rehydrate(tmp_path: Path, whe
     packed = pack(tmp_path, ["pages-1.img"], workers=1)
     kept = [chunk for chunk in chunks_of(tmp_path, packed) if chunk.kind != ZERO]
     offset = kept[0].offset if where == "first" else kept[-1].offset + kept[-1].stored_bytes - 1
-    with (tmp_path / "ocihook-0.pack").open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
+    flip_bit(tmp_path / "ocihook-0.pack", offset)
     packs = opened(tmp_path, packed)
     (tmp_path / "out").mkdir()
     with pytest.raises(IntegrityError, match="is damaged"):

@@ -54,7 +54,7 @@ def test_nothing_is_refused_without_a_reason() -> None:
     [
         (41 * GIB, None, []),
         (41 * GIB, 40 * GIB, []),
-        (39 * GIB, None, [r"40.0 GiB .* has 39.0 GiB left: free memory on the node"]),
+        (39 * GIB, None, [r"a restore copies 40.0 GiB .* has 39.0 GiB left: free memory on the node"]),
         (41 * GIB, GIB, [r"limit leaves 1.0 GiB; .*: raise the container's memory limit"]),
         (GIB, GIB, ["on the node", "memory limit"]),
     ],
