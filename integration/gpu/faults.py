@@ -126,8 +126,25 @@ def gpu_taken(container: Container, image_dir: Path) -> str:
     return said
 
 
+def memory_limited(container: Container, image_dir: Path) -> str:
+    """The container comes back with a limit of memory that holds a part of what it had on the GPU."""
+    container.dump(image_dir, leave_running=False)
+    container.remove()
+    path = container.bundle / "config.json"
+    as_it_was = path.read_text()
+    config = json.loads(as_it_was)
+    config["linux"]["resources"]["memory"] = {"limit": 1 << 30}
+    path.write_text(json.dumps(config))
+    said = attempt(lambda: container.restore(image_dir))
+    container.remove()
+    path.write_text(as_it_was)
+    container.restore(image_dir)
+    assert "whose memory limit leaves" in said, said
+    return said
+
+
 _ANNOTATIONS = {no_room: {"gpu-preflight": "warn"}}  # else it is refused before anything is tried
-FAULTS = (criu_killed, agent_killed, somebody_refuses, no_room, packs_damaged, gpu_taken)
+FAULTS = (criu_killed, agent_killed, somebody_refuses, no_room, packs_damaged, memory_limited, gpu_taken)
 
 
 def main() -> None:

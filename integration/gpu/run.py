@@ -501,7 +501,7 @@ def main() -> None:
     results = Path(sys.argv[1])
     results.mkdir(exist_ok=True)
     set_up()
-    facts = node_facts()
+    facts = {**node_facts(), "run_began": datetime.now(UTC).isoformat(timespec="minutes")}
     rows = []
     print(" ".join(f"{column:>16}" for column in COLUMNS), flush=True)
     for number, case in enumerate(sys.argv[2:]):
