@@ -25,7 +25,7 @@ from ocihook.ops.staging import discard_staged, domain_name, pins_of
 from ocihook.store import rewrite, upkeep
 from ocihook.store import verify as check
 from ocihook.store.assemble import StoredPages, Target, assemble
-from ocihook.store.deduplicate import WORKER_BYTES, Before, deduplicate
+from ocihook.store.deduplicate import WORKER_BYTES, Taken, deduplicate
 from ocihook.store.domain import Domain, lineage, new_checkpoint_id
 from ocihook.store.extents import ZERO
 from ocihook.store.manifest import (
@@ -196,17 +196,21 @@ def _store(
     newest = _newest(domain, job)
     ids = domain.new_ids_path(job.id)
     ids_fd = os.open(ids, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    take = partial(
+        deduplicate,
+        sources,
+        packs=domain.packs,
+        index_dir=domain.index_dir,
+        page_ids=domain.page_ids,
+        ids_fd=ids_fd,
+        workers=workers,
+        progress=report,
+    )
     try:
-        taken = deduplicate(
-            sources,
-            packs=domain.packs,
-            index_dir=domain.index_dir,
-            page_ids=domain.page_ids,
-            ids_fd=ids_fd,
-            before=_before(domain, newest),
-            workers=workers,
-            progress=report,
-        )
+        taken = _take_after(domain, newest, take)
+        if taken is None:
+            done = 0
+            taken = take(before=None)
     finally:
         os.close(ids_fd)
         if packs is not None:
@@ -225,7 +229,7 @@ def _store(
         regions=regions,
         gpu=moved.gpu if moved else {},
         other_images=job.other_images,
-        page_ids_digest=domain.page_ids.digest_of_file(ids),
+        page_ids_digest=taken.ids_digest,
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
     )
     domain.commit(manifest, taken.layout, ids, replaced=newest.id if newest else None)
@@ -258,13 +262,16 @@ def _newest(domain: Domain, job: Job) -> StoredManifest | None:
     return same[-1] if same else None
 
 
-def _before(domain: Domain, newest: StoredManifest | None) -> dict[str, Before]:
-    """Return the images of the checkpoint before. Without them it only takes longer."""
+def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..., Taken]) -> Taken | None:
+    """Take a checkpoint by what is known of the one before; None if that is damaged. Without it, it takes longer.
+
+    What a first attempt leaves then is rubbish, or found by the second.
+    """
     try:
-        return domain.before(newest) if newest else {}
+        return take(before=domain.before(newest)) if newest else None
     except IntegrityError as error:
         log.warning("domain %s: %s", domain.name, error)
-        return {}
+        return None
 
 
 def has_pending(store: Store) -> bool:

@@ -15,7 +15,7 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import eq, not_
 from pathlib import Path
@@ -58,6 +58,7 @@ class Taken(NamedTuple):
 
     layout: Layout
     new_packs: tuple[PackInfo, ...]
+    ids_digest: str  # of the ids of all pages, image after image
 
 
 class Before:
@@ -107,6 +108,13 @@ class Before:
         return [self._packs[pack] if pack != ZERO else _NO_PACK for pack in packs], firsts, lengths
 
 
+class Earlier(NamedTuple):
+    """The checkpoint before."""
+
+    images: Mapping[str, Before]  # by name
+    verify: Callable[[], object]  # raises IntegrityError if their ids must not be relied on; takes a while
+
+
 class _Range(NamedTuple):
     image: int
     first: int  # page
@@ -120,7 +128,7 @@ def deduplicate(
     index_dir: Path,
     page_ids: PageIds,
     ids_fd: int,
-    before: Mapping[str, Before],
+    before: Earlier | None,
     workers: int,
     progress: Progress = no_progress,
 ) -> Taken:
@@ -132,13 +140,13 @@ def deduplicate(
         index_dir: the domain's index, which learns what is in new packs when they are complete.
         page_ids: makes the domain's.
         ids_fd: a file for the ids of all pages, image after image.
-        before: images of the checkpoint before by name.
+        before: what to compare with. It is verified while the workers are at it.
         workers: processes to use.
         progress: told the bytes done.
 
     Raises:
         StoreError: if a source ends early, or the index cannot be read.
-        IntegrityError: if a pack of the domain is damaged.
+        IntegrityError: if a pack of the domain is damaged, or the page ids of the checkpoint before.
         OSError: from the file system, a full one included.
     """
     names = list(sources)
@@ -148,6 +156,7 @@ def deduplicate(
         for number, name in enumerate(names)
         for start in range(0, sources[name].size_bytes, RANGE_BYTES)
     ]
+    known = before.images if before is not None else {}
     spools = [os.memfd_create("ocihook-extents", os.MFD_CLOEXEC) for _ in range(max(1, min(workers, len(ranges))))]
 
     def worker(number: int, task_numbers: Iterator[int]) -> Iterator[tuple[int, int, int, int] | PackInfo]:
@@ -160,7 +169,7 @@ def deduplicate(
                 job = ranges[task]
                 name = names[job.image]
                 with contextlib.closing(sources[name].open()) as pages:
-                    data = taker.take(pages, sources[name].start, job, before.get(name), ids_fd, starts[name])
+                    data = taker.take(pages, sources[name].start, job, known.get(name), ids_fd, starts[name])
                 offset = os.lseek(spools[number], 0, os.SEEK_CUR)
                 os.write(spools[number], data)
                 yield task, number, offset, len(data)
@@ -168,19 +177,27 @@ def deduplicate(
 
     rows: dict[int, tuple[int, int, int]] = {}
     new_packs: list[PackInfo] = []
+    digest, digested = page_ids.new_digest(), 0  # of the ids of so many ranges
     try:
         for result in run_forked(worker, tasks=len(ranges), workers=workers):
             if isinstance(result, PackInfo):
                 new_packs.append(result)
-            else:
-                rows[result[0]] = result[1:]
-                progress(ranges[result[0]].pages * PAGE_BYTES)
+                continue
+            if not rows and before is not None:
+                before.verify()
+            rows[result[0]] = result[1:]
+            progress(ranges[result[0]].pages * PAGE_BYTES)
+            while digested in rows:
+                job = ranges[digested]
+                first = starts[names[job.image]] + job.first
+                digest.update(os.pread(ids_fd, job.pages * ID_BYTES, first * ID_BYTES))
+                digested += 1
         data = (os.pread(spools[spool], size, offset) for spool, offset, size in (rows[n] for n in range(len(ranges))))
         layout = _layout(names, ranges, data, {pack_number(p.name): p for p in new_packs}, packs)
     finally:
         for spool in spools:
             os.close(spool)
-    return Taken(layout, tuple(sorted(new_packs)))
+    return Taken(layout, tuple(sorted(new_packs)), digest.hexdigest())
 
 
 def _running_sum(numbers: Iterator[int]) -> Iterator[int]:

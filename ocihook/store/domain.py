@@ -14,14 +14,14 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import replace_file, sync_directory
 from ocihook.model import ContainerRef
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
-from ocihook.store.deduplicate import Before
+from ocihook.store.deduplicate import Before, Earlier
 from ocihook.store.extents import Layout, encode_layout
 from ocihook.store.frame import read_record
 from ocihook.store.identity import ID_BYTES, PageIds
@@ -237,25 +237,24 @@ class Domain:
             raise IntegrityError(f"the layout of checkpoint {checkpoint_id} is missing")
         return data
 
-    def before(self, manifest: StoredManifest) -> dict[str, Before]:
-        """Return a checkpoint's images, to be compared with a later one's; none if its page ids are gone.
+    def before(self, manifest: StoredManifest) -> Earlier | None:
+        """Return what a later checkpoint is compared with; None if the page ids are gone.
 
         Raises:
-            IntegrityError: if it is damaged.
+            IntegrityError: if its layout or a pack is damaged.
         """
         path = self._ids_path(manifest.id)
         size = manifest.raw_bytes // PAGE_BYTES * ID_BYTES
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            return {}
+            return None
         try:
             if size == 0 or os.fstat(fd).st_size != size:
-                return {}
+                return None
             ids = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        self.verify_ids(manifest)
         layout = self.layout(manifest)
         for info in layout.packs:
             self.packs.open(info.name, info).close()
@@ -264,7 +263,7 @@ class Domain:
         for name, extents in layout.images.items():
             images[name] = Before(ids, first, extents, packs)
             first += extents.pages
-        return images
+        return Earlier(images, partial(self.verify_ids, manifest))
 
     def verify_ids(self, manifest: StoredManifest) -> None:
         """Check a checkpoint's page ids, if they are there.

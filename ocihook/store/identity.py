@@ -14,6 +14,22 @@ ID_BYTES = 16
 _PIECE_BYTES = 1 << 20
 
 
+class IdsDigest:
+    """The BLAKE2b-256 of page ids, one after the other, as a manifest has it: of what they are without a key."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key = key
+        self._found = hashlib.blake2b(digest_size=32)
+
+    def update(self, ids: bytes) -> None:
+        """Add whole ids."""
+        self._found.update(ids if self._key is None else permute(self._key, ids, back=True))
+
+    def hexdigest(self) -> str:
+        """Return it for all that were added so far."""
+        return self._found.hexdigest()
+
+
 class PageIds:
     """Makes ids: XXH3-128 with a seed, then AES with a key if there is one."""
 
@@ -33,12 +49,14 @@ class PageIds:
         """Return the ids of the pages of some content, one after the other."""
         return self.of_pages([content[at : at + PAGE_BYTES] for at in range(0, len(content), PAGE_BYTES)])[1]
 
+    def new_digest(self) -> IdsDigest:
+        """Return the digest of no ids yet."""
+        return IdsDigest(self._key)
+
     def digest_of_file(self, path: Path) -> str:
-        """Return the BLAKE2b-256 of the ids in a file, as a manifest has it: of what they are without a key."""
-        found = hashlib.blake2b(digest_size=32)
+        """Return the digest of the ids in a file."""
+        digest = self.new_digest()
         with path.open("rb", buffering=0) as file:
             while data := file.read(_PIECE_BYTES):
-                if self._key is not None:
-                    data = permute(self._key, data[: len(data) // ID_BYTES * ID_BYTES], back=True)
-                found.update(data)
-        return found.hexdigest()
+                digest.update(data[: len(data) // ID_BYTES * ID_BYTES])
+        return digest.hexdigest()

@@ -79,7 +79,7 @@ class Run:
         """Add the places of pages with these ids, and keys as numbers, that have none yet."""
         in_filter, byte_shift, bit_shift = self._filter, 67 - self._bits, 64 - self._bits
         for page_id, number in zip(page_ids, numbers, strict=True):
-            if in_filter[number >> byte_shift] >> (number >> bit_shift & 7) & 1:
+            if (byte := in_filter[number >> byte_shift]) and byte >> (number >> bit_shift & 7) & 1:
                 place = self._find(page_id[:KEY_BYTES], number)
                 if place is not None:
                     found.setdefault(page_id, place)

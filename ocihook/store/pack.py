@@ -288,8 +288,13 @@ class PackReader:
             IntegrityError: if it is not what was written.
             KeyMissing: if it is encrypted, and there is no key.
         """
-        chunk = Chunk(*_RECORD.unpack_from(self._table, number * _RECORD.size))
-        return self.decode(chunk, self.read(chunk))
+        offset, present, checksum, size, pages, kind = _RECORD.unpack_from(self._table, number * _RECORD.size)
+        stored: Buffer = self.read_range(offset, size)
+        if xxh3_64_intdigest(stored) != checksum:
+            self.verify(Chunk(offset, present, checksum, size, pages, kind), stored)
+        if self.is_encrypted:
+            stored = self._decrypt(Chunk(offset, present, checksum, size, pages, kind), stored)
+        return stored if kind == RAW else self._decompress(stored, pages * PAGE_BYTES, offset)
 
     def contents(self, first: int, end: int, buffer: memoryview, at: int) -> list[Buffer]:
         """Return the content of each of a row of such chunks.

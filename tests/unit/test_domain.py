@@ -13,7 +13,7 @@ from ocihook.errors import IntegrityError, StoreError
 from ocihook.model import ContainerRef
 from ocihook.store.assemble import Target, assemble, read_image
 from ocihook.store.cipher import NO_KEYS
-from ocihook.store.deduplicate import Before, deduplicate
+from ocihook.store.deduplicate import deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.index import MAX_RUNS, Index
 from ocihook.store.pack import PAGE_BYTES
@@ -49,7 +49,6 @@ def take(
     for name, content in images.items():
         (scratch / name).write_bytes(content)
         sources[name] = Source(partial(ImageFile, scratch / name), 0, len(content))
-    known: Mapping[str, Before] = domain.before(before) if before else {}
     ids_fd = os.open(scratch / "ids", os.O_RDWR | os.O_CREAT)
     try:
         taken = deduplicate(
@@ -58,7 +57,7 @@ def take(
             index_dir=domain.index_dir,
             page_ids=domain.page_ids,
             ids_fd=ids_fd,
-            before=known,
+            before=domain.before(before) if before else None,
             workers=workers,
         )
     finally:
@@ -75,7 +74,7 @@ def take(
         host={},
         images=tuple(StoredImage(name, len(content)) for name, content in images.items()),
         other_images=(),
-        page_ids_digest=domain.page_ids.digest_of_file(scratch / "ids"),
+        page_ids_digest=taken.ids_digest,
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
     )
     with domain.shared():
@@ -173,7 +172,7 @@ def test_a_source_that_ends_early(domain: Domain, tmp_path: Path) -> None:
             index_dir=domain.index_dir,
             page_ids=domain.page_ids,
             ids_fd=fd,
-            before={},
+            before=None,
             workers=1,
         )
     os.close(fd)

@@ -265,7 +265,10 @@ def test_to_a_remote_and_back(node: Node, tmp_path: Path, keys: KeySource) -> No
     assert verify(domain, read_data=True) == []
     assert domain.page_ids.of(bytes(4096)) != node.domain.page_ids.of(bytes(4096))
     with domain.shared():
-        assert len(domain.before(domain.read(manifest.id))) == 1
+        before = domain.before(domain.read(manifest.id))
+    assert before is not None
+    assert len(before.images) == 1
+    before.verify()
     transfer.prune_remote(str(remote), Keep(last=1), keys)
     assert len(transfer.list_remote(str(remote), keys)) == 1
 
