@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from ocihook.ops.staging import begin, stage
 from ocihook.ops.undo import undo_all
 from ocihook.store.cipher import NO_KEYS, KeySource
 from ocihook.store.domain import Domain
+from ocihook.store.identity import ID_BYTES
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.pending import pending_ids
 from ocihook.store.store import Store
@@ -152,6 +154,21 @@ def recover(node: Node) -> None:
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     return Node(tmp_path / "first")
+
+
+def test_damaged_page_ids_of_the_checkpoint_before(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """They say of another page that it is one of the new ones; what was found by them is thrown away."""
+    (ids,) = node.domain.checkpoints_dir.glob("*.ids")
+    page = node.new[40 * PAGE_BYTES : 41 * PAGE_BYTES]
+    with ids.open("r+b") as file:
+        file.seek(40 * ID_BYTES)
+        file.write(node.domain.page_ids.of(page))
+    node.dump(node.new)
+    node.complete()
+    assert re.search(r"domain team: the page ids of checkpoint \S+ are damaged", caplog.text)
+    assert node.contents() == [node.old, node.new]
+    assert node.domain.checkpoints()[-1].added_bytes < 40 * PAGE_BYTES  # the others were found all the same
+    node.assert_clean()
 
 
 @pytest.mark.parametrize("torn", [False, True])
