@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from ocihook.errors import IntegrityError, StoreError
@@ -263,7 +263,7 @@ class Domain:
         for name, extents in layout.images.items():
             images[name] = Before(ids, first, extents, packs)
             first += extents.pages
-        return Earlier(images, partial(self.verify_ids, manifest))
+        return Earlier(images, lambda: self._check_ids(manifest, self.page_ids.digest_of(ids)))
 
     def verify_ids(self, manifest: StoredManifest) -> None:
         """Check a checkpoint's page ids, if they are there.
@@ -272,7 +272,11 @@ class Domain:
             IntegrityError: if they are damaged.
         """
         path = self._ids_path(manifest.id)
-        if path.exists() and self.page_ids.digest_of_file(path) != self._page_ids_digest(manifest):
+        if path.exists():
+            self._check_ids(manifest, self.page_ids.digest_of_file(path))
+
+    def _check_ids(self, manifest: StoredManifest, digest: str) -> None:
+        if digest != self._page_ids_digest(manifest):
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
 
     def is_pulled(self, checkpoint_id: str) -> bool:

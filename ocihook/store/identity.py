@@ -1,6 +1,8 @@
 """What a page is found by: an id of 16 bytes, by the seed of its domain; in an encrypted one, enciphered."""
 
 import hashlib
+import io
+import mmap
 from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
@@ -53,10 +55,15 @@ class PageIds:
         """Return the digest of no ids yet."""
         return IdsDigest(self._key)
 
+    def digest_of(self, ids: io.RawIOBase | mmap.mmap) -> str:
+        """Return the digest of all ids in a file."""
+        digest = self.new_digest()
+        ids.seek(0)
+        while data := ids.read(_PIECE_BYTES):
+            digest.update(data[: len(data) // ID_BYTES * ID_BYTES])
+        return digest.hexdigest()
+
     def digest_of_file(self, path: Path) -> str:
         """Return the digest of the ids in a file."""
-        digest = self.new_digest()
         with path.open("rb", buffering=0) as file:
-            while data := file.read(_PIECE_BYTES):
-                digest.update(data[: len(data) // ID_BYTES * ID_BYTES])
-        return digest.hexdigest()
+            return self.digest_of(file)
