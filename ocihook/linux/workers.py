@@ -15,7 +15,7 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ocihook.errors import OcihookError
@@ -70,7 +70,9 @@ def outliving_parent() -> Iterator[None]:
             die_with_parent(parent)
 
 
-def run_forked(worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: int, workers: int) -> Iterator[T]:
+def run_forked(
+    worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: int, workers: int
+) -> Generator[T, None, None]:
     """Run `worker(number, task_numbers)` in forked processes and yield what they yield, as it comes.
 
     Each task number in range(tasks) goes to exactly one worker, the next free one. A yielded object must

@@ -179,19 +179,21 @@ def deduplicate(
     new_packs: list[PackInfo] = []
     digest, digested = page_ids.new_digest(), 0  # of the ids of so many ranges
     try:
-        for result in run_forked(worker, tasks=len(ranges), workers=workers):
-            if isinstance(result, PackInfo):
-                new_packs.append(result)
-                continue
-            if not rows and before is not None:
-                before.verify()
-            rows[result[0]] = result[1:]
-            progress(ranges[result[0]].pages * PAGE_BYTES)
-            while digested in rows:
-                job = ranges[digested]
-                first = starts[names[job.image]] + job.first
-                digest.update(os.pread(ids_fd, job.pages * ID_BYTES, first * ID_BYTES))
-                digested += 1
+        # Closed at once if anything raises: no worker goes on then.
+        with contextlib.closing(run_forked(worker, tasks=len(ranges), workers=workers)) as results:
+            for result in results:
+                if isinstance(result, PackInfo):
+                    new_packs.append(result)
+                    continue
+                if not rows and before is not None:
+                    before.verify()
+                rows[result[0]] = result[1:]
+                progress(ranges[result[0]].pages * PAGE_BYTES)
+                while digested in rows:
+                    job = ranges[digested]
+                    first = starts[names[job.image]] + job.first
+                    digest.update(os.pread(ids_fd, job.pages * ID_BYTES, first * ID_BYTES))
+                    digested += 1
         data = (os.pread(spools[spool], size, offset) for spool, offset, size in (rows[n] for n in range(len(ranges))))
         layout = _layout(names, ranges, data, {pack_number(p.name): p for p in new_packs}, packs)
     finally:

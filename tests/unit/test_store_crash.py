@@ -156,15 +156,20 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path / "first")
 
 
-def test_damaged_page_ids_of_the_checkpoint_before(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_damaged_page_ids_of_the_checkpoint_before(
+    node: Node, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They say of another page that it is one of the new ones; what was found by them is thrown away."""
+    monkeypatch.setattr("ocihook.store.deduplicate.RANGE_BYTES", 16 * PAGE_BYTES)
     (ids,) = node.domain.checkpoints_dir.glob("*.ids")
     page = node.new[40 * PAGE_BYTES : 41 * PAGE_BYTES]
     with ids.open("r+b") as file:
         file.seek(40 * ID_BYTES)
         file.write(node.domain.page_ids.of(page))
     node.dump(node.new)
-    node.complete()
+    (pending,) = pending_ids(node.domain)
+    assert ops.complete(node.domain, pending, workers=workers)
     assert re.search(r"domain team: the page ids of checkpoint \S+ are damaged", caplog.text)
     assert node.contents() == [node.old, node.new]
     assert node.domain.checkpoints()[-1].added_bytes < 40 * PAGE_BYTES  # the others were found all the same

@@ -146,7 +146,7 @@ def test_workers_are_killed_when_the_caller_stops_early() -> None:
     results = run_forked(worker, tasks=2, workers=2)
     pids = {next(results), next(results)}
     assert all(is_alive(pid) for pid in pids)
-    results.close()  # type: ignore[attr-defined]
+    results.close()
     assert not any(is_alive(pid) for pid in pids)
 
 
