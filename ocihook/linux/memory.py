@@ -179,8 +179,8 @@ class CopyBuffer:
     """Memory that much is copied through.
 
     It begins in the middle of a page. Processors copy up to twice as slowly between two addresses whose places in their
-    pages are nearly the same (4K aliasing). Images and mappings begin with a page, packs have their content 16 bytes
-    behind one, and malloc gives large blocks that begin there, too.
+    pages are nearly the same (4K aliasing). Images and mappings begin with a page, and malloc gives large blocks that
+    begin 16 bytes behind one.
     """
 
     def __init__(self, size_bytes: int) -> None:

@@ -4,9 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.workers import run_forked
-from ocihook.store.cipher import TAG_BYTES
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack import PAGE_BYTES, Buffer
 from ocihook.store.packing import Progress, WritablePages, no_progress, write_pages
@@ -89,8 +87,6 @@ class _Reader:
         """Packs are opened as they are needed."""
         self._numbers = [pack_number(info.name) for info in layout.packs]
         self._packs = StoredPacks(directory, layout.packs)
-        # A chunk takes no more than its pages, and a tag where it is encrypted; then its content does not stay here.
-        self._buffer = CopyBuffer(_BATCH_PAGES * (PAGE_BYTES + TAG_BYTES)).view
 
     def open_packs(self) -> None:
         """Open as many packs as stay open, before a fork: the processes share what is known of them.
@@ -101,19 +97,16 @@ class _Reader:
         self._packs.open(self._numbers)
 
     def read(self, extents: Extents, first: int, pages: int) -> Iterator[_Run]:
-        """Yield what is in pages from page `first` on, a batch at most. It stays there until the next batch is read.
+        """Yield what is in pages from page `first` on.
 
         Raises:
             IntegrityError: naming what is missing or damaged.
         """
-        used = 0
         for number, at, count in extents.cut(first, pages):
             if number == ZERO:
                 yield count, []
             else:
-                pack = self._packs.get(self._numbers[number])
-                yield count, pack.contents(at, count, self._buffer, used)
-                used += count * PAGE_BYTES
+                yield count, self._packs.get(self._numbers[number]).contents(at, count)
 
     def close(self) -> None:
         """Close the packs."""
@@ -146,7 +139,7 @@ class StoredPages:
 
 
 def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> Iterator[Buffer]:
-    """Yield the content of an image in pieces of whole pages, a batch at most. Each stays until the next is asked for.
+    """Yield the content of an image in pieces of whole pages, a batch at most.
 
     Raises:
         IntegrityError: naming what is missing or damaged.

@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import open_regular
+from ocihook.linux.mapped_file import MappedFile
 from ocihook.store.cipher import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Keyring, PackCipher
 
 PAGE_BYTES = 4096
@@ -185,6 +186,7 @@ class PackReader:
         self._cipher: PackCipher | None = None
         self._base = file.offset
         self.fd = file.open()
+        self._mapped = MappedFile(self.fd, file.offset + info.size_bytes)
         try:
             self._table = self._read_table(file, info)
         except BaseException:
@@ -289,40 +291,12 @@ class PackReader:
             KeyMissing: if it is encrypted, and there is no key.
         """
         offset, present, checksum, size, pages, kind = _RECORD.unpack_from(self._table, number * _RECORD.size)
-        stored: Buffer = self.read_range(offset, size)
+        stored: Buffer = self._mapped.read(self._base + offset, size)
         if xxh3_64_intdigest(stored) != checksum:
             self.verify(Chunk(offset, present, checksum, size, pages, kind), stored)
         if self.is_encrypted:
             stored = self._decrypt(Chunk(offset, present, checksum, size, pages, kind), stored)
         return stored if kind == RAW else self._decompress(stored, pages * PAGE_BYTES, offset)
-
-    def contents(self, first: int, end: int, buffer: memoryview, at: int) -> list[Buffer]:
-        """Return the content of each of a row of such chunks.
-
-        Args:
-            first: number of the first chunk.
-            end: number of the one behind the last.
-            buffer: gets what is stored. What is returned may lie there.
-            at: where in it; the rest has room for all.
-
-        Raises:
-            IntegrityError: if they are not what was written.
-            KeyMissing: if they are encrypted, and there is no key.
-        """
-        records = [*_RECORD.iter_unpack(memoryview(self._table)[first * _RECORD.size : end * _RECORD.size])]
-        base = records[0][0]
-        self.read_into(buffer[at : at + records[-1][0] + records[-1][3] - base], base)
-        contents: list[Buffer] = []
-        is_encrypted = self.is_encrypted
-        for offset, present, checksum, size, pages, kind in records:  # many thousands: no call that can be done without
-            content: Buffer = buffer[at : at + size]
-            at += size
-            if xxh3_64_intdigest(content) != checksum:
-                self.verify(Chunk(offset, present, checksum, size, pages, kind), content)
-            if is_encrypted:
-                content = self._decrypt(Chunk(offset, present, checksum, size, pages, kind), content)
-            contents.append(content if kind == RAW else self._decompress(content, pages * PAGE_BYTES, offset))
-        return contents
 
     def decode(self, chunk: Chunk, stored: Buffer) -> Buffer:
         """Return the content of a chunk's present pages from its verified bytes.
@@ -343,27 +317,7 @@ class PackReader:
             raise IntegrityError(f"pack {self.info.name}: the chunk at byte {offset} decodes to a wrong size")
         return content
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` in the pack.
-
-        Raises:
-            IntegrityError: if it has become shorter.
-        """
-        if os.preadv(self.fd, [buffer], self._base + offset) != len(buffer):
-            raise IntegrityError(f"pack {self.info.name} ends early")
-
-    def read_range(self, offset: int, size: int) -> bytes:
-        """Return bytes from `offset` in the pack.
-
-        Raises:
-            IntegrityError: if it has become shorter.
-        """
-        data = os.pread(self.fd, size, self._base + offset)
-        if len(data) != size:
-            raise IntegrityError(f"pack {self.info.name} ends early")
-        return data
-
-    def read(self, chunk: Chunk) -> bytes:
+    def read(self, chunk: Chunk) -> Buffer:
         """Return the bytes of one chunk as they are decoded, checksum verified, decrypted.
 
         Raises:
@@ -385,9 +339,9 @@ class PackReader:
                 f"pack {self.info.name}: the chunk at byte {chunk.offset} was not encrypted with the domain's key"
             ) from error
 
-    def read_stored(self, chunk: Chunk) -> bytes:
+    def read_stored(self, chunk: Chunk) -> memoryview:
         """Return the stored bytes of one chunk, checksum verified."""
-        stored = self.read_range(chunk.offset, chunk.stored_bytes)
+        stored = self._mapped.read(self._base + chunk.offset, chunk.stored_bytes)
         self.verify(chunk, stored)
         return stored
 
@@ -413,6 +367,8 @@ class PackReader:
         Raises:
             IntegrityError: if they are not what was written.
         """
+        if len(stored) < chunk.stored_bytes:
+            raise IntegrityError(f"pack {self.info.name} ends early")
         if xxh3_64_intdigest(stored) != chunk.checksum:
             raise IntegrityError(
                 f"pack {self.info.name}: the chunk at byte {chunk.offset} is damaged",

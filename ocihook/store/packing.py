@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -391,16 +391,15 @@ class Packs:
         """Verify tasks and write what has a target there."""
 
         def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
-            buffer = CopyBuffer(BATCH_BYTES)
             for number in task_numbers:
                 task = tasks[number]
                 reader = self._readers[task.segment.pack]
                 target = targets.get(task.image)
                 if target is None:
-                    _unpack_segment(reader, task.segment, buffer, None)
+                    _unpack_segment(reader, task.segment, None)
                 else:
                     with contextlib.closing(target[0]()) as pages:
-                        _unpack_segment(reader, task.segment, buffer, PageWriter(pages, target[1] + task.start))
+                        _unpack_segment(reader, task.segment, PageWriter(pages, target[1] + task.start))
                 yield number
 
         for number in run_forked(worker, tasks=len(tasks), workers=workers):
@@ -561,37 +560,15 @@ def write_pages(pages: WritablePages, buffers: Sequence[bytes | memoryview], pos
         buffers = [memoryview(b"".join(buffers))[written:]] if left else []
 
 
-def _unpack_segment(reader: PackReader, segment: Segment, buffer: CopyBuffer, writer: PageWriter | None) -> None:
+def _unpack_segment(reader: PackReader, segment: Segment, writer: PageWriter | None) -> None:
     """Verify one segment and, given a writer, write its pages."""
-    view = buffer.view
-    for batch in _batches(reader.chunks(segment.first_chunk, segment.chunks), len(view)):
-        base = batch[0].offset
-        stored_bytes = batch[-1].offset + batch[-1].stored_bytes - base
-        if stored_bytes:
-            reader.read_into(view[:stored_bytes], base)
-        for chunk in batch:
-            stored = view[chunk.offset - base : chunk.offset - base + chunk.stored_bytes]
-            if chunk.kind != ZERO:
-                reader.verify(chunk, stored)
-            if writer is None:
-                continue
-            if chunk.kind == ZERO:
+    for chunk in reader.chunks(segment.first_chunk, segment.chunks):
+        if chunk.kind == ZERO:
+            if writer is not None:
                 writer.skip(chunk.pages)
-            else:
-                writer.put_chunk(chunk, reader.decode(chunk, stored))
+            continue
+        stored = reader.read_stored(chunk)
         if writer is not None:
-            writer.flush()
-
-
-def _batches(chunks: Iterable[Chunk], limit_bytes: int) -> Iterator[list[Chunk]]:
-    """Split a row of chunks where the stored bytes of more would pass the limit."""
-    batch: list[Chunk] = []
-    size = 0
-    for chunk in chunks:
-        if size + chunk.stored_bytes > limit_bytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(chunk)
-        size += chunk.stored_bytes
-    if batch:
-        yield batch
+            writer.put_chunk(chunk, reader.decode(chunk, stored))
+    if writer is not None:
+        writer.flush()

@@ -60,17 +60,13 @@ class StoredPack:
         """
         if not 0 <= first < self.pages:
             raise self._no_page(first)
-        content = self._part(bisect_right(self._starts, first) - 1, first, first + pages)
+        number = bisect_right(self._starts, first) - 1
+        start = self._starts[number]
+        content = self._chunk(number)[(first - start) * PAGE_BYTES : (first + pages - start) * PAGE_BYTES]
         return content, len(content) // PAGE_BYTES
 
-    def contents(self, first: int, pages: int, buffer: memoryview, used: int) -> list[Buffer]:
-        """Return the content of pages in a row, in pieces.
-
-        Args:
-            first: the first page.
-            pages: how many.
-            buffer: pieces may lie there.
-            used: how much of it is not free. The rest is as large as the pages are when they are stored.
+    def contents(self, first: int, pages: int) -> list[Buffer]:
+        """Return the content of pages in a row, from page `first` on, in pieces.
 
         Raises:
             IntegrityError: if there are no such pages, or they are damaged.
@@ -78,26 +74,19 @@ class StoredPack:
         starts, end = self._starts, first + pages
         if not 0 <= first < end <= starts[-1]:
             raise self._no_page(first)
-        number = bisect_right(starts, first) - 1
-        if end <= starts[number + 1]:
-            return [self._part(number, first, end)]
         contents: list[Buffer] = []
-        if first > starts[number]:
-            contents.append(self._part(number, first, end))
+        number = bisect_right(starts, first) - 1
+        while first < end:
+            start, stop = starts[number], min(starts[number + 1], end)
+            contents.append(self._chunk(number)[(first - start) * PAGE_BYTES : (stop - start) * PAGE_BYTES])
+            first = stop
             number += 1
-        stop = bisect_right(starts, end, number) - 1
-        if number < stop:
-            contents += self._reader.contents(number, stop, buffer, used)
-        if end > starts[stop]:
-            contents.append(self._part(stop, starts[stop], end))
         return contents
 
-    def _part(self, number: int, first: int, end: int) -> memoryview:
-        """Return the content of the pages of a chunk from `first` on, up to `end`."""
+    def _chunk(self, number: int) -> memoryview:
         if self._last[0] != number:
             self._last = number, memoryview(self._reader.content(number))
-        start = self._starts[number]
-        return self._last[1][(first - start) * PAGE_BYTES : (end - start) * PAGE_BYTES]
+        return self._last[1]
 
     def _no_page(self, first: int) -> IntegrityError:
         return IntegrityError(f"pack {self._reader.info.name} has no page {max(first, self.pages)}")

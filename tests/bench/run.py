@@ -103,11 +103,11 @@ def main() -> int:
         *_packing(options.tmpfs, dataset, options.rounds),
         *_unpacking(options.tmpfs, dataset, options.rounds, zeros=True),
         *_unpacking(options.tmpfs, without_zeros, options.rounds, zeros=False),
-        *_memory(options.tmpfs, dataset),
+        *_memory(dataset),
         *_hook(options.tmpfs),
         *_store(options.tmpfs, dataset, second, new_pages),
         *_store_and_copy(options.tmpfs / _SMALL, dataset, second),
-        *_store_memory(options.tmpfs, dataset),
+        *_store_memory(dataset),
         *_engine(dataset),
         *_downtime(dataset),
     ]
@@ -309,8 +309,23 @@ def _copy(source: Path, target: Path) -> None:
 # --- memory
 
 
-def _memory(directory: Path, dataset: Path) -> Iterator[Figure]:
+@contextlib.contextmanager
+def _on_disk() -> Iterator[Path]:
+    """Make a directory for a measure of memory: what is mapped of a tmpfs would count as a process's own."""
+    with tempfile.TemporaryDirectory(prefix="memory-", dir=_CACHE) as name:
+        yield Path(name).absolute()
+
+
+def _memory(dataset: Path) -> Iterator[Figure]:
     """Peak memory of packing and of unpacking 4 GiB: what all processes hold that is not a file's page cache."""
+    with _on_disk() as directory:
+        peak_process, peak_sum = _memory_of_packing(directory, dataset)
+    bound = MEMORY_BOUND_BYTES / (1 << 20)
+    yield Figure("memory, packing and unpacking 4 GiB", peak_sum / (1 << 20), "MiB", "configured bound", bound, "lower")
+    yield Figure("memory of one worker", peak_process / (1 << 20), "MiB", "", None, "lower")
+
+
+def _memory_of_packing(directory: Path, dataset: Path) -> tuple[int, int]:
     image = directory / "pages-1.img"
     shutil.copyfile(dataset, image)
     names = [f"pages-{number}.img" for number in range(1, 5)]
@@ -324,20 +339,21 @@ def _memory(directory: Path, dataset: Path) -> Iterator[Figure]:
         "for name in names: os.unlink(Path(directory, name))\n"
         "out.mkdir(); packed.rehydrate(out, workers=2)\n"
     )
-    command = [sys.executable, "-c", program, directory, packs, out, *names]
-    with subprocess.Popen([str(argument) for argument in command]) as process:
-        peak_process, peak_sum = _peak_memory(process)
-    if process.returncode != 0:
-        raise SystemExit("bench: packing 4 GiB failed")
-    bound = MEMORY_BOUND_BYTES / (1 << 20)
-    yield Figure("memory, packing and unpacking 4 GiB", peak_sum / (1 << 20), "MiB", "configured bound", bound, "lower")
-    yield Figure("memory of one worker", peak_process / (1 << 20), "MiB", "", None, "lower")
-    shutil.rmtree(packs)
-    shutil.rmtree(out)
+    command: list[str | Path] = [sys.executable, "-c", program, directory, packs, out, *names]
+    return _peak_memory(command)
 
 
-def _store_memory(directory: Path, dataset: Path) -> Iterator[Figure]:
+def _store_memory(dataset: Path) -> Iterator[Figure]:
     """Peak memory of storing 4 GiB and restoring them."""
+    with _on_disk() as directory:
+        peak_process, peak_sum = _memory_of_storing(directory, dataset)
+    bound = MEMORY_BOUND_BYTES / (1 << 20)
+    yield Figure("memory, storing and restoring 4 GiB", peak_sum / (1 << 20), "MiB", "configured bound", bound, "lower")
+    own = STORE_WORKER_BYTES / (1 << 20)
+    yield Figure("memory of one worker that stores", peak_process / (1 << 20), "MiB", "its share", own, "lower")
+
+
+def _memory_of_storing(directory: Path, dataset: Path) -> tuple[int, int]:
     image = directory / "v1.img"
     for _ in range(4):
         with dataset.open("rb") as source, image.open("ab") as out:
@@ -347,37 +363,31 @@ def _store_memory(directory: Path, dataset: Path) -> Iterator[Figure]:
         "memory = Path(sys.argv[2]); store = OurStore(Path(sys.argv[1]), 2); store.prepare(memory)\n"
         "store.put(); memory.unlink(); store.get(Path(sys.argv[3]))\n"
     )
-    command = [sys.executable, "-c", program, directory / "ours", image, directory / "out"]
-    with subprocess.Popen([str(argument) for argument in command]) as process:
-        peak_process, peak_sum = _peak_memory(process)
-    if process.returncode != 0:
-        raise SystemExit("bench: storing 4 GiB failed")
-    bound = MEMORY_BOUND_BYTES / (1 << 20)
-    yield Figure("memory, storing and restoring 4 GiB", peak_sum / (1 << 20), "MiB", "configured bound", bound, "lower")
-    own = STORE_WORKER_BYTES / (1 << 20)
-    yield Figure("memory of one worker that stores", peak_process / (1 << 20), "MiB", "its share", own, "lower")
-    shutil.rmtree(directory / "ours")
-    (directory / "out").unlink()
+    command: list[str | Path] = [sys.executable, "-c", program, directory / "ours", image, directory / "out"]
+    return _peak_memory(command)
 
 
-def _peak_memory(process: subprocess.Popen[bytes]) -> tuple[int, int]:
-    """Return the peaks, in bytes, of the largest child of `process` and of it with all its children."""
+def _peak_memory(command: Sequence[str | Path]) -> tuple[int, int]:
+    """Run a command; return the peaks, in bytes, of its largest child and of it with all its children."""
     largest = together = 0
-    while process.poll() is None:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            sizes = [_held_bytes(int(pid)) for pid in children]
-            largest = max([largest, *sizes])
-            together = max(together, _held_bytes(process.pid) + sum(sizes))
-        time.sleep(0.01)
+    with subprocess.Popen([str(argument) for argument in command]) as process:
+        while process.poll() is None:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                sizes = [_held_bytes(int(pid)) for pid in children]
+                largest = max([largest, *sizes])
+                together = max(together, _held_bytes(process.pid) + sum(sizes))
+            time.sleep(0.01)
+    if process.returncode != 0:
+        raise SystemExit("bench: a run to measure its memory failed")
     return largest, together
 
 
 def _held_bytes(pid: int) -> int:
-    """RssAnon and RssShmem; what forked workers share with their parent is counted for each."""
+    """RssAnon, RssShmem and tables of pages; what forked workers share with their parent is counted for each."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    return sum(int(fields.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    return sum(int(fields.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "RssShmem", "VmPTE"))
 
 
 # --- the content store
