@@ -1,5 +1,6 @@
 """A private mount namespace in which a test may change /etc, /run and the cgroup mount of this machine."""
 
+import contextlib
 import os
 import subprocess
 import time
@@ -42,6 +43,15 @@ class Namespace:
     def path(self, path: str) -> Path:
         """Return a path of the namespace as this process can open it."""
         return Path(f"/proc/{self.pid}/root") / path.lstrip("/")
+
+    def programs(self) -> set[str]:
+        """Return the names of the programs that run inside."""
+        names = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(process / "ns/mnt") == os.readlink(f"/proc/{self.pid}/ns/mnt"):
+                    names.add((process / "comm").read_text().strip())
+        return names
 
     def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         variables = [f"{key}={value}" for key, value in {"PATH": PATH, "HOME": "/root", **environment}.items()]

@@ -175,6 +175,8 @@ class Podman:
     def close(self) -> None:
         """Remove everything."""
         self("rm", "--force", "--all", "--time", "0", check=False)
+        # conmon cleans up with a podman of its own, which would make the directories anew.
+        wait_for("podman to clean up", lambda: not self.namespace.programs() & {"conmon", "podman"})
         self.namespace.close()
 
 

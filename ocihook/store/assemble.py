@@ -11,7 +11,7 @@ from ocihook.store.packing import Progress, WritablePages, no_progress, write_pa
 from ocihook.store.places import PackDirectory, StoredPacks, pack_number
 
 _RANGE_PAGES = 4096  # what a worker takes at a time
-_BATCH_PAGES = 256  # what it reads and writes at a time
+_BATCH_PAGES = 512  # what it reads and writes at a time: a huge page, which the kernel need not clear then
 _HOLE_PAGES = 16  # zero pages in a row that are worth a hole: as many as take as long to write as the call does
 _ZEROS = memoryview(bytes(_HOLE_PAGES * PAGE_BYTES))
 

@@ -527,7 +527,7 @@ def _store_and_copy(directory: Path, dataset: Path, second: Path) -> Iterator[Fi
         path.unlink()
 
 
-_BATCH_BYTES = 1 << 20  # what a restore writes at a time
+_BATCH_BYTES = 2 << 20  # what a restore writes at a time
 
 
 @contextlib.contextmanager
