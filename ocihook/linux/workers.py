@@ -33,6 +33,11 @@ _MALLOPT = ((-1, 64 << 20), (-3, 32 << 20))
 # linux/ioprio.h; the number of ioprio_set(2)
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_IDLE = 1, 3
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+# What most likely is behind it, by the exit code of a worker.
+_HINTS = {
+    -signal.SIGBUS: "a file that it had mapped has become shorter, or its disk fails: see the kernel's log",
+    -signal.SIGKILL: "the kernel does that where memory runs out: see its log",
+}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,7 +107,8 @@ def run_forked(
             pid, status = os.waitpid(next(iter(pids)), 0)
             number = pids.pop(pid)
             if status != 0:
-                raise WorkerDied(f"worker {number} ended with {_describe(status)}")
+                hint = _HINTS.get(os.waitstatus_to_exitcode(status), "")
+                raise WorkerDied(f"worker {number} ended with {_describe(status)}", hint=hint)
     finally:
         for fd in (queue, results, sink):
             if fd >= 0:

@@ -10,6 +10,7 @@ import pytest
 
 from ocihook.linux import mapped_file as module
 from ocihook.linux.mapped_file import MappedFile
+from ocihook.linux.workers import WorkerDied, run_forked
 
 SIZE = 3 * module._WINDOW_BYTES + 5000
 PAGE = 4096
@@ -74,3 +75,17 @@ def test_a_file_that_becomes_shorter(fd: int, kernel: str, *, first: bool) -> No
     assert file.read(left - PAGE, 2 * PAGE) == content[left - PAGE : left]
     assert len(file.read(left + PAGE, PAGE)) == 0
     assert file.read(left - 2 * PAGE, PAGE) == content[left - 2 * PAGE : left - PAGE]
+
+
+def test_a_mapped_file_that_becomes_shorter_under_a_reader(fd: int) -> None:
+    """Then it is too late for an error: the worker is killed, and it is said what that means."""
+
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
+        for task in tasks:
+            if task == 0:
+                part = MappedFile(fd, SIZE).read(0, PAGE)
+                os.ftruncate(fd, 0)
+                yield part[0]
+
+    with pytest.raises(WorkerDied, match=r"signal SIGBUS\. A file that it had mapped has become shorter"):
+        list(run_forked(worker, tasks=2, workers=2))

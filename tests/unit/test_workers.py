@@ -121,7 +121,9 @@ def test_a_killed_worker_is_noticed() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield task
 
-    with pytest.raises(WorkerDied, match="signal SIGKILL"):
+    with pytest.raises(
+        WorkerDied, match=r"worker . ended with signal SIGKILL\. The kernel does that where memory runs out"
+    ):
         list(run_forked(worker, tasks=6, workers=2))
     assert no_children_left()
 
