@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from integration import fake_driver
 from integration.cri.registry import Registry, program_layer
-from integration.namespace import TIMEOUT_S, Namespace, wait_for
+from integration.namespace import TIMEOUT_S, CommandError, Namespace, wait_for
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -96,11 +96,18 @@ class CriEngine:
         self.write("/etc/criu/runc.conf", "manage-cgroups=ignore\n" if cgroup_version == 2 else "")
         self.configure("[agent]\nidle_timeout_s = 2\n")
         self.pull_from(self.registry.address)
-        self.process = self.namespace.spawn(*self.command(), log=scratch / f"{self.name}.log")
-        wait_for(self.name, self.namespace.path(self.socket).exists)
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self) -> None:
+        self.process = self.namespace.spawn(*self.command(), log=self.scratch / f"{self.name}.log")
+        wait_for(self.name, self._listens)
         # grpc wants a path that stays short and has no links of /proc in it.
-        (scratch / "run").symlink_to(self.namespace.path("/run"))
-        self._channel = grpc.insecure_channel(f"unix:{scratch}{self.socket}")
+        (self.scratch / "run").symlink_to(self.namespace.path("/run"))
+        self._channel = grpc.insecure_channel(f"unix:{self.scratch}{self.socket}")
         self._messages, services = grpc.protos_and_services("integration/cri/cri.proto")
         self._runtime = services.RuntimeServiceStub(self._channel)
         self._images = services.ImageServiceStub(self._channel)
@@ -119,6 +126,13 @@ class CriEngine:
     def pull_from(self, address: str) -> None:
         """Let it pull from a registry without TLS."""
         raise NotImplementedError
+
+    def _listens(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            log = (self.scratch / f"{self.name}.log").read_text()
+            raise CommandError(f"{self.name} ended: {log[-1000:]}")
+        return self.namespace.path(self.socket).exists()
 
     def _is_ready(self) -> bool:
         try:
@@ -266,6 +280,9 @@ class CriEngine:
         for pod in self.call("ListPodSandbox").items:
             self._remove_pod(pod.id)
         self._channel.close()
+        self._end()
+
+    def _end(self) -> None:
         self.registry.close()
         self.namespace.close()
 
