@@ -125,7 +125,7 @@ def install() -> None:
 
 def configure(room_gib: int = 0) -> None:
     """Write ocihook's configuration, with so much memory for GPU memory on its way into the store."""
-    bound = (((os.cpu_count() or 1) * 28 + 64) << 20) + (room_gib << 30)  # a worker a core
+    bound = (((os.cpu_count() or 1) * 32 + 64) << 20) + (room_gib << 30)  # a worker a core
     Path("/etc/ocihook/config.toml").write_text(f'[agent]\nmemory_bound_bytes = {bound}\nstore_dir = "{WORK}/store"\n')
 
 

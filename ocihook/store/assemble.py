@@ -45,6 +45,8 @@ def assemble(
         for name in targets
         for first in range(0, layout.images[name].pages, _RANGE_PAGES)
     ]
+    # The kernel lets one at a time write to a file, so that workers had better be at several of them.
+    ranges.sort(key=lambda part: part[1] / layout.images[part[0]].pages)
 
     with contextlib.closing(_Reader(layout, directory)) as reader:
         reader.open_packs()  # once, and not in each worker

@@ -33,9 +33,10 @@ from ocihook.store.pack import (
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
 BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; stays in the L2 cache, also with a neighbour
-# Peak of one worker over all kinds of data, `make bench` ("memory of one worker"): 24 MiB, once 27, of which 19 to 22
-# are what it shares with its parent. The rest is room for tables, 32 bytes for each chunk.
-WORKER_BYTES = 28 << 20
+FILE_BATCH_BYTES = 2 << 20  # what it writes to a file: a huge page, which the kernel need not clear then
+# Peak of one worker over all kinds of data, `make bench` ("memory of one worker"): 30 MiB, of which 19 to 22 are what
+# it shares with its parent. The rest is room for tables, 32 bytes for each chunk.
+WORKER_BYTES = 32 << 20
 AGENT_BYTES = 48 << 20  # the agent and one session without workers: 20 MiB, and the packs' tables when reading
 
 _ZERO_PAGE = bytes(PAGE_BYTES)
@@ -367,6 +368,8 @@ class Packs:
             targets[image] = (partial(ImageFile, path, writable=True), 0)
             make_image(path, image.size_bytes)
         tasks = [task for task in self._tasks if with_regions or task.image in targets]
+        # The kernel lets one at a time write to a file, so that workers had better be at several of them.
+        tasks.sort(key=lambda task: task.start / task.image.size_bytes)
         self._run(tasks, targets, workers, progress)
 
     def write_regions(
@@ -398,8 +401,10 @@ class Packs:
                 if target is None:
                     _unpack_segment(reader, task.segment, None)
                 else:
+                    batch_bytes = FILE_BATCH_BYTES if isinstance(task.image, PackedImage) else BATCH_BYTES
                     with contextlib.closing(target[0]()) as pages:
-                        _unpack_segment(reader, task.segment, PageWriter(pages, target[1] + task.start))
+                        writer = PageWriter(pages, target[1] + task.start, batch_bytes)
+                        _unpack_segment(reader, task.segment, writer)
                 yield number
 
         for number in run_forked(worker, tasks=len(tasks), workers=workers):
@@ -490,21 +495,21 @@ def _whole(reader: PackReader, chunk: Chunk) -> bytes | memoryview:
 class PageWriter:
     """Gathers pages and writes them in few large calls; zero chunks become holes.
 
-    The calls end at multiples of their size: where the target has huge pages, each of them is then written whole, and
-    the kernel need not clear it before.
+    The calls end at multiples of their size: with FILE_BATCH_BYTES each huge page of a file is written whole.
     """
 
-    def __init__(self, pages: WritablePages, position: int) -> None:
+    def __init__(self, pages: WritablePages, position: int, batch_bytes: int) -> None:
         self._pages = pages
         self._position = position
+        self._batch_bytes = batch_bytes
         self._pending: list[bytes | memoryview] = []
-        self._room = BATCH_BYTES - position % BATCH_BYTES  # bytes up to the end of this call
+        self._room = batch_bytes - position % batch_bytes  # bytes up to the end of this call
 
     def skip(self, pages: int) -> None:
         """Leave the next `pages` as they are in a new file: zero."""
         self.flush()
         self._position += pages * PAGE_BYTES
-        self._room = BATCH_BYTES - self._position % BATCH_BYTES
+        self._room = self._batch_bytes - self._position % self._batch_bytes
 
     def put(self, content: bytes | memoryview) -> None:
         """Add whole pages. The buffer must stay unchanged until the next `flush`."""
@@ -538,9 +543,9 @@ class PageWriter:
     def flush(self) -> None:
         """Write what is pending."""
         write_pages(self._pages, self._pending, self._position)
-        self._position += BATCH_BYTES - self._position % BATCH_BYTES - self._room
+        self._position += self._batch_bytes - self._position % self._batch_bytes - self._room
         self._pending.clear()
-        self._room = BATCH_BYTES - self._position % BATCH_BYTES
+        self._room = self._batch_bytes - self._position % self._batch_bytes
 
 
 def write_pages(pages: WritablePages, buffers: Sequence[bytes | memoryview], position: int) -> None:

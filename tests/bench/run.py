@@ -36,7 +36,7 @@ from ocihook.linux.workers import run_forked
 from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from ocihook.store.pack import PAGE_BYTES, PackFile
-from ocihook.store.packing import SEGMENT_BYTES, ImageFile, Packs, pack_images
+from ocihook.store.packing import SEGMENT_BYTES, WORKER_BYTES, ImageFile, Packs, pack_images
 from tests.bench.engine import whole_checkpoints
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
 
@@ -107,6 +107,7 @@ def main() -> int:
         *_hook(options.tmpfs),
         *_store(options.tmpfs, dataset, second, new_pages),
         *_store_and_copy(options.tmpfs / _SMALL, dataset, second),
+        *_several_images(options.tmpfs / _SMALL, dataset),
         *_store_memory(dataset),
         *_engine(dataset),
         *_downtime(dataset),
@@ -322,7 +323,8 @@ def _memory(dataset: Path) -> Iterator[Figure]:
         peak_process, peak_sum = _memory_of_packing(directory, dataset)
     bound = MEMORY_BOUND_BYTES / (1 << 20)
     yield Figure("memory, packing and unpacking 4 GiB", peak_sum / (1 << 20), "MiB", "configured bound", bound, "lower")
-    yield Figure("memory of one worker", peak_process / (1 << 20), "MiB", "", None, "lower")
+    own = WORKER_BYTES / (1 << 20)
+    yield Figure("memory of one worker", peak_process / (1 << 20), "MiB", "its share", own, "lower")
 
 
 def _memory_of_packing(directory: Path, dataset: Path) -> tuple[int, int]:
@@ -465,6 +467,8 @@ def _store_figures(results: dict[str, _Result], size: int, ideal_bytes: int, cop
     copy = "copy by 2 processes to a new file, 1 MiB pread and pwrite"
     yield Figure("second version vs copy, huge pages", copy_s / ours.second_s, "x", copy, None, "higher")
     yield Figure("restore vs copy, huge pages", copy_s / ours.out_s, "x", copy, None, "higher")
+    limit = "what a restore would be that is as fast as that copy"
+    yield Figure("copy vs borg's restore", results["borg"].out_s / copy_s, "x", limit, None, "higher")
     alone = "its new pages alone, packed"
     yield Figure("bytes added by the second", ours.added_bytes / ideal_bytes, "x", alone, 1.15, "lower")
     targets = {"borg": (8.0, 9.0, 0.40), "restic": (18.0, None, None), "zstd": (None, 3.5, 0.15)}
@@ -525,6 +529,36 @@ def _store_and_copy(directory: Path, dataset: Path, second: Path) -> Iterator[Fi
     shutil.rmtree(directory / "ours")
     for path in (first, memory, out):
         path.unlink()
+
+
+def _several_images(directory: Path, dataset: Path) -> Iterator[Figure]:
+    """Restore the same memory as one image and as four, to new files: a file takes one worker's pages at a time."""
+    stores: dict[int, OurStore] = {}
+    for count in (1, 4):
+        parts = [directory / f"part-{number}.img" for number in range(count)]
+        with dataset.open("rb") as file:
+            for part in parts:
+                part.write_bytes(file.read(DATASET_BYTES // count))
+        stores[count] = OurStore(directory / f"ours-{count}", CORES)
+        stores[count].prepare(*parts)
+        stores[count].put()
+        for part in parts:
+            part.unlink()
+    out = directory / "out"
+    seconds: dict[int, list[float]] = {count: [] for count in stores}
+    for _ in range(_COPY_ROUNDS):
+        for count, store in stores.items():
+            elapsed = 0.0
+            for _ in range(2):  # the first touches memory that is long free
+                shutil.rmtree(out, ignore_errors=True)
+                out.mkdir()
+                elapsed = _timed_once(partial(store.get_images, out))
+            seconds[count].append(elapsed)
+    shutil.rmtree(out)
+    for count in stores:
+        shutil.rmtree(directory / f"ours-{count}")
+    one = "the same memory as one image, to a new file"
+    yield Figure("restore of four images vs one", min(seconds[1]) / min(seconds[4]), "x", one, None, "higher")
 
 
 _BATCH_BYTES = 2 << 20  # what a restore writes at a time

@@ -31,11 +31,11 @@ class OurStore:
         self._root, self._workers = root, workers
         self._images = root / "images"
 
-    def prepare(self, memory: Path) -> None:
-        """Make an image set with this memory; no part of what is timed."""
+    def prepare(self, *memory: Path) -> None:
+        """Make an image set of processes with this memory, one each; no part of what is timed."""
         self._root.mkdir(exist_ok=True)
         shutil.rmtree(self._images, ignore_errors=True)
-        make_image_set(self._images, {1: memory})
+        make_image_set(self._images, dict(enumerate(memory, 1)))
 
     def put(self) -> None:
         """Take it and complete the checkpoint."""
@@ -56,11 +56,15 @@ class OurStore:
         return Store(self._root / "store").open("_node")
 
     def get(self, out: Path) -> None:
-        """Restore the newest checkpoint's memory into `out`."""
+        """Restore the newest checkpoint's memory, of one process, into `out`."""
         directory = self._root / "out"
         directory.mkdir(exist_ok=True)
-        rehydrate_stored(self.domain, self.domain.checkpoints()[-1], directory, workers=self._workers)
+        self.get_images(directory)
         (directory / "pages-1.img").rename(out)
+
+    def get_images(self, directory: Path) -> None:
+        """Restore the newest checkpoint's images."""
+        rehydrate_stored(self.domain, self.domain.checkpoints()[-1], directory, workers=self._workers)
 
     @property
     def stored_bytes(self) -> int:

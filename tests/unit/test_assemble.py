@@ -136,6 +136,22 @@ def test_a_batch_is_one_call_where_there_are_no_holes(stored: Stored, most: int)
         assert ends == [BATCH, BATCH + 73, 2 * BATCH + 105, 2 * BATCH + 122]
 
 
+def test_workers_are_not_all_at_one_image(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RANGE_PAGES", 16)
+    opened: list[str] = []
+
+    def target(name: str) -> Written:
+        opened.append(name)
+        return Written(1 << 40)
+
+    targets = {}
+    for name, pages in (("a", 64), ("b", 32), ("c", 0)):
+        image(stored, [(0, 0, pages)] if pages else [], name)
+        targets[name] = Target(partial(target, name), 0)
+    assemble(stored.layout, stored.directory, targets, workers=1)
+    assert "".join(opened) == "abaaba"
+
+
 @pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize("harmed", [1, 2, 3])
 def test_a_damaged_chunk_is_named_and_not_written(stored: Stored, pack: int, harmed: int) -> None:

@@ -21,6 +21,7 @@ from ocihook.store.packing import (
     AGENT_BYTES,
     BATCH_BYTES,
     CHUNK_BYTES,
+    FILE_BATCH_BYTES,
     SEGMENT_BYTES,
     WORKER_BYTES,
     Packs,
@@ -102,6 +103,22 @@ def test_an_image_set_comes_back_as_it_was(tmp_path: Path) -> None:
     packed = pack(tmp_path, list(images))
     assert [image.name for image in packed[0]] == list(images)
     assert rehydrated(tmp_path, packed) == images
+
+
+def test_workers_are_not_all_at_one_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, segments in (("pages-1.img", 4), ("pages-2.img", 2)):
+        (tmp_path / name).write_bytes(TEXT_PAGE * (segments * SEGMENT_BYTES // PAGE_BYTES))
+    packed = pack(tmp_path, ["pages-1.img", "pages-2.img"])
+    opened_images: list[str] = []
+    image_file = packing.ImageFile
+
+    def open_image(path: Path, *, writable: bool) -> packing.ImageFile:
+        opened_images.append(path.name)
+        return image_file(path, writable=writable)
+
+    monkeypatch.setattr(packing, "ImageFile", open_image)
+    rehydrated(tmp_path, packed, workers=1)
+    assert [name[6] for name in opened_images] == ["1", "2", "1", "1", "2", "1"]
 
 
 def test_an_empty_image_needs_no_pack(tmp_path: Path) -> None:
@@ -397,10 +414,11 @@ class Written:
         pass
 
 
+@pytest.mark.parametrize("batch_bytes", [BATCH_BYTES, FILE_BATCH_BYTES])
 @pytest.mark.parametrize("most", [1 << 40, 3 * PAGE_BYTES + 5])
-def test_pages_are_written_in_whole_batches(most: int) -> None:
+def test_pages_are_written_in_whole_batches(most: int, batch_bytes: int) -> None:
     target, start = Written(most), 5 * PAGE_BYTES
-    writer = PageWriter(target, start)
+    writer = PageWriter(target, start, batch_bytes)
     expected = bytearray(start)
     pieces = [1, 2, 2000, CHUNK_PAGES, -700, 3, *[1] * 1500, -1, 20]  # negative: skipped
     for number, pages in enumerate(pieces):
@@ -413,13 +431,13 @@ def test_pages_are_written_in_whole_batches(most: int) -> None:
             expected += piece
     writer.flush()
     assert target.data == expected
-    assert all(end - start <= BATCH_BYTES for start, end in target.calls)
-    if most > BATCH_BYTES:  # of all ends only those of what is before something skipped, and of the last, are anywhere
-        assert sum(end % BATCH_BYTES > 0 for _, end in target.calls) == 3
+    assert all(end - start <= batch_bytes for start, end in target.calls)
+    if most > batch_bytes:  # of all ends only those of what is before something skipped, and of the last, are anywhere
+        assert sum(end % batch_bytes > 0 for _, end in target.calls) == 3
 
 
 def test_a_target_that_takes_nothing_is_an_error() -> None:
-    writer = PageWriter(Written(0), 0)
+    writer = PageWriter(Written(0), 0, BATCH_BYTES)
     writer.put(bytes(PAGE_BYTES))
     with pytest.raises(OSError, match="ended early"):
         writer.flush()
