@@ -330,8 +330,8 @@ class Packs:
             if reader is None:
                 raise IntegrityError(f"{image.name} refers to {segment.pack}, which the manifest does not list")
             size = reader.pages(segment.first_chunk, segment.chunks) * PAGE_BYTES
-            if size > SEGMENT_BYTES:
-                raise IntegrityError(f"{image.name} has a segment of {size} bytes, more than {SEGMENT_BYTES}")
+            if not 0 < size <= SEGMENT_BYTES:
+                raise IntegrityError(f"{image.name} has a segment of {size} bytes, not of 1 to {SEGMENT_BYTES}")
             yield _Task(image, segment, start, size)
             start += size
         if start != image.size_bytes:

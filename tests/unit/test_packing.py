@@ -341,6 +341,8 @@ def test_packs_that_do_not_cover_an_image_are_refused(tmp_path: Path) -> None:
         image._replace(segments=(first, Segment("ocihook-7.pack", 0, 1))),
         image._replace(segments=(first, second._replace(first_chunk=1000))),
         image._replace(segments=(Segment(first.pack, 0, first.chunks + second.chunks),)),  # longer than a segment
+        image._replace(segments=(*image.segments, Segment(first.pack, 0, 0))),
+        image._replace(size_bytes=0, segments=(Segment(first.pack, 0, 0),)),
     ):
         with pytest.raises(IntegrityError):
             opened(tmp_path, ([wrong], packs))
