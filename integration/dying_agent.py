@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ocihook import wire
 from ocihook.agent import server
-from ocihook.ops.journal import Journal
+from ocihook.session.journal import Journal
 
 FATAL_WRITE, WHEN = int(sys.argv[1]), sys.argv[2]
 COUNTER = Path(wire.RUNTIME_DIR) / "writes"
 MAIN_PID = os.getpid()
-_write = Journal._write
+_save = Journal.save
 
 
 def dying_write(journal: Journal) -> None:
@@ -26,7 +26,7 @@ def dying_write(journal: Journal) -> None:
     COUNTER.write_text(str(number))
     if number == FATAL_WRITE and WHEN == "before":
         die()
-    _write(journal)
+    _save(journal)
     if number == FATAL_WRITE and WHEN == "after":
         die()
 
@@ -36,5 +36,5 @@ def die() -> None:
     time.sleep(60)  # a session dies with the agent
 
 
-Journal._write = dying_write  # type: ignore[method-assign, assignment]
+Journal.save = dying_write  # type: ignore[method-assign, assignment]
 server.main()

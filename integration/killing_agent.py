@@ -10,29 +10,24 @@ from signal import SIGKILL
 
 from ocihook import wire
 from ocihook.agent import server
-from ocihook.ops import dump, restore
-from ocihook.ops.dump import while_criu_lives
-from ocihook.ops.journal import Journal
-from ocihook.store.packing import Progress
+from ocihook.stages.participant import Attempt
 
 STAGE = sys.argv[1]
 MARK = Path(wire.RUNTIME_DIR) / "killed"  # sessions are processes of their own
 
 
-def while_it_is_killed(journal: Journal) -> Progress:
-    check = while_criu_lives(journal)
-
-    def kill_and_check(done: int) -> None:
-        if journal.stage == STAGE and not MARK.exists():
-            MARK.touch()
-            journal.criu.send(SIGKILL)
-            while journal.criu.is_alive():
-                time.sleep(0.001)
-        check(done)
-
-    return kill_and_check
+_progress = Attempt.progress
 
 
-dump.while_criu_lives = while_it_is_killed
-restore.while_criu_lives = while_it_is_killed  # type: ignore[attr-defined]
+def kill_and_go_on(attempt: Attempt, done_bytes: int) -> None:
+    journal = attempt.journal
+    if journal.stage == STAGE and not MARK.exists():
+        MARK.touch()
+        journal.criu.send(SIGKILL)
+        while journal.criu.is_alive():
+            time.sleep(0.001)
+    _progress(attempt, done_bytes)
+
+
+Attempt.progress = kill_and_go_on  # type: ignore[method-assign, assignment]
 server.main()

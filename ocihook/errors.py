@@ -7,6 +7,7 @@ OcihookError
 ├─ FreezeError              a container could not be thawed or frozen again
 ├─ TraceError               a process could not be held, or made to give memory back
 ├─ QuiesceError             an application did not answer before its dump
+├─ GivenUp                  whoever wanted something done is gone (linux/patience.py)
 ├─ PreflightError           something in the container could not be restored; nothing was touched
 ├─ CudaError                the driver refused a checkpoint call (`result` is its CUresult)
 │  ├─ CudaLockTimeout       CUDA calls did not end in time; the process runs on
@@ -79,6 +80,12 @@ class QuiesceError(OcihookError):
     """An application did not answer before its dump."""
 
     code = "quiesce"
+
+
+class GivenUp(OcihookError):
+    """Whoever wanted a dump or restore does not wait for it any more; what was done for it is undone."""
+
+    code = "given-up"
 
 
 class PreflightError(UnsupportedError):

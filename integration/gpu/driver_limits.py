@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.driver_contract import call_apart, looks
 from ocihook.cuda.driver import CudaDriver
 from ocihook.linux.memory import Mapping, ProcessMemory, anonymous_spans, read_mappings, subtract
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, thread_ids
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
 from ocihook.ops.gpu import checkpoint_all, driver_threads, lock_all
-from ocihook.ops.standstill import Hold
+from ocihook.stages.hold import Hold
 
 MIB = 1 << 20
 NCCL_WITHOUT = {
@@ -543,8 +544,9 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
             before = [read_mappings(pid) for pid in pids]
             if way == "ours":
                 threads = driver_threads(driver, processes)
-                hold = stack.enter_context(contextlib.closing(Hold()))
-                hold.add(threads)
+                hold = Hold()
+                stack.callback(hold.release)
+                hold.add(threads, Patience())
                 found["spans"] = [sum(span.size_bytes for span in one.spans) for one in checkpoint_all(driver, threads)]
             else:
                 ables = [driver.restore_thread_id(pid) for pid in pids]
@@ -569,7 +571,7 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
             for thread in held:
                 thread.release()
             if hold:
-                hold.close()
+                hold.release()
             found["goes on"] = [goes_on(rank) for rank in ranks]
             found["kernel log"] = kernel_log()
             return found

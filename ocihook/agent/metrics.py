@@ -18,8 +18,9 @@ from prometheus_client.registry import Collector
 from ocihook import __version__, wire
 from ocihook.config import Settings
 from ocihook.errors import IntegrityError, OcihookError
+from ocihook.linux.procfs import Process
 from ocihook.ops import history
-from ocihook.ops.journal import Journal, open_journals
+from ocihook.session.journal import open_journals, read_journal
 from ocihook.store.domain import Domain
 from ocihook.store.pending import check_taken, pending_ids, read_job, read_progress
 from ocihook.store.store import Store
@@ -105,13 +106,18 @@ def _open_sessions(runtime_dir: Path) -> Metric:
     for path in open_journals(runtime_dir):
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             try:
-                counts["running" if Journal.load(path).criu.is_alive() else "undoing"] += 1
+                counts["running" if _is_waited_for(read_journal(path)) else "undoing"] += 1
             except OcihookError:  # a journal that only a person can tell the meaning of
                 counts["undoing"] += 1
     family = GaugeMetricFamily("ocihook_open_sessions", "Sessions that have not ended.", labels=["state"])
     for state, count in counts.items():
         family.add_metric([state], count)
     return family
+
+
+def _is_waited_for(journal: dict[str, Any]) -> bool:
+    """Tell whether CRIU and the runtime that called it live."""
+    return all(Process(*ids).is_alive() for ids in (journal["criu"], journal["runtime"]) if ids)
 
 
 def _store(store: Store) -> Iterator[Metric]:

@@ -26,11 +26,12 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
-from ocihook.ops.journal import Journal, open_journals
-from ocihook.ops.lock import lock_agent
+from ocihook.oci.runtime import find_runtime
 from ocihook.ops.prune import prune_by_policy
 from ocihook.ops.store import complete_all, has_pending
 from ocihook.ops.transfer import has_due_pushes, push_due
+from ocihook.session.journal import Journal, open_journals
+from ocihook.session.lock import lock_agent
 from ocihook.store.store import Store
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
@@ -253,7 +254,9 @@ class Agent:
         session_id = f"{criu.pid}-{criu.start_ticks}"
         if session_id not in self._controls:
             path = self._runtime_dir / "sessions" / f"{session_id}.json"
-            self._start_session(Journal.load(path) if path.exists() else Journal.create(self._runtime_dir, criu))
+            self._start_session(
+                Journal.load(path) if path.exists() else Journal.create(self._runtime_dir, criu, find_runtime(criu.pid))
+            )
         return self._controls[session_id]
 
     def _adopt(self, path: Path) -> None:

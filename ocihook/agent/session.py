@@ -13,17 +13,21 @@ from ocihook import wire
 from ocihook.config import Settings, load_settings
 from ocihook.criu.explain import Explanation
 from ocihook.errors import ConfigError, OcihookError
-from ocihook.ops import dump, history, restore
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
+from ocihook.ops import history
 from ocihook.ops.failure import Attempt, keep_log, message_of, record_failure
-from ocihook.ops.journal import Journal
 from ocihook.ops.statistics import note_statistics, open_work_directory
-from ocihook.ops.undo import undo_all, undo_interrupted
+from ocihook.session.journal import Journal
+from ocihook.session.undo import undo_all, undo_interrupted
+from ocihook.stages import dump, restore
+from ocihook.stages.standstill import is_given_up
 
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet
 
 log = logging.getLogger(__name__)
 
-_Stage = Callable[[Journal, wire.Request, Path, Callable[[], Settings]], str]
+_Stage = Callable[[Journal, Patience, wire.Request, Path, Callable[[], Settings]], str]
 _STAGES: dict[str, _Stage] = {
     "pre-dump": dump.pre_dump,
     "post-dump": dump.post_dump,
@@ -35,8 +39,8 @@ _STAGES: dict[str, _Stage] = {
 }
 # What an error in a stage leaves behind, told after the error itself. CRIU ignores a veto in post-resume.
 _STATE_AFTER_ERROR = {
-    "pre-dump": "The dump is refused, the container runs on",
-    "post-dump": "The dump fails, the container runs on",
+    "pre-dump": "The dump is refused",
+    "post-dump": "The dump fails",
     "pre-restore": "The restore is refused, nothing was started",
     "setup-namespaces": "The restore fails, CRIU kills what it has started",
     "post-restore": "The restore fails, CRIU kills what it has started",
@@ -78,41 +82,54 @@ class Session:
         try:
             if was_begun:
                 log.warning("session %s: %s was interrupted, beginning again", self.journal.session_id, stage)
-                undo_interrupted(self.journal)
+                undo_interrupted(self.journal, Patience())
+            patience = self.journal.patience()
             directory = -1 if stage == "post-resume" else os.open(request.image_dir, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 # CRIU's descriptor names the right directory in whatever mount namespace CRIU is.
-                message = _STAGES[stage](self.journal, request, Path(f"/proc/self/fd/{directory}"), self._load)
+                where = Path(f"/proc/self/fd/{directory}")
+                message = _STAGES[stage](self.journal, patience, request, where, self._load)
             finally:
+                patience.close()
                 if directory >= 0:
                     os.close(directory)
         except (OcihookError, OSError) as error:
             self.journal.note_error(error, "failed")
-            return self._refuse(stage, str(error))
+            return self._refuse(request, str(error))
         except Exception as error:
             log.exception("session %s: %s", self.journal.session_id, stage)
             self.journal.note_error(error, "failed")
-            return self._refuse(stage, f"{type(error).__name__}: {error} (a defect in ocihook)")
+            return self._refuse(request, f"{type(error).__name__}: {error} (a defect in ocihook)")
         if message:
             log.info("%s: %s", stage, message)
         return 0, message
 
-    def _refuse(self, stage: str, error: str) -> tuple[int, str]:
-        container = self.journal.container
+    def _refuse(self, request: wire.Request, error: str) -> tuple[int, str]:
+        stage, container = request.stage, self.journal.container
         about = f" of container {container}" if container else ""
-        message = f"{stage}{about}: {error.rstrip('.')}. {_STATE_AFTER_ERROR[stage]}"
         try:
-            undo_all(self.journal, release_timeout_s=0)
+            undo_all(self.journal, Patience(timeout_s=0))
         except OcihookError as undo_error:
             log.warning("%s", undo_error)  # tried again when CRIU is gone
+        state = _STATE_AFTER_ERROR[stage]
+        if stage.endswith("-dump"):
+            state = f"{state}, {self._what_became_of_it(request.init_pid)}"
+        message = f"{stage}{about}: {error.rstrip('.')}. {state}"
         log.error("%s", message)
         return (0 if stage in ("pre-resume", "post-resume") else 1), message
+
+    def _what_became_of_it(self, init_pid: int) -> str:
+        if Process.find(init_pid) is None:
+            return "and the container has died meanwhile: start it anew, or restore an earlier checkpoint"
+        if any(effect.kind == "gpu-checkpointed" for effect in self.journal.effects):
+            return "and the container runs on as soon as it has its GPUs back"
+        return "the container runs on"
 
     def finish(self) -> None:
         """Undo whatever is left, trying until it succeeds; then close the journal."""
         while True:
             try:
-                undo_all(self.journal)
+                undo_all(self.journal, Patience())
                 self.journal.finish(self._keep)
             except (OcihookError, OSError) as error:
                 log.error("%s", error)
@@ -137,7 +154,7 @@ class Session:
         pidfd = self.journal.criu.open()
         if pidfd is not None:
             work_directory = open_work_directory(self.journal.criu.pid)
-            attempt = Attempt(self.journal.criu)
+            attempt = Attempt(self.journal.criu, self.journal.runtime)
             self._watch(pidfd, control, attempt)
             self._explain(attempt, is_over=True)  # at once: the runtime is about to end
             attempt.close()
@@ -156,6 +173,8 @@ class Session:
         while criu not in (ready := dict(poll.poll())):
             if attempt.runtime in ready:
                 poll.unregister(attempt.runtime)
+                if is_given_up(self.journal):
+                    log.warning("the engine of container %s waits no more for CRIU", self.journal.container)
                 self._explain(attempt, is_over=False)
             else:
                 self._answer(control, attempt)

@@ -10,6 +10,7 @@ from ocihook.errors import UnsupportedError
 from ocihook.ops.doctor.archive import check_archive
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.run import check_container, check_node, check_process, repair
+from ocihook.stages.recover import recover
 
 
 @click.command()
@@ -34,7 +35,7 @@ def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix:
     if fix and any(finding.repair is not Repair.NONE for finding in findings):
         if os.geteuid() != 0:
             raise UnsupportedError("only root can change this node", hint="use sudo")
-        done = repair(findings)
+        done = repair(findings, lambda: map(str, recover()))
         findings = _check(container, pid, archive)
     will_work = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:

@@ -14,9 +14,9 @@ from ocihook.errors import AgentError, ConfigError
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
-from ocihook.ops.journal import Journal, open_journals
-from ocihook.ops.recover import recover as recover_sessions
 from ocihook.ops.store import list_pending
+from ocihook.session.journal import open_journals, read_journal
+from ocihook.stages.recover import recover as recover_sessions
 from ocihook.store.store import Store
 
 
@@ -29,8 +29,7 @@ def ps(*, show_all: bool, as_json: bool) -> None:
     found = history.read(Path(settings.history_dir)) if show_all else []
     for path in open_journals():
         with contextlib.suppress(FileNotFoundError):  # it has just ended
-            journal = Journal.load(path)
-            found.append({"id": journal.session_id, **journal.to_json()})
+            found.append({"id": path.stem, **read_journal(path)})
     pending = [row for row in list_pending(Store.of(settings)) if row.state == "pending"]
     if as_json:
         print_json({"sessions": found, "pending": [row._asdict() for row in pending]})

@@ -13,8 +13,8 @@ from ocihook.config import load_settings
 from ocihook.errors import OcihookError
 from ocihook.linux.files import replace_file
 from ocihook.ops import history
-from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.timeline import Bar, Timeline, chrome_trace, lay_out
+from ocihook.session.journal import open_journals, read_journal
 
 _WIDTH = 32  # of the bars in the table
 
@@ -64,8 +64,7 @@ def _open_sessions() -> list[dict[str, Any]]:
     found = []
     for path in open_journals():
         with contextlib.suppress(FileNotFoundError):  # it has just ended
-            journal = Journal.load(path)
-            found.append({"id": journal.session_id, **journal.to_json()})
+            found.append({"id": path.stem, **read_journal(path)})
     return found
 
 

@@ -8,15 +8,15 @@ whoever thaws must freeze again.
 import contextlib
 import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ocihook.errors import FreezeError
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 
-POLL_S = 0.002
+FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to go on
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V1_UNLIMITED_BYTES = 1 << 60
 
@@ -34,33 +34,43 @@ class Freezer:
             return self._read("freezer.state") == "FROZEN"
         return "frozen 1" in self._read("cgroup.events").splitlines()
 
-    def thaw(self, timeout_s: float) -> None:
-        """Let the tasks run.
+    def is_set(self) -> bool:
+        """Tell whether it is this freezer that was told to stop the tasks, and not an ancestor's alone."""
+        if self.version == 1:
+            return self._read("freezer.self_freezing") == "1"
+        return self._read("cgroup.freeze") == "1"
+
+    def thaw(self, patience: Patience) -> None:
+        """Let the tasks run. One that is gone has none.
 
         Raises:
             FreezeError: if an ancestor holds them frozen, or they do not run in time.
+            GivenUp: if nobody waits for it any more.
         """
+        if not self.directory.exists():
+            return
         self._write("THAWED" if self.version == 1 else "0")
         held_by = self._frozen_ancestor()
         if held_by:
             raise FreezeError(f"{self.directory} is frozen by its ancestor {held_by}, which is not ours to thaw")
-        self._wait(frozen=False, timeout_s=timeout_s)
+        self._wait(patience, frozen=False)
 
-    def freeze(self, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> None:
+    def freeze(self, patience: Patience | None, meanwhile: Callable[[], object] | None = None) -> None:
         """Stop the tasks.
 
         Args:
-            timeout_s: how long to wait until they have stopped; 0: do not.
+            patience: how long to wait until they have stopped; None: do not.
             meanwhile: called when they are told to stop, and before it is waited for.
 
         Raises:
             FreezeError: if they do not stop in time.
+            GivenUp: if nobody waits for it any more.
         """
         self._write("FROZEN" if self.version == 1 else "1")
         if meanwhile is not None:
             meanwhile()
-        if timeout_s:
-            self._wait(frozen=True, timeout_s=timeout_s)
+        if patience is not None:
+            self._wait(patience, frozen=True)
 
     def enclose(self, pid: int) -> None:
         """Move a process into this cgroup, which is made in its parent if need be.
@@ -95,13 +105,9 @@ class Freezer:
                 break  # the root cgroup has no freezer
         return None
 
-    def _wait(self, *, frozen: bool, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.is_frozen() != frozen:
-            if time.monotonic() > deadline:
-                wanted = "frozen" if frozen else "thawed"
-                raise FreezeError(f"{self.directory} was not {wanted} within {timeout_s:g} s")
-            time.sleep(POLL_S)
+    def _wait(self, patience: Patience, *, frozen: bool) -> None:
+        if not patience.within(FREEZE_TIMEOUT_S).until(lambda: self.is_frozen() == frozen):
+            raise FreezeError(f"{self.directory} was not {'frozen' if frozen else 'thawed'} in time")
 
     def _read(self, name: str) -> str:
         try:
@@ -117,13 +123,18 @@ class Freezer:
             raise FreezeError(f"{self.directory / name} cannot be written: {error.strerror}") from error
 
 
-def find_freezer(pid: int) -> Freezer | None:
-    """Return the freezer of the cgroup that `pid` is in; None if it is in a root cgroup or has no freezer.
+def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
+    """Return the freezer of the container that `pid` is in; None if it is in a root cgroup or has no freezer.
 
     On a hybrid machine, where a task is in both hierarchies, the one that is frozen counts.
+
+    Args:
+        pid: of one of its processes.
+        container_cgroup: name of the cgroup that the runtime gave the container, and that engines freeze: the process
+            may be in one below it. "": not known; then it is the process's own.
     """
     found = [
-        Freezer(mount / path.lstrip("/"), version)
+        _frozen_at(Freezer(mount / path.lstrip("/"), version), container_cgroup)
         for version, path in _cgroup_paths(pid)
         for mount in _cgroup_mounts(version)
         if path != "/"
@@ -132,39 +143,46 @@ def find_freezer(pid: int) -> Freezer | None:
     return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
 
 
-def wait_until_released(process: Process, timeout_s: float | None) -> None:
-    """Wait until a process runs freely, neither traced nor frozen, or is gone; None: as long as it takes.
+def _frozen_at(inner: Freezer, container_cgroup: str) -> Freezer:
+    """Return the freezer that was set, of those from a process's own up to its container's; else the container's."""
+    row = [inner.directory, *inner.directory.parents]
+    names = [directory.name for directory in row]
+    row = row[: names.index(container_cgroup) + 1 if container_cgroup in names else 1]
+    freezers = [Freezer(directory, inner.version) for directory in row]
+    with contextlib.suppress(FreezeError):  # it has no freezer
+        return next((freezer for freezer in freezers if freezer.is_set()), freezers[-1])
+    return freezers[-1]
+
+
+def wait_until_released(process: Process, patience: Patience) -> None:
+    """Wait until a process runs freely, neither traced nor frozen, or is gone.
 
     Raises:
         FreezeError: if it does not in time.
+        GivenUp: if nobody waits for it any more.
     """
-    wait_until_let_go(process, timeout_s)
-    wait_until_thawed(process, timeout_s)
+    wait_until_let_go(process, patience)
+    wait_until_thawed(process, patience)
 
 
-def wait_until_let_go(process: Process, timeout_s: float | None) -> None:
+def wait_until_let_go(process: Process, patience: Patience) -> None:
     """Wait until no other process traces any thread of a process; as `wait_until_released`."""
     _wait_until(
-        lambda pid: all(tracer_pid(tid) in (0, os.getpid(), None) for tid in thread_ids(pid)), process, timeout_s
+        lambda pid: all(tracer_pid(tid) in (0, os.getpid(), None) for tid in thread_ids(pid)), process, patience
     )
 
 
-def wait_until_thawed(process: Process, timeout_s: float | None) -> None:
+def wait_until_thawed(process: Process, patience: Patience) -> None:
     """Wait until no freezer keeps a process from running; as `wait_until_released`."""
-    _wait_until(lambda pid: not ((freezer := find_freezer(pid)) and freezer.is_frozen()), process, timeout_s)
+    _wait_until(lambda pid: not ((freezer := find_freezer(pid)) and freezer.is_frozen()), process, patience)
 
 
-def _wait_until(is_so: Callable[[int], bool], process: Process, timeout_s: float | None) -> None:
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    pause_s = POLL_S  # longer with time: a container that somebody has paused may stay so for days
-    while process.is_alive() and not is_so(process.pid):
-        if deadline is not None and time.monotonic() >= deadline:
-            raise FreezeError(
-                f"process {process.pid} is still stopped by its engine or tracer after {timeout_s:g} s",
-                hint="let the container run (for instance `podman unpause`), then `ocihook recover`",
-            )
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.1, 0.1)
+def _wait_until(is_so: Callable[[int], bool], process: Process, patience: Patience) -> None:
+    if not patience.until(lambda: not process.is_alive() or is_so(process.pid)):
+        raise FreezeError(
+            f"process {process.pid} is still stopped by its engine or tracer",
+            hint="let the container run (for instance `podman unpause`), then `ocihook recover`",
+        )
 
 
 def memory_headroom_bytes(pid: int) -> int | None:

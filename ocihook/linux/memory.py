@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.workers import WorkerDied, run_forked
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
@@ -37,6 +37,16 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return 0
+
+
+def resident_bytes(init_pid: int) -> int:
+    """Return how much memory a process and its descendants have that is in no file; what they share counts twice."""
+    pages = 0
+    for pid in descendants(init_pid):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            _, resident, of_files, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+            pages += int(resident) - int(of_files)
+    return pages * _PAGE_BYTES
 
 
 class Span(NamedTuple):

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from ocihook.errors import TraceError
 from ocihook.linux.memory import memory_path, read_mappings
-from ocihook.linux.procfs import Process, thread_ids
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 from ocihook.linux.workers import outliving_parent
 
 # linux/ptrace.h, linux/elf.h, linux/wait.h
@@ -305,21 +306,27 @@ def release_all(threads: Iterable[HeldThread]) -> None:
 
 
 @contextlib.contextmanager
-def held(pid: int, *, without: int = 0, waits: bool = True) -> Iterator[list[HeldThread]]:
+def held(
+    pid: int, patience: Patience | None = None, *, without: int = 0, waits: bool = True
+) -> Iterator[list[HeldThread]]:
     """Hold every thread of a process but one, so that its memory changes by nobody else's hand.
+
+    What this process holds already is not touched.
 
     Args:
         pid: of the process.
+        patience: how long to wait until they have stopped; None: as long as it takes.
         without: the thread that goes on.
         waits: until they have stopped, as HeldThread does.
 
     Raises:
         TraceError: if a thread cannot be held; all are let go then.
+        GivenUp: if nobody waits for it any more; likewise.
     """
     threads: dict[int, HeldThread] = {}
     passed = {without}
     try:
-        while new := [tid for tid in thread_ids(pid) if tid not in passed]:
+        while new := [t for t in thread_ids(pid) if t not in passed and tracer_pid(t) != os.getpid()]:
             for tid in new:
                 passed.add(tid)
                 try:
@@ -330,9 +337,11 @@ def held(pid: int, *, without: int = 0, waits: bool = True) -> Iterator[list[Hel
                             f"process {pid} cannot be held: {error}",
                             hint="no debugger or tracer may be attached during a dump",
                         ) from error
-            unsettled = list(threads.values()) if waits else []
-            while unsettled := [thread for thread in unsettled if not thread.has_settled()]:
-                time.sleep(_POLL_S)
+            if waits:
+                (patience or Patience()).until(
+                    lambda: not [thread for thread in threads.values() if not thread.has_settled()],
+                    longest_poll_s=_POLL_S,
+                )
         yield list(threads.values())
     finally:
         release_all(threads.values())

@@ -4,6 +4,7 @@ CRIU's parent is `runc|crun [--root R] checkpoint|restore ... ID`. runc keeps R/
 both name the bundle. All paths are the caller's, so they are read below /proc/<criu>/root.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.errors import IdentificationError
-from ocihook.linux.procfs import command_line, parent_pid
+from ocihook.linux.procfs import Process, command_line, parent_pid
 
 _DEFAULT_ROOTS = {"runc": "/run/runc", "crun": "/run/crun"}
 # Global options that take a value: main.go of runc, crun.c of crun.
@@ -31,6 +32,7 @@ class RuntimeCall:
     container_id: str
     bundle: str  # "" if it is not known
     leave_running: bool
+    cgroup: str = ""  # name of the one that the runtime gave the container; "" if it is not known
 
 
 def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
@@ -69,45 +71,49 @@ def _option(options: Sequence[str], *names: str) -> str:
     return ""
 
 
-def find_runtime_call(criu_pid: int) -> RuntimeCall | None:
-    """Return the call that CRIU serves, with its bundle; None when CRIU was not called by runc or crun."""
+def find_runtime(criu_pid: int) -> Process | None:
+    """Return the runtime that called CRIU; None when it was not called by runc or crun."""
     pid = criu_pid
     for _ in range(_MAX_ANCESTORS):
         pid = parent_pid(pid)
         if pid <= 1:
             return None
-        found = parse_runtime_call(command_line(pid))
-        if found:
-            call, root = found
-            bundle = call.bundle or _bundle_from_state(criu_pid, call, root)
-            if call.verb == "restore" and not bundle:
-                bundle = os.readlink(f"/proc/{pid}/cwd")
-            return RuntimeCall(
-                runtime=call.runtime,
-                verb=call.verb,
-                container_id=call.container_id,
-                bundle=bundle,
-                leave_running=call.leave_running,
-            )
+        if parse_runtime_call(command_line(pid)):
+            return Process.find(pid)
     return None
 
 
-def _bundle_from_state(criu_pid: int, call: RuntimeCall, root: str) -> str:
+def find_runtime_call(criu_pid: int) -> RuntimeCall | None:
+    """Return the call that CRIU serves, with its bundle; None when CRIU was not called by runc or crun."""
+    runtime = find_runtime(criu_pid)
+    found = parse_runtime_call(command_line(runtime.pid)) if runtime else None
+    if runtime is None or found is None:
+        return None
+    call, root = found
+    bundle, cgroup = _state_of(criu_pid, call, root)
+    bundle = call.bundle or bundle
+    if call.verb == "restore" and not bundle:
+        bundle = os.readlink(f"/proc/{runtime.pid}/cwd")
+    return dataclasses.replace(call, bundle=bundle, cgroup=cgroup)
+
+
+def _state_of(criu_pid: int, call: RuntimeCall, root: str) -> tuple[str, str]:
+    """Return bundle and cgroup of a container as its runtime keeps them, "" for what it does not tell."""
     if "/" in call.container_id or call.container_id.startswith("."):
         raise IdentificationError(f"{call.runtime} was called for {call.container_id!r}, which is no container id")
     name = "state.json" if call.runtime == "runc" else "status"
     try:
         state = _read_json(_seen_by(criu_pid, f"{root}/{call.container_id}/{name}"))
     except FileNotFoundError:
-        return ""
+        return "", ""
     if call.runtime == "crun":
-        return str(state.get("bundle", ""))
-    config = state.get("config")
+        return str(state.get("bundle", "")), os.path.basename(str(state.get("cgroup-path", "")))
+    config, paths = state.get("config"), state.get("cgroup_paths")
     labels = config.get("labels") if isinstance(config, Mapping) else None
-    for label in labels or ():
-        if str(label).startswith("bundle="):
-            return str(label).removeprefix("bundle=")
-    return ""
+    labels = [str(label) for label in labels or ()]
+    bundle = next((label.removeprefix("bundle=") for label in labels if label.startswith("bundle=")), "")
+    cgroups = [str(path) for path in paths.values()] if isinstance(paths, Mapping) else []
+    return bundle, os.path.basename(next(filter(None, cgroups), ""))
 
 
 def read_annotations(criu_pid: int, bundle: str) -> dict[str, str]:

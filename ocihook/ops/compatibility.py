@@ -1,10 +1,13 @@
 """What a checkpoint tells of where it was made, and whether it can be restored here: CRIU, processors, GPUs."""
 
+import logging
 import platform
 from collections.abc import Mapping
 
 from ocihook.errors import UnsupportedError
 from ocihook.linux.processor import features
+
+log = logging.getLogger(__name__)
 
 # Of what libraries choose code by at their start, and go on using: a process that misses one dies on SIGILL.
 _CHOSEN_BY = (
@@ -21,6 +24,23 @@ def host_facts(criu: str) -> dict[str, str]:
         "criu": criu,
         "cpu_features": " ".join(sorted(features())),
     }
+
+
+def check_host(host: Mapping[str, str], criu: str) -> None:
+    """Refuse a checkpoint of a machine that this one cannot take the place of; warn where it may not.
+
+    Args:
+        host: where the checkpoint was made.
+        criu: version of this node's CRIU, "" if it is not known.
+
+    Raises:
+        UnsupportedError: naming what differs.
+    """
+    check_machine(host)
+    check_criu(host, criu)
+    missing = missing_features(host)
+    if missing:
+        log.warning("the checkpoint was made on processors that have %s, and these have not", ", ".join(missing))
 
 
 def check_criu(host: Mapping[str, str], here: str) -> None:

@@ -20,7 +20,7 @@ from ocihook.config import load_settings
 from ocihook.criu.images import parse_dump_stats
 from ocihook.errors import OcihookError, UnsupportedError
 from ocihook.ops import demo_workload, history, program
-from ocihook.ops.journal import open_journals
+from ocihook.session.journal import open_journals
 
 PYTHON = "/usr/bin/python3"  # the container sees the node's /usr
 COMMAND_TIMEOUT_S = 120.0

@@ -12,8 +12,8 @@ from pathlib import Path
 from ocihook import wire
 from ocihook.errors import AgentError
 from ocihook.linux.procfs import Process, command_line
-from ocihook.ops.journal import open_journals
-from ocihook.ops.lock import lock_agent
+from ocihook.session.journal import open_journals
+from ocihook.session.lock import lock_agent
 
 _POLL_S = 0.05
 # What runtimes and people start, under the title that CRIU gives itself, too; `criu service` and its like stay.

@@ -11,16 +11,17 @@ import contextlib
 import logging
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from ocihook.criu.explain import Explanation, explain
 from ocihook.errors import CriuError
 from ocihook.linux.descriptors import copy_descriptor, write_at_once
 from ocihook.linux.files import replace_file
-from ocihook.linux.procfs import Process, command_line, parent_pid
-from ocihook.oci.runtime import parse_runtime_call
+from ocihook.linux.procfs import Process
 from ocihook.ops.history import act_of
-from ocihook.ops.journal import Journal
+from ocihook.session.effect import Facts
+from ocihook.session.journal import Journal
 
 LOGS_KEPT = 16
 _HEAD_BYTES, _TAIL_BYTES = 64 << 10, 192 << 10
@@ -29,17 +30,23 @@ _STDERR = 2
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FailureFacts(Facts):
+    """Why CRIU failed."""
+
+    failure: dict[str, str] | None = None  # name, what, remedy; where its log is kept
+
+
 class Attempt:
     """One dump or restore that CRIU is at, as long as it lasts."""
 
-    def __init__(self, criu: Process) -> None:
+    def __init__(self, criu: Process, runtime: Process | None) -> None:
         self._log = _open_log(criu.pid)
-        self.runtime = -1  # pidfd of the runtime that called CRIU, if one did
+        found = runtime.open() if runtime else None  # none: somebody's own `criu dump`
+        self.runtime = -1 if found is None else found  # pidfd
         self._stderr = -1
-        caller = parent_pid(criu.pid)
-        if parse_runtime_call(command_line(caller)):  # else it is somebody's own `criu dump`
+        if self.runtime >= 0:
             with contextlib.suppress(OSError):
-                self.runtime = os.pidfd_open(caller)
                 self._stderr = copy_descriptor(self.runtime, _STDERR)
 
     def tell(self, message: str) -> None:
@@ -116,4 +123,4 @@ def record_failure(journal: Journal, explanation: Explanation, kept: str) -> Non
     """Put a failure into the journal: its cause, and where CRIU's log is kept."""
     if explanation.name != "ocihook":  # else our own error is there
         journal.note_error(CriuError(explanation.what, cause=explanation.name, hint=explanation.remedy), "failed")
-    journal.note(failure={**explanation._asdict(), "log": kept})
+    journal.note(FailureFacts(failure={**explanation._asdict(), "log": kept}))

@@ -21,7 +21,7 @@ from ocihook.linux.memory import Span, anonymous_spans, prefault, subtract
 from ocihook.linux.procfs import Process, descendants, thread_ids
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
 from ocihook.linux.workers import call_each, start_call
-from ocihook.ops.spans import Spans, measured
+from ocihook.session.spans import Spans, measured
 
 CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
 COPY_TIMEOUT_S = 1800.0  # for what moves all memory of the GPUs, at 1 GiB/s and less

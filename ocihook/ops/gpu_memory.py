@@ -19,7 +19,7 @@ from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.ops.gpu import COPY_TIMEOUT_S, CheckpointedProcess
 from ocihook.ops.image_set import open_packs
-from ocihook.ops.spans import Spans, measured, opener
+from ocihook.session.spans import Spans, measured, opener
 from ocihook.store.manifest import REGION_PACK_PREFIX, Manifest, Region, read_manifest, write_manifest
 from ocihook.store.packing import Progress, Source, no_progress, pack
 

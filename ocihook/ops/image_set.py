@@ -17,6 +17,7 @@ from ocihook import __version__
 from ocihook.criu.images import check_page_images, check_page_sizes, page_images, read_pagemaps
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
 from ocihook.linux.files import sync_directory
+from ocihook.linux.memory import available_bytes
 from ocihook.model import ContainerRef
 from ocihook.store.manifest import (
     MANIFEST_NAME,
@@ -32,6 +33,7 @@ from ocihook.store.manifest import (
 )
 from ocihook.store.pack import PackFile, PackInfo
 from ocihook.store.packing import Packs, Progress, no_progress, pack_images
+from ocihook.store.stored import StoredRegion
 from ocihook.store.thin import THIN_NAME
 
 _SPACE_MARGIN_BYTES = 16 << 20
@@ -252,6 +254,14 @@ def rehydrate_image_set(
 def region_bytes(manifest: Manifest) -> int:
     """Return how many bytes of memory went past CRIU, at least: as they are stored, without zero pages."""
     return sum(pack.size_bytes for pack in manifest.packs if pack.name.startswith(REGION_PACK_PREFIX))
+
+
+def is_read_twice(regions: Iterable[Region | StoredRegion]) -> bool:
+    """Tell whether moved memory is verified before there are processes to write it into, and not only on its way there.
+
+    It is where the packs stay in memory until then, beside the processes: all of it is read from the disk once.
+    """
+    return available_bytes() >= 2 * sum(region.size_bytes for region in regions)
 
 
 def dehydrate(directory: Path, names: Iterable[str]) -> None:

@@ -3,27 +3,28 @@
 import contextlib
 import logging
 import os
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from ocihook import __version__, wire
-from ocihook.criu.images import check_page_images
-from ocihook.linux.files import identity, same_directory, sync_directory
+from ocihook.errors import StoreFull
+from ocihook.linux.files import sync_directory
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
 from ocihook.model import ContainerRef
-from ocihook.ops.image_set import MovedRegions, discard_packs, list_other_images, list_packable
-from ocihook.ops.journal import Journal
-from ocihook.store.domain import new_checkpoint_id
+from ocihook.ops.image_set import MovedRegions, list_other_images
+from ocihook.store.cipher import seal
+from ocihook.store.domain import lineage, new_checkpoint_id
 from ocihook.store.manifest import Manifest, write_manifest
 from ocihook.store.pending import Job, directory_of, this_boot, write_job
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin, write_thin
 
-EFFECT = "staging"
 _TABLES_BYTES = 64 << 20  # what a place in memory needs beside the content of packs, with a 64th of that
+_MARGIN_BYTES = 64 << 20
 STAGED_NAME = "ocihook.staged"  # in an image directory: memory was moved that the directory does not have; for the hook
 NODE_DOMAIN = "_node"  # of containers that are in no pod; no namespace can have this name
 
@@ -40,15 +41,45 @@ def pins_of(checkpoint_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> P
     return runtime_dir / "staged" / checkpoint_id
 
 
-def begin(journal: Journal, container: ContainerRef, image_dir: str, directory: Path, *, store: Store) -> Path:
-    """Make a place in the store for what a dump will bring; return it. The journal has an effect that removes it.
+def check_can_store(store: Store, container: ContainerRef, size_bytes: int) -> None:
+    """Check before a dump that its memory can go into the store: its directory, its keys, and room.
 
     Args:
-        journal: gets the effect.
-        container: whose dump it is.
-        image_dir: the image directory as the journal is to name it.
-        directory: the same.
-        store: where it goes.
+        store: where it is to go.
+        container: whose it is.
+        size_bytes: of its memory. Of a container that has a checkpoint there, as much room as that took will do.
+
+    Raises:
+        OcihookError: if the store cannot take it.
+        OSError: from the file system.
+    """
+    domain = store.open(domain_name(container), create=True)
+    _ = domain.page_ids  # which the domain's key is needed for
+    if domain.is_encrypted:
+        seal(domain.keyring, "probe", b"")  # with the newest
+    space = os.statvfs(domain.packs_dir)
+    free = space.f_bavail * space.f_frsize
+    before = [m for m in domain.checkpoints() if lineage(m.container) == lineage(container)]
+    need = min(size_bytes, before[-1].added_bytes) if before else size_bytes
+    if free < need + _MARGIN_BYTES:
+        raise StoreFull(
+            f"the store in {store.root} has {free} bytes free, and the container {need} bytes of memory",
+            hint="free space there, or remove checkpoints by `ocihook store prune`",
+        )
+    with tempfile.TemporaryFile(dir=domain.pending_dir):
+        pass  # it can be written to
+
+
+class Place(NamedTuple):
+    """Where a dump's memory goes on its way into a store."""
+
+    pending: Path  # of the checkpoint, in its domain
+    pins: Path  # of what another file system has
+    domain: str
+
+
+def choose_place(container: ContainerRef, store: Store) -> Place:
+    """Return a place in the store for what a dump will bring; it is not made yet.
 
     Raises:
         OcihookError: if the store cannot be used.
@@ -56,16 +87,12 @@ def begin(journal: Journal, container: ContainerRef, image_dir: str, directory: 
     """
     domain = store.open(domain_name(container), create=True)
     checkpoint_id = new_checkpoint_id()
-    pending = directory_of(domain, checkpoint_id)
-    facts = {"pending": str(pending), "pins": str(pins_of(checkpoint_id)), "domain": domain.name}
-    journal.push(EFFECT, directory=image_dir, identity=identity(directory), names=[], **facts)
-    journal.note(staged_as=checkpoint_id)
-    pending.mkdir(mode=0o700)
-    return pending
+    return Place(directory_of(domain, checkpoint_id), pins_of(checkpoint_id), domain.name)
 
 
-def stage(
-    journal: Journal,
+def stage(  # noqa: PLR0913 - what is taken from where, and how
+    place: Place,
+    names: Sequence[str],
     container: ContainerRef,
     directory: Path,
     *,
@@ -74,34 +101,24 @@ def stage(
     durable: bool,
     moved: MovedRegions | None = None,
     is_pushed: bool = False,
-) -> Job | None:
-    """Take the page images out of `directory`, leaving a record of where they went; None if there are none.
+) -> Job:
+    """Take page images out of `directory`, leaving a record of where they went.
 
     Args:
-        journal: of the dump that has begun; its effect is ended.
+        place: that was made for them.
+        names: of the page images.
         container: whose they are.
         directory: an image set that CRIU has finished.
         store: where it goes.
         host: recorded.
         durable: return only when the page images are on stable storage: of a container that is about to be killed.
-        moved: memory that went into packs at the place made by `begin`; the checkpoint is complete only with it.
+        moved: memory that went into packs at the place; the checkpoint is complete only with it.
         is_pushed: to the remote, once it is complete.
 
     Raises:
-        ImageError: if CRIU's images are incomplete.
         OSError: from the file system, a full one included.
     """
-    effect = journal.effect(EFFECT)
-    assert effect is not None
-    check_page_images(directory)
-    discard_packs(directory)
-    names = list_packable(directory)
-    pending = Path(effect["pending"])
-    if not names and moved is None:
-        finish_staging(effect)
-        journal.pop(EFFECT)
-        return None
-    journal.amend(EFFECT, names=names)
+    pending = place.pending
     taken = {name: _take(directory / name, pending) for name in names}
     if moved is not None:
         write_manifest(pending, _only_regions(moved, container), durable=durable)
@@ -122,16 +139,15 @@ def stage(
         is_pushed=is_pushed,
         boot_id="" if durable and is_linked else this_boot(),
     )
-    write_job(store.open(effect["domain"]), job, durable=durable)
-    write_thin(directory, Thin(effect["domain"], job.id), durable=durable)
+    write_job(store.open(place.domain), job, durable=durable)
+    write_thin(directory, Thin(place.domain, job.id), durable=durable)
     for name in (*names, STAGED_NAME):
         (directory / name).unlink(missing_ok=True)
-    journal.pop(EFFECT)
     return job
 
 
 def stage_in_memory(pending: Path, size_bytes: int, bound_bytes: int) -> bool:
-    """Have what comes to a place made by `begin` stay in memory, if that fits; tell whether it does.
+    """Have what comes to a place stay in memory, if that fits; tell whether it does.
 
     One dump at a time takes memory, and only so much that as much again is left to the node. What is there is lost
     with the node's power, so it is for containers that run on.
@@ -185,17 +201,21 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def finish_staging(effect: Mapping[str, Any]) -> None:
-    """Bring into order what was interrupted: complete it, or take it back. May run any time."""
-    pending = Path(effect["pending"])
-    directory = same_directory(Path(effect["directory"]), effect["identity"])
+def finish_staging(place: Place, names: Sequence[str], directory: Path | None) -> None:
+    """Bring into order what was interrupted: complete it, or take it back. May run any time.
+
+    Args:
+        place: that was made, or was to be.
+        names: of the page images that were taken out of the directory, or were to be.
+        directory: of the image set; None if it is gone.
+    """
     thin = read_thin(directory) if directory else None
-    is_committed = thin is not None and thin.checkpoint_id == pending.name
-    for name in (*effect["names"], STAGED_NAME) if is_committed else (STAGED_NAME,):
+    is_committed = thin is not None and thin.checkpoint_id == place.pending.name
+    for name in (*names, STAGED_NAME) if is_committed else (STAGED_NAME,):
         if directory:
             (directory / name).unlink(missing_ok=True)
     if not is_committed:
-        discard_staged(pending, Path(effect["pins"]))
+        discard_staged(place.pending, place.pins)
 
 
 def discard_staged(pending: Path, pins: Path) -> None:

@@ -5,16 +5,27 @@ import logging
 import os
 import stat
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ocihook.criu.images import parse_dump_stats, parse_restore_stats
 from ocihook.errors import ImageError
 from ocihook.ops.history import act_of
-from ocihook.ops.journal import Journal
+from ocihook.session.effect import Facts
+from ocihook.session.journal import Journal
 
 _MAX_BYTES = 1 << 16  # some dozens, really
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriuFacts(Facts):
+    """What CRIU measured itself."""
+
+    criu_ended: float | None = None  # seconds since 1970
+    criu_statistics: dict[str, int] | None = None  # microseconds of its parts
+    criu_pages: int | None = None  # written or restored
 
 
 def open_work_directory(criu_pid: int) -> int | None:
@@ -29,20 +40,20 @@ def open_work_directory(criu_pid: int) -> int | None:
 
 def note_statistics(journal: Journal, work_directory: int | None) -> None:
     """Record when CRIU ended and, if it came to its end, its statistics; then close the directory."""
-    facts: dict[str, Any] = {"criu_ended": time.time()}
+    facts, ended = CriuFacts(), time.time()
     if work_directory is not None:
         try:
-            facts |= _read(journal.to_json(), work_directory)
+            facts = _read(journal.to_json(), work_directory)
         except FileNotFoundError:  # of a dump or restore that failed
             pass
         except (OSError, ImageError) as error:
             log.warning("session %s: CRIU's statistics: %s", journal.session_id, error)
         finally:
             os.close(work_directory)
-    journal.note(**facts)
+    journal.note(replace(facts, criu_ended=ended))
 
 
-def _read(session: dict[str, Any], work_directory: int) -> dict[str, Any]:
+def _read(session: dict[str, Any], work_directory: int) -> CriuFacts:
     act = act_of(session)
     fd = os.open(f"stats-{act}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=work_directory)
     with open(fd, "rb") as file:
@@ -54,7 +65,7 @@ def _read(session: dict[str, Any], work_directory: int) -> dict[str, Any]:
         dump = parse_dump_stats(data)
         times = {"freezing": dump.freezing_us, "frozen": dump.frozen_us}
         times |= {"memdump": dump.memdump_us, "memwrite": dump.memwrite_us}
-        return {"criu_statistics": times, "criu_pages": dump.pages_written}
+        return CriuFacts(criu_statistics=times, criu_pages=dump.pages_written)
     restore = parse_restore_stats(data)
     times = {"forking": restore.forking_us, "restore": restore.restore_us}
-    return {"criu_statistics": times, "criu_pages": restore.pages_restored}
+    return CriuFacts(criu_statistics=times, criu_pages=restore.pages_restored)

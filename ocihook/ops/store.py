@@ -20,8 +20,8 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
 from ocihook.ops.image_set import list_other_images, list_packable, open_packs
-from ocihook.ops.spans import Spans, opener
 from ocihook.ops.staging import discard_staged, domain_name, pins_of
+from ocihook.session.spans import Spans, opener
 from ocihook.store import rewrite, upkeep
 from ocihook.store import verify as check
 from ocihook.store.assemble import StoredPages, Target, assemble

@@ -138,7 +138,7 @@ def _processes(record: Mapping[str, Any]) -> Iterator[Bar]:
     facts, spans = record["facts"], record.get("spans", [])
     names = {pid: name for name, pid in facts.get("pids", {}).items()}
     targets = dict(facts.get("gpu_map", ()))
-    held: Mapping[str, Mapping[str, int]] = facts.get("gpu", {}).get("held", {})
+    held: Mapping[str, Mapping[str, int]] = (facts.get("gpu") or {}).get("held", {})
     per_gpu: list[Bar] = []
     for pid in dict.fromkeys(span["pid"] for span in spans):
         name = names.get(pid, "")

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from integration.journals import last_session
 from integration.namespace import wait_for
 from integration.podman.engine import IMAGE, Podman
-from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
-from ocihook.ops.journal import Journal
-from ocihook.ops.staging import begin, stage
+from ocihook.ops.image_set import list_packable
+from ocihook.ops.staging import choose_place, stage
 from ocihook.ops.store import complete, rehydrate_stored
 from ocihook.store.domain import Domain
 from ocihook.store.store import Store
@@ -39,14 +38,10 @@ class OurStore:
 
     def put(self) -> None:
         """Take it and complete the checkpoint."""
-        criu = Process.find(os.getpid())
-        assert criu is not None
-        journal = Journal.create(self._root / "run", criu)
-        store = self._root / "store"
-        begin(journal, ContainerRef(id="c"), str(self._images), self._images, store=Store(store))
-        job = stage(journal, ContainerRef(id="c"), self._images, store=Store(store), host={}, durable=False)
-        assert job is not None
-        journal.finish()
+        store, container = Store(self._root / "store"), ContainerRef(id="c")
+        place = choose_place(container, store)
+        place.pending.mkdir()
+        job = stage(place, list_packable(self._images), container, self._images, store=store, host={}, durable=False)
         assert complete(self.domain, job.id, workers=self._workers)
         shutil.rmtree(self._images)
 

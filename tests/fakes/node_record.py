@@ -1,15 +1,13 @@
 """A node with a history and a store in which everything has happened once, for what tells of them."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from ocihook.config import Settings
-from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
-from ocihook.ops.journal import Journal
-from ocihook.ops.staging import begin, stage
+from ocihook.ops.image_set import list_packable
+from ocihook.ops.staging import choose_place, stage
 from ocihook.ops.store import complete
 from ocihook.store.domain import Domain
 from ocihook.store.pending import directory_of
@@ -60,12 +58,8 @@ def make_node(root: Path) -> Settings:
 def _take(root: Path) -> str:
     images = root / "images"
     make_image_set(images, {1: mixed_pages(PAGES)})
-    criu = Process.find(os.getpid())
-    assert criu is not None
-    journal = Journal.create(root / "run", criu)
     container = ContainerRef(id="ab" * 32, name="c", pod_name="p", pod_namespace="ml")
-    begin(journal, container, str(images), images, store=Store(root / "store"))
-    job = stage(journal, container, images, store=Store(root / "store"), host={}, durable=False)
-    assert job is not None
-    journal.finish()
-    return job.id
+    store = Store(root / "store")
+    place = choose_place(container, store)
+    place.pending.mkdir()
+    return stage(place, list_packable(images), container, images, store=store, host={}, durable=False).id

@@ -15,7 +15,8 @@ from ocihook.ops import criu_files
 from ocihook.ops.doctor import machine, node, run
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.run import check_node, repair, run_check
-from ocihook.ops.journal import Journal
+from ocihook.session.journal import Journal
+from ocihook.stages.recover import recover
 
 
 @pytest.fixture
@@ -506,7 +507,7 @@ def test_a_session_left_behind_is_repaired(tmp_path: Path) -> None:
     Journal.create(tmp_path, Process(os.getpid(), 1))  # of an earlier process with this pid
     findings = [finding for finding in node._check_sessions(tmp_path) if finding.check == "sessions"]
     assert [(finding.remedy, finding.repair) for finding in findings] == [("ocihook recover", Repair.RECOVER)]
-    (done,) = repair(findings, root=tmp_path, runtime_dir=tmp_path)
+    (done,) = repair(findings, lambda: map(str, recover(tmp_path)), root=tmp_path)
     assert done.endswith("undone: nothing was left")
     assert [finding for finding in node._check_sessions(tmp_path) if finding.check == "sessions"] == []
 
@@ -514,12 +515,12 @@ def test_a_session_left_behind_is_repaired(tmp_path: Path) -> None:
 def test_an_installation_is_repaired_and_nothing_else(tmp_path: Path) -> None:
     missing = Finding("installation", Status.FAIL, "", "ocihook install", Repair.INSTALL)
     other = Finding("huge pages", Status.WARN, "", "echo madvise")
-    assert repair([other], root=tmp_path, runtime_dir=tmp_path) == []
+    assert repair([other], list, root=tmp_path) == []
     assert list(tmp_path.iterdir()) == []
-    done = repair([missing, missing, other], root=tmp_path, runtime_dir=tmp_path)
+    done = repair([missing, missing, other], list, root=tmp_path)
     assert f"wrote {tmp_path}/etc/criu/runc.conf" in done
     assert b"action-script" in (tmp_path / "etc/criu/runc.conf").read_bytes()
-    assert repair([missing], root=tmp_path, runtime_dir=tmp_path) == []
+    assert repair([missing], list, root=tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ocihook.criu.explain import explain
 from ocihook.linux.procfs import Process
 from ocihook.ops import failure, history
 from ocihook.ops.failure import Attempt, keep_log, message_of, record_failure
-from ocihook.ops.journal import Journal
+from ocihook.session.journal import Journal
 
 LOG = Path(__file__).parents[1] / "data/criu-logs/dump-flock.log"
 # A runtime whose child has CRIU's log open, as its arguments would have it: `runc checkpoint c`.
@@ -57,7 +57,7 @@ def criu_of(runtime: subprocess.Popen[str]) -> Process:
 
 def test_a_log_is_read_though_it_was_removed(runtime: subprocess.Popen[str], tmp_path: Path) -> None:
     criu = criu_of(runtime)
-    attempt = Attempt(criu)
+    attempt = Attempt(criu, Process.find(runtime.pid))
     assert attempt.explain() == (None, "")
     (tmp_path / "dump.log").write_text(LOG.read_text())
     (tmp_path / "dump.log").unlink()
@@ -71,7 +71,7 @@ def test_a_log_is_read_though_it_was_removed(runtime: subprocess.Popen[str], tmp
 
 def test_engine_is_told_once_and_not_held_up(runtime: subprocess.Popen[str]) -> None:
     """Who reads the runtime's errors to their end gets one line, and comes to the end."""
-    attempt = Attempt(criu_of(runtime))
+    attempt = Attempt(criu_of(runtime), Process.find(runtime.pid))
     attempt.tell("the reason")
     attempt.tell("the reason, again")
     os.killpg(runtime.pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_engine_is_told_once_and_not_held_up(runtime: subprocess.Popen[str]) -> 
 
 
 def test_runtime_is_let_go_when_nothing_is_to_be_said(runtime: subprocess.Popen[str]) -> None:
-    attempt = Attempt(criu_of(runtime))
+    attempt = Attempt(criu_of(runtime), Process.find(runtime.pid))
     assert attempt.runtime >= 0
     attempt.let_go()
     os.killpg(runtime.pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_runtime_is_let_go_when_nothing_is_to_be_said(runtime: subprocess.Popen[
 def test_nobody_is_told_whose_dump_is_no_runtimes() -> None:
     process = Process.find(os.getpid())
     assert process is not None
-    attempt = Attempt(process)
+    attempt = Attempt(process, None)
     assert attempt.runtime == -1
     attempt.tell("the reason")
     attempt.close()
@@ -123,7 +123,7 @@ def test_logs_that_are_kept_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_of_a_long_log_both_ends_are_kept(runtime: subprocess.Popen[str], tmp_path: Path) -> None:
-    attempt = Attempt(criu_of(runtime))
+    attempt = Attempt(criu_of(runtime), Process.find(runtime.pid))
     middle = "(00.1) a line\n" * 40_000
     (tmp_path / "dump.log").write_text(f"begin\n{middle}{LOG.read_text()}")
     explanation, text = attempt.explain()

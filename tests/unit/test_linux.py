@@ -12,8 +12,9 @@ import pytest
 from ocihook.errors import FreezeError, QuiesceError
 from ocihook.linux.cgroup import Freezer, find_freezer
 from ocihook.linux.open_files import resolve_inside
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, has_ended, parent_pid, tracer_pid
-from ocihook.ops.quiesce import ask_to_quiesce
+from ocihook.stages.quiesce import ask_to_quiesce
 
 
 @pytest.fixture
@@ -99,18 +100,18 @@ def test_thaw_and_freeze_again(cgroup: Path) -> None:
         (cgroup / "cgroup.procs").write_text(str(child.pid))
         freezer = Freezer(cgroup, version)
         assert not freezer.is_frozen()
-        freezer.freeze(5)
+        freezer.freeze(Patience())
         assert freezer.is_frozen()
         assert find_freezer(child.pid) == freezer
-        freezer.freeze(5)
-        freezer.thaw(5)
+        freezer.freeze(Patience())
+        freezer.thaw(Patience())
         assert not freezer.is_frozen()
 
-        Freezer(cgroup.parent, version).freeze(5)
+        Freezer(cgroup.parent, version).freeze(Patience())
         assert freezer.is_frozen()
         with pytest.raises(FreezeError, match=rf"is frozen by its ancestor {cgroup.parent}, which is not ours"):
-            freezer.thaw(1)
-        Freezer(cgroup.parent, version).thaw(5)
+            freezer.thaw(Patience())
+        Freezer(cgroup.parent, version).thaw(Patience())
         assert not freezer.is_frozen()
     finally:
         child.kill()
@@ -120,7 +121,8 @@ def test_thaw_and_freeze_again(cgroup: Path) -> None:
 def test_a_cgroup_that_is_gone() -> None:
     for version in (1, 2):
         with pytest.raises(FreezeError, match="cannot be"):
-            Freezer(Path("/sys/fs/cgroup/no-such-group"), version).thaw(1)
+            Freezer(Path("/sys/fs/cgroup/no-such-group"), version).freeze(Patience())
+        Freezer(Path("/sys/fs/cgroup/no-such-group"), version).thaw(Patience())  # it holds nobody
     assert find_freezer(1 << 22) is None
 
 
@@ -155,28 +157,28 @@ def found(process: subprocess.Popen[str]) -> Process:
 
 
 def test_an_application_quiesces_each_time_it_is_asked(application: subprocess.Popen[str], ack: Path) -> None:
-    assert ask_to_quiesce(found(application), signal_name="USR1", ack=str(ack), timeout_s=10) < 10
+    ask_to_quiesce(found(application), Patience(), signal_name="USR1", ack=str(ack))
     first = ack.stat().st_mtime_ns
     # The file is there already: only touching it anew counts.
-    ask_to_quiesce(found(application), signal_name="USR1", ack=str(ack), timeout_s=10)
+    ask_to_quiesce(found(application), Patience(), signal_name="USR1", ack=str(ack))
     assert ack.stat().st_mtime_ns > first
 
 
 def test_silence_death_and_absence(application: subprocess.Popen[str], ack: Path) -> None:
     process = found(application)
     with pytest.raises(QuiesceError, match=r"did not create or touch /nowhere/ack within 0.2 s of SIGUSR1"):
-        ask_to_quiesce(process, signal_name="USR1", ack="/nowhere/ack", timeout_s=0.2)
+        ask_to_quiesce(process, Patience(timeout_s=0.2), signal_name="USR1", ack="/nowhere/ack")
     with pytest.raises(QuiesceError, match="ended on SIGUSR2"):
-        ask_to_quiesce(process, signal_name="USR2", ack="/nowhere/ack", timeout_s=10)
+        ask_to_quiesce(process, Patience(), signal_name="USR2", ack="/nowhere/ack")
     application.wait(10)
     with pytest.raises(QuiesceError, match="ended before it could be quiesced"):
-        ask_to_quiesce(process, signal_name="USR1", ack=str(ack), timeout_s=10)
+        ask_to_quiesce(process, Patience(), signal_name="USR1", ack=str(ack))
 
 
 def test_links_of_a_container_lead_nowhere(application: subprocess.Popen[str], ack: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(QuiesceError, match="did not create or touch"):
-        ask_to_quiesce(found(application), signal_name="USR1", ack=f"{tmp_path}/link/ack", timeout_s=0.3)
+        ask_to_quiesce(found(application), Patience(timeout_s=0.3), signal_name="USR1", ack=f"{tmp_path}/link/ack")
 
 
 @pytest.mark.parametrize(

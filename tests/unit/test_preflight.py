@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from ocihook.config import Policy, Settings
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
 from ocihook.errors import PreflightError
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.ops import restore
-from ocihook.ops.journal import Journal
 from ocihook.ops.preflight import Situation, driver_major, refusals, restore_refusals
+from ocihook.session.journal import Journal
+from ocihook.stages import gpu_restore
+from ocihook.stages.participant import CallFacts, Restore
 
 RECORDED = Path(__file__).parents[2] / "integration/gpu/results/driver-limits-580.json"
 GIB = 1 << 30
@@ -70,13 +73,21 @@ def test_a_restore_without_room_is_refused(
 ) -> None:
     process = Process.find(os.getpid())
     assert process is not None
-    journal = Journal.create(tmp_path, process)
-    monkeypatch.setattr(restore, "available_bytes", lambda: GIB)
-    restore.check_memory(journal, GIB, process.pid)
+    restore = Restore(
+        journal=Journal.create(tmp_path, process),
+        patience=Patience(),
+        criu_pid=process.pid,
+        init_pid=0,
+        image_dir="",
+        directory=tmp_path,
+        settings=Settings(),
+    )
+    monkeypatch.setattr(gpu_restore, "available_bytes", lambda: GIB)
+    gpu_restore.check_memory(restore, GIB)
     with pytest.raises(PreflightError, match="free memory on the node"):
-        restore.check_memory(journal, 1 << 50, process.pid)
-    journal.note(policy={"gpu_preflight": "warn"})
-    restore.check_memory(journal, 1 << 50, process.pid)
+        gpu_restore.check_memory(restore, 1 << 50)
+    restore.journal.note(CallFacts(policy=Policy(gpu_preflight="warn")))
+    gpu_restore.check_memory(restore, 1 << 50)
     assert "free memory on the node" in caplog.text
 
 

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -12,12 +14,17 @@ from ocihook import wire
 from ocihook.agent.session import Session
 from ocihook.config import Policy, Settings
 from ocihook.errors import ConfigError, OcihookError
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import RuntimeCall
-from ocihook.ops import dump, history, restore, undo
+from ocihook.ops import history
 from ocihook.ops.image_set import pack_image_set, verify_image_set
-from ocihook.ops.journal import Journal, open_journals
-from ocihook.ops.recover import recover
+from ocihook.session.effect import Effect
+from ocihook.session.journal import Journal, open_journals
+from ocihook.session.undo import undo_all
+from ocihook.stages import dump, page_images, restore
+from ocihook.stages.page_images import Rehydrated
+from ocihook.stages.recover import recover
 from tests.fakes.images import make_image_set, mixed_pages
 
 MEMORY = {1: mixed_pages(200), 3: mixed_pages(30, seed=4)}
@@ -38,7 +45,6 @@ class Node:
             monkeypatch.setattr(module, "find_runtime_call", lambda _pid: call)
         monkeypatch.setattr(dump, "read_annotations", lambda _pid, _bundle: self.annotations)
         monkeypatch.setattr(dump, "criu_version", lambda _pid: "4.1.1")
-        monkeypatch.setattr(restore, "criu_version", lambda _pid: "4.1.1")
         criu = Process.find(os.getpid())
         assert criu is not None
         self.journal = Journal.create(self.runtime_dir, criu)
@@ -78,7 +84,7 @@ def test_a_dump_and_a_restore(node: Node) -> None:
     assert not list(node.directory.glob("pages-*"))
     status, message = node.stage("pre-restore")
     assert (status, message) == (0, "container efefefefefef: verified and unpacked 942080 bytes of memory")
-    assert [effect["kind"] for effect in node.journal.effects] == ["rehydrated"]
+    assert [type(effect) for effect in node.journal.effects] == [Rehydrated]
     assert (node.directory / "pages-1.img").read_bytes() == MEMORY[1]
     node.session.finish()
     assert not list(node.directory.glob("pages-*"))
@@ -91,7 +97,7 @@ def test_a_dump_and_a_restore(node: Node) -> None:
 def test_the_same_stage_gets_the_same_verdict_and_is_done_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.stage("pre-dump")
     first = node.stage("post-dump")
-    monkeypatch.setattr(dump, "pack_image_set", fail_with(AssertionError("again")))
+    monkeypatch.setattr(page_images, "pack_image_set", fail_with(AssertionError("again")))
     assert node.stage("post-dump") == first
     node.reload()
     assert node.stage("post-dump") == first
@@ -116,7 +122,7 @@ def test_errors_say_what_and_who_and_what_now(node: Node, monkeypatch: pytest.Mo
         "pre-dump of container efefefefefef: annotation ocihook.io/mode: mode must be one of 'inline', 'store', 'off', "
         "not 'fast'. The dump is refused, the container runs on"
     )
-    monkeypatch.setattr(restore, "rehydrate_image_set", fail_with(OSError(5, "Input/output error", "pages-1.img")))
+    monkeypatch.setattr(page_images, "rehydrate_image_set", fail_with(OSError(5, "Input/output error", "pages-1.img")))
     status, message = node.stage("pre-restore")
     assert status == 1
     assert message.endswith("Input/output error: 'pages-1.img'. The restore is refused, nothing was started")
@@ -132,7 +138,7 @@ def test_a_defect_is_a_veto_that_says_so(node: Node, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("on_pack_error", ["keep", "fail"])
 def test_packing_that_fails_follows_the_policy(node: Node, monkeypatch: pytest.MonkeyPatch, on_pack_error: str) -> None:
     node.policy = dataclasses.replace(node.policy, on_pack_error=on_pack_error)
-    monkeypatch.setattr(dump, "pack_image_set", fail_with(OcihookError("no luck")))
+    monkeypatch.setattr(page_images, "pack_image_set", fail_with(OcihookError("no luck")))
     node.stage("pre-dump")
     status, message = node.stage("post-dump")
     assert status == (1 if on_pack_error == "fail" else 0)
@@ -168,9 +174,9 @@ def test_images_of_a_newer_criu_are_refused(
     node: Node, monkeypatch: pytest.MonkeyPatch, there: str, here: str, status: int
 ) -> None:
     monkeypatch.setattr(dump, "criu_version", lambda _pid: there)
-    monkeypatch.setattr(restore, "criu_version", lambda _pid: here)
     node.stage("pre-dump")
     node.stage("post-dump")
+    monkeypatch.setattr(dump, "criu_version", lambda _pid: here)
     verdict, message = node.stage("pre-restore")
     assert verdict == status
     if status:
@@ -195,10 +201,10 @@ def test_interrupted_packing_begins_again_or_is_complete(
             (directory / "ocihook-0.pack").write_bytes(b"half")
         raise Killed
 
-    monkeypatch.setattr(dump, "pack_image_set", killed)
+    monkeypatch.setattr(page_images, "pack_image_set", killed)
     with pytest.raises(Killed):
         node.stage("post-dump")
-    monkeypatch.setattr(dump, "pack_image_set", real if not commit else fail_with(AssertionError("again")))
+    monkeypatch.setattr(page_images, "pack_image_set", real if not commit else fail_with(AssertionError("again")))
     node.reload()
     status, message = node.stage("post-dump")
     assert status == 0
@@ -232,7 +238,7 @@ def test_recover_undoes_sessions_of_the_dead_only(node: Node) -> None:
     assert [r.outcome for r in recover(node.runtime_dir)] == ["running"]
     assert list(node.directory.glob("pages-*"))
     node.journal._data["criu"][1] += 1  # now it is another process with the same pid
-    node.journal._write()
+    node.journal.save()
     (recovery,) = recover(node.runtime_dir)
     assert (recovery.outcome, recovery.detail) == ("undone", "rehydrated")
     assert not list(node.directory.glob("pages-*"))
@@ -261,21 +267,23 @@ def test_a_journal_that_cannot_be_read_is_left_for_a_person(tmp_path: Path, cont
     assert path.read_text() == content
 
 
-def test_effects_are_undone_newest_first_and_forgotten_one_by_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    undone: list[int] = []
+@dataclass(kw_only=True)
+class Numbered(Effect, kind="test"):
+    number: int
+    undone: ClassVar[list[int]] = []
 
-    def inverse(effect: dict[str, int], *_: object) -> None:
-        if effect["number"] == 1 and not undone.count(1):
-            undone.append(1)
+    def undo(self, _journal: Journal, _patience: Patience) -> None:
+        self.undone.append(self.number)
+        if self.undone == [2, 1]:
             raise OSError(5, "Input/output error")
-        undone.append(effect["number"])
 
-    monkeypatch.setattr(undo, "_INVERSES", {"test": inverse})
+
+def test_effects_are_undone_newest_first_and_forgotten_one_by_one(node: Node) -> None:
     for number in range(3):
-        node.journal.push("test", number=number)
+        node.journal.add(Numbered(number=number))
     with pytest.raises(OcihookError, match="could not be undone"):
-        undo.undo_all(node.journal)
+        undo_all(node.journal, Patience())
     assert [effect["number"] for effect in json.loads(node.journal.path.read_text())["effects"]] == [0, 1]
-    undo.undo_all(node.journal)
-    assert undone == [2, 1, 1, 0]
+    undo_all(node.reload(), Patience())
+    assert Numbered.undone == [2, 1, 1, 0]
     assert node.journal.effects == []

@@ -11,13 +11,16 @@ from typing import Any, NoReturn
 
 import pytest
 
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import store as ops
-from ocihook.ops.journal import Journal
+from ocihook.ops.image_set import list_packable
 from ocihook.ops.prune import Keep, prune
-from ocihook.ops.staging import begin, stage
-from ocihook.ops.undo import undo_all
+from ocihook.ops.staging import stage
+from ocihook.session.journal import Journal
+from ocihook.session.undo import undo_all
+from ocihook.stages.stored_pages import begin
 from ocihook.store.cipher import NO_KEYS, KeySource
 from ocihook.store.domain import Domain
 from ocihook.store.identity import ID_BYTES
@@ -114,8 +117,11 @@ class Node:
         self.take(Journal.create(self.root / "run", criu))
 
     def take(self, journal: Journal) -> None:
-        begin(journal, CONTAINER, str(self.images), self.images, store=self.store)
-        stage(journal, CONTAINER, self.images, store=self.store, host={}, durable=True)
+        staging = begin(journal, CONTAINER, self.images, self.images, self.store)
+        staging.names = list_packable(self.images)
+        journal.save()
+        stage(staging.place, staging.names, CONTAINER, self.images, store=self.store, host={}, durable=True)
+        journal.forget(staging)
         journal.finish()
 
     def complete(self) -> None:
@@ -146,7 +152,7 @@ def recover(node: Node) -> None:
     """Do what the next agent does."""
     for path in (node.root / "run" / "sessions").glob("*.json"):
         journal = Journal.load(path)
-        undo_all(journal)
+        undo_all(journal, Patience())
         journal.finish()
     node.complete()
 

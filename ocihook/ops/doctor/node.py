@@ -15,13 +15,14 @@ from ocihook.criu.conf import action_scripts, options, plugin_dir, read_block, r
 from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
 from ocihook.errors import ConfigError, OcihookError
+from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
 from ocihook.ops.criu_files import content, files_read_for
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
-from ocihook.ops.journal import Journal, open_journals
 from ocihook.ops.preflight import KEEP_PLUGIN_OUT
+from ocihook.session.journal import open_journals, read_journal
 
 _RESTORE_SWITCH = "enable_experimental_restore_via_create"
 _CRIO_CHECKS_SIGNATURES = (1, 31)  # server/container_create.go, verifyImageSignature
@@ -262,15 +263,16 @@ def _check_sessions(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Find
     """What a killed agent left, and what the last failure here was."""
     for path in open_journals(runtime_dir):
         try:
-            journal = Journal.load(path)
+            journal = read_journal(path)
         except FileNotFoundError:  # it has just ended
             continue
         except OcihookError as error:
             yield Finding("sessions", Status.WARN, str(error), f"look at it and remove it: {path}")
             continue
-        if not journal.criu.is_alive():
-            kinds = ", ".join(effect["kind"] for effect in journal.effects) or "nothing to undo"
-            detail = f"session {path.stem} of container {journal.container or 'unknown'} was left behind: {kinds}"
+        if not Process(*journal["criu"]).is_alive():
+            kinds = ", ".join(effect["kind"] for effect in journal["effects"]) or "nothing to undo"
+            container = ContainerRef.from_json(journal["container"]) if journal["container"] else "unknown"
+            detail = f"session {path.stem} of container {container} was left behind: {kinds}"
             yield Finding("sessions", Status.WARN, detail, "ocihook recover", Repair.RECOVER)
     with contextlib.suppress(ConfigError):  # told by another check
         yield from _last_failure(Path(load_settings().history_dir))

@@ -5,14 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ocihook import wire
 from ocihook.criu.version import find_program
 from ocihook.oci.state import container_of, find_container
 from ocihook.ops.doctor import container, kernel_objects, machine, node, store
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.workload import Workload, read_workload
 from ocihook.ops.install import NODE, apply_install, plan_install
-from ocihook.ops.recover import recover
 
 _NAMED = 3  # findings of one kind
 _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
@@ -72,8 +70,13 @@ def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
         return [Finding(name, Status.WARN, f"cannot be told: {error}", "run `sudo ocihook doctor`")]
 
 
-def repair(findings: Iterable[Finding], *, root: Path = NODE, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[str]:
+def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *, root: Path = NODE) -> list[str]:
     """Do what is safe about findings; return what was done, a line each.
+
+    Args:
+        findings: of checks.
+        recover: recovers sessions, a line each.
+        root: of the node.
 
     Raises:
         OcihookError: if the installation cannot be changed.
@@ -85,8 +88,5 @@ def repair(findings: Iterable[Finding], *, root: Path = NODE, runtime_dir: Path 
         apply_install(changes, root)
         done += [f"{'removed' if change.after is None else 'wrote'} {change.path}" for change in changes]
     if Repair.RECOVER in wanted:
-        done += [
-            f"session {one.session_id} of container {one.container}: {one.outcome}: {one.detail}"
-            for one in recover(runtime_dir)
-        ]
+        done += recover()
     return done

@@ -5,13 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import ocihook.stages.order  # noqa: F401 - whose participants know the effects
 from ocihook import wire
 from ocihook.config import Settings
 from ocihook.errors import OcihookError
+from ocihook.linux.patience import Patience
 from ocihook.ops import history
-from ocihook.ops.journal import Journal, open_journals
-from ocihook.ops.lock import lock_agent
-from ocihook.ops.undo import undo_all
+from ocihook.session.journal import Journal, open_journals
+from ocihook.session.lock import lock_agent
+from ocihook.session.undo import undo_all
 
 
 class Recovery(NamedTuple):
@@ -21,6 +23,9 @@ class Recovery(NamedTuple):
     container: str
     outcome: str  # undone, running (CRIU is at work), served (by an agent), failed
     detail: str
+
+    def __str__(self) -> str:
+        return f"session {self.session_id} of container {self.container}: {self.outcome}: {self.detail}"
 
 
 def recover(
@@ -49,8 +54,8 @@ def _recover(path: Path, *, settings: Settings | None, is_served: bool, timeout_
             return Recovery(path.stem, container, "served", "an agent is at work on it")
         if journal.criu.is_alive():
             return Recovery(path.stem, container, "running", f"CRIU (pid {journal.criu.pid}) is at work on it")
-        kinds = [effect["kind"] for effect in journal.effects]
-        undo_all(journal, release_timeout_s=timeout_s)
+        kinds = [effect.kind for effect in journal.effects]
+        undo_all(journal, Patience(timeout_s=timeout_s))
         keep = partial(history.keep, Path(settings.history_dir), limit=settings.history_kept) if settings else None
         journal.finish(keep)
     except (OcihookError, OSError) as error:

@@ -1,7 +1,7 @@
 """The journal of a session: what a dump or restore has done to a node, on disk before it is done.
 
-Whoever finds a journal whose session is dead can put everything back: each effect names its own inverse
-(ops/undo.py). One JSON file a session, replaced as a whole; of finished ones the history has a record (ops/history.py).
+Whoever finds a journal whose session is dead can put everything back: each effect in it knows its own inverse. One
+JSON file a session, replaced as a whole; of finished ones the history has a record (ops/history.py).
 """
 
 import contextlib
@@ -10,16 +10,23 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ocihook import wire
 from ocihook.errors import OcihookError
 from ocihook.linux.files import replace_file
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
-from ocihook.ops.spans import Spans
+from ocihook.session.effect import Effect, Facts
+from ocihook.session.record import from_json, to_json
+from ocihook.session.spans import Spans
 
-_VERSION = 1
+_VERSION = 2
+_KEYS = {"runtime", "began", "container", "is_given_up", "stages", "effects", "phases", "spans", "facts"}
+
+E = TypeVar("E", bound=Effect)
+F = TypeVar("F", bound=Facts)
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +37,20 @@ class Journal:
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
         self.path = path
         self.stage = ""  # that is being handled
+        self.effects = [Effect.from_json(effect) for effect in data["effects"]]  # to be undone, oldest first
         self._data = data
 
     @classmethod
-    def create(cls, runtime_dir: Path, criu: Process) -> "Journal":
-        """Start a session's journal."""
+    def create(cls, runtime_dir: Path, criu: Process, runtime: Process | None = None) -> "Journal":
+        """Start the journal of a session that CRIU has begun, called by a runtime or by somebody else."""
         data = {
             "version": _VERSION,
             "criu": list(criu),
+            "runtime": list(runtime) if runtime else None,
             "began": time.time(),
             "container": None,
             "image_dir": None,
+            "is_given_up": False,
             "stages": {},
             "effects": [],
             "phases": [],
@@ -48,7 +58,7 @@ class Journal:
             "facts": {},
         }
         journal = cls(runtime_dir / "sessions" / f"{criu.pid}-{criu.start_ticks}.json", data)
-        journal._write()
+        journal.save()
         return journal
 
     @classmethod
@@ -58,14 +68,11 @@ class Journal:
         Raises:
             OcihookError: if it is not one; it is left in place for a person to look at.
         """
+        data = read_journal(path)
         try:
-            data = json.loads(path.read_bytes())
-            Process(*data["criu"])
-            if data["version"] != _VERSION or not isinstance(data["effects"], list):
-                raise ValueError(f"version {data['version']}")
-        except (ValueError, KeyError, TypeError) as error:
+            return cls(path, data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OcihookError(f"{path} is no journal of this version: {error!r}") from error
-        return cls(path, data)
 
     @property
     def session_id(self) -> str:
@@ -75,8 +82,28 @@ class Journal:
     @property
     def criu(self) -> Process:
         """The CRIU process that this session serves."""
-        pid, start_ticks = self._data["criu"]
-        return Process(pid, start_ticks)
+        return Process(*self._data["criu"])
+
+    @property
+    def runtime(self) -> Process | None:
+        """The runtime that called CRIU, if one did."""
+        runtime = self._data["runtime"]
+        return Process(*runtime) if runtime else None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Tell whether the runtime has ended before CRIU: its engine waits no more, and resumes nothing."""
+        return bool(self._data["is_given_up"])
+
+    def give_up(self) -> None:
+        """Record that the engine waits no more."""
+        if not self.is_given_up:
+            self._data["is_given_up"] = True
+            self.save()
+
+    def patience(self) -> Patience:
+        """Return how long the work of a stage is waited for: while CRIU and the runtime live."""
+        return Patience({"CRIU": self.criu, **({"the runtime": self.runtime} if self.runtime else {})})
 
     @property
     def container(self) -> ContainerRef | None:
@@ -85,85 +112,73 @@ class Journal:
         return None if value is None else ContainerRef.from_json(value)
 
     @property
-    def effects(self) -> list[dict[str, Any]]:
-        """Effects that are to be undone, oldest first: each has `kind` and what its inverse needs."""
-        return list(self._data["effects"])
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What the session found out or measured."""
-        return dict(self._data["facts"])
-
-    @property
     def pins(self) -> Path:
         """Where files are kept alive that this session still needs, whoever removes them elsewhere."""
         return self.path.with_suffix(".pins")
 
-    @property
-    def image_dir(self) -> Path | None:
-        """The image directory as the agent's own mount namespace may see it."""
-        value = self._data["image_dir"]
-        return None if value is None else Path(value)
-
     def to_json(self) -> dict[str, Any]:
         """Return everything, for display."""
-        return dict(self._data)
+        return {**self._data, "effects": [effect.to_json() for effect in self.effects]}
 
-    def identify(self, container: ContainerRef | None, image_dir: str, **facts: object) -> None:
+    def identify(self, container: ContainerRef, image_dir: str) -> None:
         """Record which container and image directory this is about."""
-        self._data["container"] = container.to_json() if container else None
-        self._data["image_dir"] = image_dir
-        self._data["facts"] |= facts
-        self._write()
+        self._data |= {"container": container.to_json(), "image_dir": image_dir}
+        self.save()
 
-    def note(self, **facts: object) -> None:
-        """Record facts."""
-        self._data["facts"] |= facts
-        self._write()
+    def note(self, *facts: Facts) -> None:
+        """Record facts; those of the same kind that were known are forgotten."""
+        for one in facts:
+            known = {**self._data["facts"], **to_json(one)}
+            self._data["facts"] = {name: value for name, value in known.items() if value is not None}
+        self.save()
+
+    def facts(self, kind: type[F]) -> F:
+        """Return the facts of a kind; what is not known has its default."""
+        return from_json(kind, self._data["facts"])
+
+    def knows(self, kind: type[Facts]) -> bool:
+        """Tell whether facts of a kind were noted."""
+        return not kind.__dataclass_fields__.keys().isdisjoint(self._data["facts"])
 
     def verdict_of(self, stage: str) -> tuple[int, str] | None:
         """Return the verdict on a stage that was already handled; CRIU <= 4.1.1 asks twice."""
         entry = self._data["stages"].get(stage)
         return None if entry is None or "status" not in entry else (entry["status"], entry["message"])
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Tell whether a stage was begun and has no verdict: CRIU is waiting for it, or was ended while it did."""
+        return any("status" not in entry for entry in self._data["stages"].values())
+
     def begin_stage(self, stage: str) -> bool:
         """Record that a stage is being handled; True if it was begun before and never ended."""
         self.stage = stage
         was_begun = stage in self._data["stages"]
         self._data["stages"][stage] = {"began": time.time()}
-        self._write()
+        self.save()
         return was_begun
 
     def end_stage(self, stage: str, status: int, message: str) -> None:
         """Record the verdict."""
         entry = self._data["stages"][stage]
         entry |= {"seconds": time.time() - entry["began"], "status": status, "message": message}
-        self._write()
+        self.save()
 
-    def push(self, kind: str, **facts: object) -> None:
+    def add(self, effect: E) -> E:
         """Record an effect, before it is made."""
-        self._data["effects"].append({"kind": kind, "stage": self.stage, **facts})
-        self._write()
+        effect.stage = self.stage
+        self.effects.append(effect)
+        self.save()
+        return effect
 
-    def amend(self, kind: str, **facts: object) -> None:
-        """Record more of the newest effect of this kind."""
-        effect = self.effect(kind)
-        assert effect is not None, kind
-        effect.update(facts)
-        self._write()
+    def find(self, kind: type[E]) -> E | None:
+        """Return the newest effect of a kind; None if there is none to undo."""
+        return next((effect for effect in reversed(self.effects) if isinstance(effect, kind)), None)
 
-    def effect(self, kind: str) -> dict[str, Any] | None:
-        """Return the newest effect of this kind; None if there is none to undo."""
-        return next((effect for effect in reversed(self._data["effects"]) if effect["kind"] == kind), None)
-
-    def pop(self, kind: str) -> None:
-        """Forget the newest effect of this kind: it has been undone, or needs no undoing any more."""
-        effects = self._data["effects"]
-        for number in range(len(effects) - 1, -1, -1):
-            if effects[number]["kind"] == kind:
-                del effects[number]
-                break
-        self._write()
+    def forget(self, effect: Effect) -> None:
+        """Forget an effect: it has been undone, or needs no undoing any more."""
+        self.effects = [other for other in self.effects if other is not effect]
+        self.save()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
@@ -206,17 +221,36 @@ class Journal:
             keep: given the session's id and its whole record, keeps it.
         """
         self._data.setdefault("ended", time.time())
-        self._write()
+        self.save()
         if keep is not None:
             try:
-                keep(self.session_id, self._data)
+                keep(self.session_id, self.to_json())
             except OSError as error:  # whatever a session did is undone by now: nothing is to be tried again
                 log.warning("session %s is not in the history: %s", self.session_id, error)
         self.path.unlink(missing_ok=True)
 
-    def _write(self) -> None:
+    def save(self) -> None:
+        """Put everything on disk, effects as far as they have come."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(self.path, json.dumps(self._data, indent=1).encode(), mode=0o600)
+        replace_file(self.path, json.dumps(self.to_json(), indent=1).encode(), mode=0o600)
+
+
+def read_journal(path: Path) -> dict[str, Any]:
+    """Return what a journal says, for display; effects as they are written.
+
+    Raises:
+        OcihookError: if it is none.
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_bytes())
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']}")
+        Process(*data["criu"])
+        if missing := _KEYS - data.keys():
+            raise KeyError(*missing)
+    except (ValueError, KeyError, TypeError) as error:
+        raise OcihookError(f"{path} is no journal of this version: {error!r}") from error
+    return data
 
 
 def open_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:

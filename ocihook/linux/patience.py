@@ -1,0 +1,113 @@
+"""How long somebody who wants something done will wait for it: every wait of a session asks, and ends with them.
+
+Those who want a dump or restore done are CRIU and the runtime that called it. An engine that loses patience kills the
+runtime, and nobody is told: so nothing may be waited for without looking whether they are still there.
+"""
+
+import copy
+import math
+import os
+import select
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from ocihook.errors import GivenUp
+from ocihook.linux.procfs import Process
+
+_POLL_S = 0.002
+_LONGEST_POLL_S = 0.1
+_NOBODY: Mapping[str, Process] = {}
+
+
+class Patience:
+    """Waits while certain processes live, up to a deadline. Forked processes may share it."""
+
+    def __init__(self, waiting: Mapping[str, Process] = _NOBODY, *, timeout_s: float | None = None) -> None:
+        """Begin to wait.
+
+        Args:
+            waiting: who waits, by what they are called; nobody: what is done must be done, as an undoing.
+            timeout_s: how long; None: as long as they wait.
+        """
+        self._waiting = {name: (process, process.open()) for name, process in waiting.items()}
+        self._deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._poll = _poll(pidfd for _, pidfd in self._waiting.values() if pidfd is not None)
+
+    def within(self, timeout_s: float) -> "Patience":
+        """Return the same patience with a deadline that is no later than in so many seconds."""
+        shorter = copy.copy(self)
+        shorter._deadline = min(self._deadline, time.monotonic() + timeout_s)  # noqa: SLF001 - our own
+        return shorter
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline, inf if there is none, 0 when it is over."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether the deadline has passed."""
+        return self.left_s == 0
+
+    def check(self) -> None:
+        """Go on only while everybody still waits; the deadline is no concern of this.
+
+        Raises:
+            GivenUp: naming who does not any more.
+        """
+        for name, (process, pidfd) in self._waiting.items():
+            if pidfd is None or _poll([pidfd]).poll(0):
+                raise GivenUp(f"{name} (pid {process.pid}) was killed meanwhile")
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, or until the deadline.
+
+        Raises:
+            GivenUp: as soon as somebody has given up.
+        """
+        self._poll.poll(max(0.0, min(seconds, self.left_s)) * 1000)
+        self.check()
+
+    def until(
+        self, is_so: Callable[[], bool], *, poll_s: float = _POLL_S, longest_poll_s: float = _LONGEST_POLL_S
+    ) -> bool:
+        """Wait until something is so, looking less often with time; False if it is not by the deadline.
+
+        Raises:
+            GivenUp: as soon as somebody has given up.
+        """
+        self.check()
+        while not is_so():
+            if self.is_over:
+                return False
+            self.sleep(poll_s)
+            poll_s = min(poll_s * 1.1, longest_poll_s)
+        return True
+
+    def ready(self, *fds: int) -> bool:
+        """Wait until one of these descriptors can be read, or is at its end; False if none is by the deadline.
+
+        Raises:
+            GivenUp: as soon as somebody has given up.
+        """
+        poll = _poll([*fds, *(pidfd for _, pidfd in self._waiting.values() if pidfd is not None)])
+        self.check()
+        found = {fd for fd, _ in poll.poll(None if self._deadline == math.inf else self.left_s * 1000)}
+        if found.isdisjoint(fds):
+            self.check()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Wait no more."""
+        for _, pidfd in self._waiting.values():
+            if pidfd is not None:
+                os.close(pidfd)
+        self._waiting, self._poll = {}, _poll([])
+
+
+def _poll(fds: Iterable[int]) -> select.poll:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return poll

@@ -1,0 +1,67 @@
+"""What a session does to the node, as an object that knows its own inverse; and what it finds out, with types.
+
+An effect is in the journal before it is made. Its inverse may run at any instruction later, more than once, in another
+process, and long after CRIU is gone: what it still has to do it tells from the node itself, or from how far the effect
+says that it has come.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ocihook.errors import OcihookError
+from ocihook.linux.patience import Patience
+from ocihook.session.record import from_json, to_json
+
+if TYPE_CHECKING:
+    from ocihook.session.journal import Journal
+
+
+@dataclass(kw_only=True)
+class Effect(ABC):
+    """Something that a session did, or is about to do."""
+
+    kind: ClassVar[str]
+    ends_with_stage: ClassVar[bool] = True  # a stage that was interrupted undoes it before it begins anew
+    stage: str = ""  # in which it was made
+
+    _kinds: ClassVar[dict[str, type["Effect"]]] = {}
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        cls.kind = kind
+        cls._kinds[kind] = cls
+
+    @abstractmethod
+    def undo(self, journal: "Journal", patience: Patience) -> None:
+        """Bring the node back to where it was, or finish what cannot be taken back.
+
+        Args:
+            journal: of the session; it forgets the effect afterwards.
+            patience: how long to wait for what others must do first.
+
+        Raises:
+            OcihookError, OSError: if that is not possible yet; it is tried again.
+        """
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        return {"kind": self.kind, **to_json(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Effect":
+        """Take what `to_json` made.
+
+        Raises:
+            OcihookError: if it is of no kind that is known.
+            TypeError, ValueError: if it is malformed.
+        """
+        kind = cls._kinds.get(value["kind"])
+        if kind is None:
+            raise OcihookError(f"nobody knows how {value['kind']!r} is undone; another version of ocihook has done it")
+        return from_json(kind, {name: item for name, item in value.items() if name != "kind"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What somebody found out or measured: each field is one of the session's facts, and its name nobody else's."""

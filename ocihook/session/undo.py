@@ -1,0 +1,50 @@
+"""Undoes what a session has done to a node, newest first; each effect knows how."""
+
+import logging
+
+from ocihook.errors import OcihookError
+from ocihook.linux.patience import Patience
+from ocihook.session.effect import Effect
+from ocihook.session.journal import Journal
+
+log = logging.getLogger(__name__)
+
+
+def undo_interrupted(journal: Journal, patience: Patience) -> None:
+    """Undo what a stage had begun when its agent was killed, so that it can begin anew.
+
+    What earlier stages did stays, and what is to last until the end: the dump goes on.
+
+    Raises:
+        OcihookError: if an effect cannot be undone.
+    """
+    for effect in reversed(journal.effects):
+        if effect.ends_with_stage and effect.stage == journal.stage:
+            _undo(effect, journal, patience)
+
+
+def undo_all(journal: Journal, patience: Patience) -> None:
+    """Undo a session's effects, newest first, and forget each that is undone.
+
+    Args:
+        journal: of a session that has ended, or whose stage was refused.
+        patience: how long to wait for what others must do first, as to let go of a container.
+
+    Raises:
+        OcihookError: if an effect cannot be undone; it and the older ones stay in the journal.
+    """
+    for effect in reversed(journal.effects):
+        _undo(effect, journal, patience)
+
+
+def _undo(effect: Effect, journal: Journal, patience: Patience) -> None:
+    try:
+        effect.undo(journal, patience)
+    except OSError as error:
+        raise OcihookError(
+            f"{effect.kind} of session {journal.session_id} (container {journal.container}) "
+            f"could not be undone: {error}",
+            hint="remove the cause and run `ocihook recover`",
+        ) from error
+    log.info("undone: %s of session %s, container %s", effect.kind, journal.session_id, journal.container)
+    journal.forget(effect)

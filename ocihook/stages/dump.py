@@ -1,0 +1,127 @@
+"""One dump, stage by stage: who is dumped and how, then what each participant does about it."""
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from ocihook.config import Policy, Settings, apply_annotations
+from ocihook.engine.identity import container_ref
+from ocihook.linux.patience import Patience
+from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
+from ocihook.session.journal import Journal
+from ocihook.session.undo import undo_all
+from ocihook.stages.order import participants
+from ocihook.stages.participant import CallFacts, Dump
+from ocihook.store.cipher import KeySource
+from ocihook.store.packing import AGENT_BYTES, workers_within
+from ocihook.wire import Request
+
+
+def pre_dump(
+    journal: Journal, patience: Patience, request: Request, directory: Path, load_settings: Callable[[], Settings]
+) -> str:
+    """Find out which container is dumped and what is wanted, let it come to rest, take away what CRIU cannot take.
+
+    Raises:
+        OcihookError: to refuse the dump; the container runs on as if nothing had been done to it.
+    """
+    call = find_runtime_call(request.criu_pid)
+    if call is None:  # somebody's own `criu dump`, which reads default.conf too
+        return ""
+    identify(journal, request, call, load_settings())
+    dump = _dump(journal, patience, request, directory)
+    taking_part = participants()
+    for participant in taking_part:
+        participant.refuse(dump)
+    for participant in taking_part:
+        dump.needs_tasks |= participant.needs_tasks(dump)
+    try:
+        for participant in taking_part:
+            participant.prepare(dump)
+            patience.check()
+        for participant in reversed(taking_part):
+            participant.hold(dump)
+            patience.check()
+    except Exception:
+        undo_all(journal, Patience(timeout_s=0))  # while what is held is held
+        raise
+    finally:
+        dump.hold.release()
+    return dump.remark
+
+
+def post_dump(
+    journal: Journal, patience: Patience, request: Request, directory: Path, _load_settings: Callable[[], Settings]
+) -> str:
+    """Pack the page images, or take them to the store.
+
+    Raises:
+        OcihookError: to fail the dump, if the policy wants that when packing fails; the images are as CRIU wrote them.
+    """
+    if journal.container is None:
+        return ""
+    dump = _dump(journal, patience, request, directory)
+    messages = [participant.after_images(dump) for participant in reversed(participants())]
+    patience.check()
+    return " ".join(filter(None, messages))
+
+
+def _dump(journal: Journal, patience: Patience, request: Request, directory: Path) -> Dump:
+    image_dir = os.readlink(request.image_dir)
+    return Dump(
+        journal=journal,
+        patience=patience,
+        criu_pid=request.criu_pid,
+        init_pid=request.init_pid,
+        image_dir=image_dir,
+        directory=directory,
+    )
+
+
+def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Settings) -> Policy:
+    """Record container, image directory and policy in the journal; return the policy."""
+    annotations = read_annotations(request.criu_pid, call.bundle)
+    container = container_ref(annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle)
+    journal.identify(container, os.readlink(request.image_dir))
+    policy = apply_annotations(settings.policy, annotations)
+    facts = dataclasses.replace(call_facts(settings, request.criu_pid), policy=policy, verb=call.verb)
+    journal.note(
+        dataclasses.replace(
+            facts,
+            leave_running=call.leave_running,
+            cgroup=call.cgroup,
+            criu_config=annotations.get("org.criu.config", ""),
+            memory_room_bytes=max(0, settings.bound_bytes - AGENT_BYTES) if call.leave_running else 0,
+        )
+    )
+    return policy
+
+
+def call_facts(settings: Settings, criu_pid: int) -> CallFacts:
+    """Return what is known of a call whose container is not."""
+    return CallFacts(
+        policy=settings.policy,
+        criu_version=criu_version(criu_pid),
+        workers=pack_workers(settings),
+        store=(settings.store_dir, *KeySource.of(settings)),
+    )
+
+
+def pack_workers(settings: Settings) -> int:
+    """Return how many processes may pack or unpack at a time."""
+    cores = settings.workers or len(os.sched_getaffinity(0))
+    return workers_within(settings.bound_bytes, cores)
+
+
+def criu_version(criu_pid: int) -> str:
+    """Return the version of a running CRIU, "" if it does not tell."""
+    try:
+        done = subprocess.run(
+            [f"/proc/{criu_pid}/exe", "--version"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    first_line = done.stdout.partition("\n")[0]
+    return first_line.removeprefix("Version:").strip()

@@ -1,0 +1,21 @@
+"""Who takes part in a dump and a restore, the outermost first. Whoever is new has a line here."""
+
+from ocihook.stages.gpu import Gpu
+from ocihook.stages.page_images import PageImages
+from ocihook.stages.participant import Participant
+from ocihook.stages.quiesce import Quiesce
+from ocihook.stages.standstill import Standstill
+from ocihook.stages.stored_pages import StoredPages
+
+_ORDER: tuple[type[Participant], ...] = (
+    Standstill,  # thaws what the engine has frozen, so that the others can be asked; freezes it again
+    Quiesce,  # the application comes to rest by itself
+    StoredPages,  # CRIU's page images go to the node's store
+    PageImages,  # or become packs in the engine's archive
+    Gpu,  # GPU memory goes into packs, or into the processes' own
+)
+
+
+def participants() -> list[Participant]:
+    """Return them, for one stage."""
+    return [kind() for kind in _ORDER]

@@ -1,0 +1,190 @@
+"""CRIU's page images become packs where they are, so that the engine's archive carries these; and page images again."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ocihook.errors import OcihookError
+from ocihook.linux.files import identity, same_directory
+from ocihook.linux.patience import Patience
+from ocihook.ops.compatibility import check_host, host_facts
+from ocihook.ops.gpu_memory import write_back
+from ocihook.ops.image_set import (
+    dehydrate,
+    discard_all,
+    finish_packing,
+    is_read_twice,
+    pack_image_set,
+    region_bytes,
+    rehydrate_image_set,
+)
+from ocihook.session.effect import Effect
+from ocihook.session.journal import Journal
+from ocihook.stages.participant import Dump, Participant, Restore, SizeFacts
+from ocihook.store.manifest import Manifest, read_manifest
+from ocihook.store.thin import read_thin
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Packing(Effect, kind="packing"):
+    """Page images are on their way into packs. Whether it came to its commit, the manifest tells."""
+
+    ends_with_stage: ClassVar[bool] = False  # whoever begins anew must know of it
+    directory: Path
+    identity: list[int]
+
+    def undo(self, _journal: Journal, _patience: Patience) -> None:
+        """Complete it, or take it back."""
+        directory = same_directory(self.directory, self.identity)
+        if directory:
+            finish_packing(directory)
+
+
+@dataclass(kw_only=True)
+class Rehydrated(Effect, kind="rehydrated"):
+    """Page images were written from packs, or from the store."""
+
+    directory: Path
+    identity: list[int]
+    names: list[str]
+
+    def undo(self, _journal: Journal, _patience: Patience) -> None:
+        """Remove them."""
+        directory = same_directory(self.directory, self.identity)
+        if directory:
+            dehydrate(directory, self.names)
+
+    @classmethod
+    def of(cls, restore: Restore, names: list[str]) -> "Rehydrated":
+        """Return that of a restore."""
+        return cls(directory=Path(restore.image_dir), identity=identity(restore.directory), names=names)
+
+
+@dataclass
+class PackedCheckpoint:
+    """An image set with packs."""
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def gpu(self) -> Mapping[str, Any]:
+        """What the container had of GPUs."""
+        return self.manifest.gpu
+
+    @property
+    def region_processes(self) -> Collection[str]:
+        """The processes whose memory went past CRIU."""
+        return {region.process for region in self.manifest.regions}
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of that memory at least."""
+        return region_bytes(self.manifest)
+
+    @property
+    def write_regions(self) -> Callable[..., int]:
+        """What writes it into processes."""
+        return partial(write_back, self.directory)
+
+
+class PageImages(Participant):
+    """Packs page images within their directory, and unpacks them."""
+
+    def after_images(self, dump: Dump) -> str:
+        """Pack; or leave the images as CRIU wrote them, if that fails and the policy does not mind."""
+        if dump.policy.mode == "off":
+            discard_all(dump.directory)
+        if dump.policy.mode != "inline":
+            return ""
+        moved = dump.moved
+        begun = dump.journal.find(Packing)
+        if begun is not None or dump.journal.knows(SizeFacts):  # and was interrupted
+            finish_packing(dump.directory)
+            manifest = read_manifest(dump.directory)
+            if manifest is not None:
+                return _packed(dump, manifest, begun)
+        elif not (moved and moved.regions):
+            discard_all(dump.directory)
+        packing = begun or Packing(directory=Path(dump.image_dir), identity=identity(dump.directory))
+        if begun is None:
+            dump.journal.add(packing)
+        try:
+            with dump.journal.phase("pack") as phase:
+                manifest = _pack(dump)
+                phase["bytes"] = manifest.image_bytes if manifest else 0
+        except (OcihookError, OSError) as error:
+            finish_packing(dump.directory)
+            dump.patience.check()
+            if dump.policy.on_pack_error == "fail":
+                raise
+            if moved is not None:
+                _pack(dump, with_images=False)
+            dump.journal.forget(packing)
+            return dump.degrade(error, "The checkpoint is complete but not packed")
+        if manifest is None:
+            dump.journal.forget(packing)
+            return ""
+        return _packed(dump, manifest, packing)
+
+    def check(self, restore: Restore) -> None:
+        """Find packs; those that cannot be restored here are refused."""
+        if read_thin(restore.directory) is None:
+            manifest = read_manifest(restore.directory)
+            if manifest is not None:
+                check_host(manifest.host, restore.call().criu_version)
+                restore.checkpoint = PackedCheckpoint(restore.directory, manifest)
+
+    def recall(self, restore: Restore) -> None:
+        """Find the packs again."""
+        manifest = read_manifest(restore.directory)
+        if manifest is not None:
+            restore.checkpoint = PackedCheckpoint(restore.directory, manifest)
+
+    def before_processes(self, restore: Restore) -> str:
+        """Verify all, and write page images for CRIU to read."""
+        if read_thin(restore.directory) is not None:
+            return ""
+        checkpoint = restore.checkpoint
+        manifest = checkpoint.manifest if isinstance(checkpoint, PackedCheckpoint) else None
+        if manifest is not None:
+            restore.journal.add(Rehydrated.of(restore, [image.name for image in manifest.packed_images]))
+        with restore.journal.phase("unpack") as phase:
+            phase["bytes"] = manifest.raw_bytes if manifest else 0
+            rehydrate_image_set(
+                restore.directory,
+                with_regions=manifest is None or is_read_twice(manifest.regions),
+                workers=restore.call().workers,
+                progress=restore.progress,
+            )
+        if manifest is None:
+            return ""
+        restore.journal.note(SizeFacts(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes))
+        return f"container {manifest.container}: verified and unpacked {manifest.raw_bytes} bytes of memory"
+
+
+def _pack(dump: Dump, *, with_images: bool = True) -> Manifest | None:
+    call = dump.call()
+    return pack_image_set(
+        dump.directory,
+        container=dump.container,
+        host=host_facts(call.criu_version),
+        workers=call.workers,
+        # A container left running is itself the other copy; one that is about to be killed is not.
+        durable=not call.leave_running,
+        moved=dump.moved,
+        with_images=with_images,
+        progress=dump.progress,
+    )
+
+
+def _packed(dump: Dump, manifest: Manifest, packing: Packing | None) -> str:
+    dump.journal.note(SizeFacts(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes))
+    if packing is not None:
+        dump.journal.forget(packing)
+    return f"container {dump.container}: packed {manifest.raw_bytes} bytes of memory into {manifest.stored_bytes}"
