@@ -141,10 +141,10 @@ class CriEngine:
             return False
         return True
 
-    def call(self, method: str, **fields: object) -> Any:  # noqa: ANN401 - a message of the CRI
+    def call(self, method: str, timeout_s: float = TIMEOUT_S, **fields: object) -> Any:  # noqa: ANN401 - a message of the CRI
         """Call a method of the CRI."""
         service = self._images if "Image" in method else self._runtime
-        return getattr(service, method)(getattr(self._messages, f"{method}Request")(**fields), timeout=TIMEOUT_S)
+        return getattr(service, method)(getattr(self._messages, f"{method}Request")(**fields), timeout=timeout_s)
 
     def write(self, path: str, text: str) -> None:
         """Write a file of the node."""
@@ -262,9 +262,13 @@ class CriEngine:
         wait_for("the container to go on", lambda: self.count(container)[0] > latest + 1)
         assert self.count(container)[1] == before[1]
 
-    def checkpoint(self, container: str, name: str) -> Path:
-        """Checkpoint as the kubelet does; return the archive."""
-        self.call("CheckpointContainer", container_id=container, location=f"/scratch/{name}")
+    def is_open(self) -> bool:
+        """Tell whether a session is open."""
+        return any(self.namespace.path("/run/ocihook/sessions").glob("*.json"))
+
+    def checkpoint(self, container: str, name: str, timeout_s: float = TIMEOUT_S) -> Path:
+        """Checkpoint as the kubelet does, which waits so long; return the archive."""
+        self.call("CheckpointContainer", timeout_s, container_id=container, location=f"/scratch/{name}")
         return self.scratch / name
 
     def remove(self, container: str) -> None:

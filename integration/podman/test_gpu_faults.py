@@ -574,7 +574,7 @@ def test_a_disk_that_is_full_while_packing(
     act_no_more(podman)
     if not is_complete:
         assert "rror" in output
-        assert "The dump fails, the container runs on" in message
+        assert "The dump fails, the container runs on as soon as it has its GPUs back" in message
         podman.assert_goes_on("c", before)
         round_trip(podman)
         return

@@ -120,9 +120,9 @@ class Session:
 
     def _what_became_of_it(self, init_pid: int) -> str:
         if Process.find(init_pid) is None:
-            return "and the container has died meanwhile: start it anew, or restore an earlier checkpoint"
+            return "but the container has died meanwhile: start it anew, or restore a checkpoint of it"
         if any(effect.kind == "gpu-checkpointed" for effect in self.journal.effects):
-            return "and the container runs on as soon as it has its GPUs back"
+            return "the container runs on as soon as it has its GPUs back"
         return "the container runs on"
 
     def finish(self) -> None:

@@ -23,7 +23,7 @@ from ocihook.session.record import from_json, to_json
 from ocihook.session.spans import Spans
 
 _VERSION = 2
-_KEYS = {"runtime", "began", "container", "is_given_up", "stages", "effects", "phases", "spans", "facts"}
+_KEYS = {"runtime", "began", "container", "given_up", "stages", "effects", "phases", "spans", "facts"}
 
 E = TypeVar("E", bound=Effect)
 F = TypeVar("F", bound=Facts)
@@ -50,7 +50,7 @@ class Journal:
             "began": time.time(),
             "container": None,
             "image_dir": None,
-            "is_given_up": False,
+            "given_up": None,
             "stages": {},
             "effects": [],
             "phases": [],
@@ -93,12 +93,12 @@ class Journal:
     @property
     def is_given_up(self) -> bool:
         """Tell whether the runtime has ended before CRIU: its engine waits no more, and resumes nothing."""
-        return bool(self._data["is_given_up"])
+        return self._data["given_up"] is not None
 
     def give_up(self) -> None:
         """Record that the engine waits no more."""
         if not self.is_given_up:
-            self._data["is_given_up"] = True
+            self._data["given_up"] = time.time()
             self.save()
 
     def patience(self) -> Patience:

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ocihook.errors import FreezeError
 from ocihook.linux.cgroup import Freezer, find_freezer, wait_until_let_go
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, pid_below
@@ -41,7 +42,7 @@ class Paused(Effect, kind="paused"):
     def undo(self, journal: Journal, patience: Patience) -> None:
         """Freeze it again for an engine that is waiting; let it run if there is none. Else the engine has it by now."""
         if is_given_up(journal):
-            self.freezer.thaw(patience)
+            _thaw_for_good(self.freezer, journal, patience)
         elif self.is_thawed and journal.criu.is_alive() and self.directory.exists():
             self.freezer.freeze(patience)
             self.is_thawed = False
@@ -56,9 +57,9 @@ class Frozen(Effect, kind="frozen"):
     directory: Path
     version: int
 
-    def undo(self, _journal: Journal, patience: Patience) -> None:
+    def undo(self, journal: Journal, patience: Patience) -> None:
         """Let it run."""
-        Freezer(self.directory, self.version).thaw(patience)
+        _thaw_for_good(Freezer(self.directory, self.version), journal, patience)
 
 
 @dataclass(kw_only=True)
@@ -76,26 +77,41 @@ class Enclosed(Effect, kind="enclosed"):
             freezer.dissolve()
 
 
+def _thaw_for_good(freezer: Freezer, journal: Journal, patience: Patience) -> None:
+    """Thaw a container, once CRIU cannot freeze it again any more: it leaves one as frozen as it found it.
+
+    Raises:
+        FreezeError: as long as it can, or if the container does not run in time.
+    """
+    if journal.criu.is_alive() and journal.stage != "pre-dump":
+        raise FreezeError(f"CRIU (pid {journal.criu.pid}) has the container in its hands")
+    freezer.thaw(patience)
+
+
 class Standstill(Participant):
     """Thaws what the engine has frozen, so that others can ask it; freezes it again before CRIU begins."""
 
     def prepare(self, dump: Dump) -> None:
-        """Let the tasks run, if anybody needs them to."""
-        freezer = dump.freezer
-        if freezer is None or not freezer.is_frozen():
+        """Let the tasks run, if anybody needs them to.
+
+        Whatever is to be frozen later is on record from here on: what others do is undone before it is thawed.
+        """
+        freezer, journal = dump.freezer, dump.journal
+        if freezer is None:
             return
-        paused = Paused(directory=freezer.directory, version=freezer.version, is_thawed=dump.needs_tasks)
-        dump.journal.add(paused)
+        if not freezer.is_frozen():
+            if dump.has_gpu:
+                journal.add(Frozen(directory=freezer.directory, version=freezer.version))
+            return
+        journal.add(Paused(directory=freezer.directory, version=freezer.version, is_thawed=dump.needs_tasks))
         if dump.needs_tasks:
-            with dump.journal.phase("thaw"):
+            with journal.phase("thaw"):
                 freezer.thaw(dump.patience)
 
     def hold(self, dump: Dump) -> None:
         """Freeze a container that was frozen, or has threads that must not run; the threads need no other hold then."""
         paused, freezer = dump.journal.find(Paused), dump.freezer
         if freezer is not None and (not dump.hold.is_empty or (paused and paused.is_thawed)):
-            if paused is None:
-                dump.journal.add(Frozen(directory=freezer.directory, version=freezer.version))
             with dump.journal.phase("freeze"):
                 freezer.freeze(dump.patience, meanwhile=dump.hold.release)
             if paused is not None:

@@ -1,0 +1,69 @@
+"""The engine's call has a deadline: the runtime is killed when it passes, whatever is being done. The job goes on."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from integration import fake_driver
+from integration.containerd.conftest import MakeContainerd
+from integration.containerd.engine import Containerd
+from integration.journals import sessions
+from integration.namespace import wait_for
+
+DEADLINE_S = 2
+LONGER_MS = 5000
+LONGER_S = 5
+NEVER = {"quiesce_signal": "USR1", "resume_signal": "USR2", "quiesce_ack": "/run/never", "quiesce_timeout_s": "60"}
+
+
+def undoing(node: Containerd) -> bool:
+    """Tell whether the node's metrics say that something is being undone."""
+    return 'ocihook_open_sessions{state="undoing"} 1.0' in node.ocihook("metrics")
+
+
+def checkpoint_in_vain(node: Containerd, container: str) -> dict[str, Any]:
+    """Checkpoint with a deadline that passes; check that the container runs on; return the session."""
+    before = node.count(container)
+    with pytest.raises(grpc.RpcError) as error:
+        node.checkpoint(container, "c.tar", timeout_s=DEADLINE_S)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_for("the node to tell that something is undone, or has been", lambda: undoing(node) or not node.is_open())
+    fake_driver.script(node.namespace)
+    session = sessions(node.namespace)[-1]
+    assert session["effects"] == []
+    assert session["given_up"] is not None
+    node.assert_goes_on(container, before)
+    return session
+
+
+@pytest.mark.parametrize("cgroup_version", [2, 1])
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+@pytest.mark.parametrize("stage", ["quiesce", "lock", "checkpoint", "criu"])
+def test_the_job_goes_on(
+    make_containerd: MakeContainerd, cuda_files: Path, stage: str, runtime: str, cgroup_version: int
+) -> None:
+    node = make_containerd(cgroup_version=cgroup_version, cuda_files=cuda_files)
+    node.install()
+    annotations = NEVER if stage == "quiesce" else {}
+    container = node.start("c1", mib=16, runtime=runtime, gpus=[] if stage == "quiesce" else [3], **annotations)
+    if stage == "criu":  # tasks stand still in its hands
+        node.write("/run/slow", f"#!/bin/sh\n[ $CRTOOLS_SCRIPT_ACTION != post-dump ] || sleep {LONGER_S}\n")
+        node.namespace.path("/run/slow").chmod(0o755)
+        for name in ("runc", "crun"):
+            path = node.namespace.path(f"/etc/criu/{name}.conf")
+            path.write_text(f"action-script /run/slow\n{path.read_text() if path.exists() else ''}")
+    elif stage != "quiesce":
+        fake_driver.script(node.namespace, f"{stage} -1 {LONGER_MS}")
+    session = checkpoint_in_vain(node, container)
+    if stage != "criu":
+        message = session["stages"]["pre-dump"]["message"]
+        assert re.search(r"the runtime \(pid \d+\) was killed meanwhile.*the container runs on", message)
+    if stage == "quiesce":
+        wait_for("the application to be told", lambda: "resumed" in node.log(container))
+    # and is checkpointed the next time, which has no deadline
+    if stage in {"lock", "checkpoint"}:
+        node.checkpoint(container, "c.tar")
+        node.assert_counts(container)
