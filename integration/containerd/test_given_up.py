@@ -16,7 +16,7 @@ from integration.namespace import wait_for
 DEADLINE_S = 2
 LONGER_MS = 5000
 LONGER_S = 5
-NEVER = {"quiesce_signal": "USR1", "resume_signal": "USR2", "quiesce_ack": "/run/never", "quiesce_timeout_s": "60"}
+NEVER: dict[str, Any] = {"quiesce_signal": "USR1", "resume_signal": "USR2", "quiesce_ack": "/run/never", "quiesce_timeout_s": "60"}
 
 
 def undoing(node: Containerd) -> bool:
@@ -47,7 +47,7 @@ def test_the_job_goes_on(
 ) -> None:
     node = make_containerd(cgroup_version=cgroup_version, cuda_files=cuda_files)
     node.install()
-    annotations = NEVER if stage == "quiesce" else {}
+    annotations: dict[str, Any] = NEVER if stage == "quiesce" else {}
     container = node.start("c1", mib=16, runtime=runtime, gpus=[] if stage == "quiesce" else [3], **annotations)
     if stage == "criu":  # tasks stand still in its hands
         node.write("/run/slow", f"#!/bin/sh\n[ $CRTOOLS_SCRIPT_ACTION != post-dump ] || sleep {LONGER_S}\n")

@@ -138,45 +138,65 @@ class ProcessMemory:
         """Fill `view`, which must be writable, from an address; return how many bytes there were."""
         local = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
         remote = (ctypes.c_size_t * 2)(address, len(view))
-        return self._done(_libc.process_vm_readv(self._pid, local, 1, remote, 1, 0))
+        return _done(_libc.process_vm_readv(self._pid, local, 1, remote, 1, 0))
 
     def write(self, buffers: Sequence[bytes | memoryview], address: int) -> int:
         """Write buffers, up to IOV_MAX of them, one after the other from an address on; return how many bytes went."""
-        pairs = [number for buffer in buffers for number in (_address(buffer), len(buffer))]  # struct iovec
-        local = (ctypes.c_size_t * len(pairs))(*pairs)
-        remote = (ctypes.c_size_t * 2)(address, sum(map(len, buffers)))
-        return self._done(_libc.process_vm_writev(self._pid, local, len(buffers), remote, 1, 0))
+        return write_memory(self._pid, buffers, address)
+
+    def fault_in(self, address: int, size_bytes: int) -> None:
+        """Have the kernel put pages where there are none, up to 4 MiB, and leave what there is, whoever writes to it.
+
+        The kernel readies pages for a write before it reads what is to be written, and copies only what it could read:
+        here nothing, from address 0.
+
+        Raises:
+            OSError: if there is no such process. That there are no such addresses, or no memory, does not show.
+        """
+        local, remote = (ctypes.c_size_t * 2)(0, size_bytes), (ctypes.c_size_t * 2)(address, size_bytes)
+        try:
+            _done(_libc.process_vm_writev(self._pid, local, 1, remote, 1, 0))
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
 
     def close(self) -> None:
         """Nothing is held."""
 
-    @staticmethod
-    def _done(result: int) -> int:
-        if result < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        return result
+
+def write_memory(pid: int, buffers: Sequence[bytes | memoryview], address: int) -> int:
+    """Write buffers to an address of a process, as `ProcessMemory` does, which see; `pid` may be that of a thread."""
+    pairs = [number for buffer in buffers for number in (_address(buffer), len(buffer))]  # struct iovec
+    local = (ctypes.c_size_t * len(pairs))(*pairs)
+    remote = (ctypes.c_size_t * 2)(address, sum(map(len, buffers)))
+    return _done(_libc.process_vm_writev(pid, local, len(buffers), remote, 1, 0))
 
 
-def prefault(process: Process, span: Span, *, workers: int, in_huge_pages: bool) -> None:
+def _done(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def prefault(process: Process, span: Span, *, workers: int) -> None:
     """Have the kernel fill a new mapping of another process with zeros, on all cores and not on the one that uses it.
 
-    Nobody may write there meanwhile. What cannot be filled stays as it is: whoever uses it meets the reason.
+    Nothing is written: who uses the mapping may do so before this has ended, or has been killed. What cannot be filled
+    stays as it is: whoever uses it meets the reason.
 
     Args:
         process: whose mapping it is.
         span: its addresses.
         workers: how many processes share the work.
-        in_huge_pages: one byte makes the kernel fill a huge page; else every page is written to.
     """
-    block = bytes(1 if in_huge_pages else _HUGE_PAGE_BYTES)
 
     def worker(_number: int, tasks: Iterator[int]) -> Iterator[None]:
         memory = ProcessMemory(process)
         for task in tasks:
             start = span.start + task * _PREFAULT_BYTES
             for at in range(start, min(start + _PREFAULT_BYTES, span.end), _HUGE_PAGE_BYTES):
-                memory.write([block[: span.end - at]], at)
+                memory.fault_in(at, min(_HUGE_PAGE_BYTES, span.end - at))
             yield
 
     tasks = -(-span.size_bytes // _PREFAULT_BYTES)

@@ -1,42 +1,54 @@
 """Holds threads of another process, and lets one of them make a system call: what CRIU's compel does, without code.
 
-A thread that is held resumes by itself when its tracer dies. One that is making an injected call would come back
-with the wrong registers, so a tracer does not die with its parent then.
+A tracer may be killed at any moment, and the program is not to notice:
+- A thread that is held resumes by itself then. Its stops are those of a system call or of ptrace's own, which leave
+  nothing behind; never the one of a signal that this module has caused, which would be delivered. A single step causes
+  one, SIGTRAP, and even resets the program's handler of it.
+- A thread whose registers are changed restores itself: it returns from the call into a frame on its stack, which has
+  them all, and the signal mask. Registers are changed before the mask, and the mask is put back before them.
+
+Where there can be no such frame (aarch64, a shadow stack, no room on the stack) it comes back with the wrong registers.
+For that the tracer at least does not die with its parent.
 """
 
 import contextlib
 import ctypes
 import os
 import platform
+import re
 import signal
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ocihook.errors import TraceError
-from ocihook.linux.memory import memory_path, read_mappings
+from ocihook.linux.memory import memory_path, read_mappings, write_memory
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
+from ocihook.linux.sigframe import CALL_AND_RETURN, RESTORERS, STACK_POINTER, build_frame
 from ocihook.linux.workers import outliving_parent
 
 # linux/ptrace.h, linux/elf.h, linux/wait.h
-_SINGLESTEP, _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 9, 17, 0x4204, 0x4205, 0x4206, 0x4207
-_SYSCALL, _CONT, _SETOPTIONS = 24, 7, 0x4200
+_DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
+_SYSCALL, _CONT = 24, 7
 _GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO = 0x420A, 0x420B, 0x420E
+# Without it a stop at a system call is one with SIGTRAP, which a thread gets whose tracer dies then.
 _O_TRACESYSGOOD = 1
 _SYSCALL_STOP = signal.SIGTRAP | 0x80
 _SYSCALL_INFO = struct.Struct("<B3xIQQQ6Q")  # op, arch, ip, sp; of an entry: number, arguments; of an exit: result
 _ENTRY, _EXIT = 1, 2
 _MAP_ANONYMOUS, _MAP_POPULATE = 0x20, 0x8000
-_NT_PRSTATUS = 1
+_NT_PRSTATUS, _NT_X86_XSTATE, _NT_X86_SHSTK = 1, 0x202, 0x204
+_MOST_STATE_BYTES = 1 << 15  # AVX-512 takes 2.7 KiB, AMX 11
 _WALL = 0x40000000
 _EVENT_STOP = 128
 _ALL_SIGNALS = (1 << 64) - 1
 _POLL_S = 0.001
 # What an interrupted system call returns inside the kernel when it is to be made again: linux/errno.h.
-_RESTART_SAME = (-512, -513, -514)
-_RESTART_BLOCK = -516
+_RESTARTS = (-512, -513, -514, -516)
+_LIBC = re.compile(r"/(libc[.-]|ld-)")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -54,17 +66,17 @@ class _Machine:
     arguments: tuple[int, ...]
     result: int
     original: int | None  # register with the number of an interrupted call, -1 for none; None: not shown
-    restart_syscall: int
+    has_frames: bool  # sigframe.py knows it
     numbers: Mapping[str, int]
 
 
 _MACHINES: Mapping[str, _Machine] = {
     # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
-    "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, 219, {"madvise": 28, "mmap": 9}),
+    "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True, {"madvise": 28, "mmap": 9}),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
-    # before a tracer looks, so that nothing is left to do; a timed wait then begins anew.
+    # before a tracer looks; a timed wait then begins anew.
     "aarch64": _Machine(
-        34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, 128, {"madvise": 233, "mmap": 222}
+        34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False, {"madvise": 233, "mmap": 222}
     ),
 }
 
@@ -73,6 +85,13 @@ def _ptrace(request: int, tid: int, address: int = 0, data: object = None) -> No
     if _libc.ptrace(request, tid, address, data) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"ptrace {request:#x} of thread {tid}: {os.strerror(number)}")
+
+
+class CallInstruction(NamedTuple):
+    """Where a process has an instruction that makes a system call."""
+
+    address: int
+    restorer: int  # code that a thread comes to from there and that has it restored from a frame; 0: none
 
 
 class HeldThread:
@@ -89,28 +108,30 @@ class HeldThread:
             OSError: if it is gone, or somebody else traces it.
         """
         self.tid = tid
-        _ptrace(_SEIZE, tid)
+        _ptrace(_SEIZE, tid, 0, _O_TRACESYSGOOD)
         self._signal, self._has_stopped, self._has_ended = 0, False, False
         try:
             _ptrace(_INTERRUPT, tid)
             if waits:
-                self._signal, self._has_stopped = self._wait(), True
+                self._wait()
+                self._has_stopped = True
         except OSError:
             with contextlib.suppress(OSError):
                 _ptrace(_DETACH, tid)
             raise
 
     def _wait(self) -> int:
-        """Wait for a stop; return the signal that is then to be delivered, 0 for none."""
+        """Wait for a stop; return its status, and keep the signal that is then to be delivered, 0 for none."""
         _, status = os.waitpid(self.tid, _WALL)
         if not os.WIFSTOPPED(status):
             raise ProcessLookupError(f"thread {self.tid} has ended")
-        return self._stop_signal(status)
+        self._signal = self._stop_signal(status)
+        return status
 
     @staticmethod
     def _stop_signal(status: int) -> int:
         number = os.WSTOPSIG(status)
-        return 0 if status >> 16 == _EVENT_STOP or number == _SYSCALL_STOP else number
+        return 0 if _is_event(status) or number == _SYSCALL_STOP else number
 
     def release(self) -> None:
         """Let it go on. One that is gone is let go, too."""
@@ -139,46 +160,74 @@ class HeldThread:
                 self._has_stopped = False
         return self._has_ended
 
-    def make_call(self, name: str, instruction: int, *arguments: int) -> int:
-        """Let the thread make a system call at the address of an instruction that does so; return its result.
+    def make_call(self, name: str, instruction: CallInstruction, *arguments: int) -> int:
+        """Let the thread make a system call; return its result.
 
-        Signals wait meanwhile. Afterwards the thread is as it was, an interrupted call of its own is made again.
+        Signals wait meanwhile. Afterwards the thread is as it was, and an interrupted call of its own goes on. If this
+        process is killed in here it does so, too, but that a timed wait begins anew.
+
+        Args:
+            name: of the call.
+            instruction: of `find_call_instruction`.
+            arguments: of the call.
 
         Raises:
             OSError: with the call's own error number, or if the thread died.
         """
         machine = _machine()
         with outliving_parent():
-            saved = self._registers(machine)
-            mask = ctypes.c_uint64()
-            _ptrace(_GETSIGMASK, self.tid, 8, ctypes.byref(mask))
-            _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(_ALL_SIGNALS)))
+            saved, mask = self._registers(machine), self._signal_mask()
             changed = type(saved)(*saved)
-            changed[machine.program_counter] = instruction
+            changed[machine.program_counter] = instruction.address
             for register, value in zip(machine.arguments, arguments, strict=False):
                 changed[register] = value
             changed[machine.number] = machine.numbers[name]
             if machine.original is not None:
                 changed[machine.original] = _ALL_SIGNALS
+            if machine.has_frames and instruction.restorer:
+                changed[STACK_POINTER] = self._leave_frame(machine, mask, instruction.restorer)
             try:
-                result = self._step_over(machine, changed)
+                self._set_registers(changed)
+                self._set_signal_mask(_ALL_SIGNALS)
+                self._run_to(_SYSCALL, _is_system_call)
+                self._run_to(_SYSCALL, _is_system_call)
+                _, result, _ = self._system_call()
+                # From a stop of this kind the kernel makes an interrupted call again, as it would have without us.
+                _ptrace(_INTERRUPT, self.tid)
+                self._run_to(_CONT, _is_event)
             finally:
-                self._set_registers(_made_again(machine, saved))
-                _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(mask))
+                self._set_signal_mask(mask)
+                self._set_registers(saved)
+        result = ctypes.c_int64(result).value
         if result < 0:
             raise OSError(-result, f"{name} in thread {self.tid}: {os.strerror(-result)}")
         return result
 
-    def _step_over(self, machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> int:
-        """Let the thread make one instruction, the call, with these registers; return the call's result."""
-        self._set_registers(registers)
-        instruction = registers[machine.program_counter]
-        while registers[machine.program_counter] == instruction:  # SIGSTOP, which cannot be held back, comes before
-            _ptrace(_SINGLESTEP, self.tid)
-            number = self._wait()
-            self._signal = self._signal if number in {0, signal.SIGTRAP} else number
-            registers = self._registers(machine)
-        return ctypes.c_int64(registers[machine.result]).value
+    def _leave_frame(self, machine: _Machine, mask: int, restorer: int) -> int:
+        """Leave a frame on the thread's stack from which it restores itself; return what the stack pointer is to be.
+
+        That is what it is now where there can be none.
+        """
+        registers = self._registers(machine)
+        unchanged = registers[STACK_POINTER]
+        with contextlib.suppress(OSError):  # the kernel knows of none, or there is none: no `ret` goes elsewhere
+            self._register_set(_NT_X86_SHSTK, 8)
+            return unchanged
+        try:
+            state = self._register_set(_NT_X86_XSTATE, _MOST_STATE_BYTES)
+            frame = build_frame(list(_made_anew(machine, registers)), mask, state, restorer)
+            if frame is not None and write_memory(self.tid, [frame.data], frame.address) == len(frame.data):
+                return frame.address
+        except OSError:  # no room
+            pass
+        return unchanged
+
+    def _run_to(self, request: int, is_it: Callable[[int], bool]) -> None:
+        """Let it go on until a stop of some kind. A signal that comes before is passed on, to wait or to stop all."""
+        while True:
+            _ptrace(request, self.tid, 0, self._signal)
+            if is_it(self._wait()):
+                return
 
     def watch_mappings(self, child: int, least_bytes: int, tell: Callable[[int, int], object]) -> None:
         """Let the thread go on until `child` of this process has ended; tell of the first large mapping that it makes.
@@ -191,8 +240,7 @@ class HeldThread:
             least_bytes: what is large.
             tell: called with address and size; may let this thread make a call.
         """
-        _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD)
-        request, size = _SYSCALL, 0
+        request, size, flags = _SYSCALL, 0, 0
         _ptrace(request, self.tid, 0, self._signal)
         while True:
             pid, status = os.waitpid(-1, _WALL)
@@ -200,22 +248,23 @@ class HeldThread:
                 return
             if pid != self.tid or not os.WIFSTOPPED(status):
                 continue  # another thread, or this one, has ended
-            number = os.WSTOPSIG(status)
-            if number == _SYSCALL_STOP:
-                number = 0
+            if _is_system_call(status):
                 operation, call, arguments = self._system_call()
                 if operation == _ENTRY:
-                    size = self._large_mapping(call, arguments, least_bytes)
-                elif operation == _EXIT and size and call < 1 << 63:  # else the error of mmap
-                    request = _CONT
-                    try:
-                        tell(call, size)
-                    except BaseException:
-                        _ptrace(request, self.tid)  # else it could not be stopped anew
-                        raise
-            elif status >> 16 == _EVENT_STOP:
-                number = 0
-            _ptrace(request, self.tid, 0, number)
+                    size, flags = _large_mapping(call, arguments, least_bytes)
+                    if flags & _MAP_POPULATE:
+                        self._set_mapping_flags(flags & ~_MAP_POPULATE)
+                elif operation == _EXIT and size:
+                    if flags & _MAP_POPULATE:
+                        self._set_mapping_flags(flags)
+                    if call < 1 << 63:  # else the error of mmap
+                        request = _CONT
+                        try:
+                            tell(call, size)
+                        except BaseException:
+                            _ptrace(request, self.tid)  # else it could not be stopped anew
+                            raise
+            _ptrace(request, self.tid, 0, self._stop_signal(status))
 
     def _system_call(self) -> tuple[int, int, tuple[int, ...]]:
         """Return entry or exit, the number or the result, and the arguments."""
@@ -224,47 +273,69 @@ class HeldThread:
         operation, _, _, _, value, *arguments = _SYSCALL_INFO.unpack(data.raw)
         return operation, value, tuple(arguments)
 
-    def _large_mapping(self, call: int, arguments: tuple[int, ...], least_bytes: int) -> int:
-        """Return the size of the mapping that a call is about to make, 0 for any other call."""
+    def _set_mapping_flags(self, flags: int) -> None:
         machine = _machine()
-        _, size, _, flags, *_ = arguments
-        if call != machine.numbers["mmap"] or size < least_bytes or not flags & _MAP_ANONYMOUS:
-            return 0
-        if flags & _MAP_POPULATE:
-            registers = self._registers(machine)
-            registers[machine.arguments[3]] = flags & ~_MAP_POPULATE
-            self._set_registers(registers)
-        return size
+        registers = self._registers(machine)
+        registers[machine.arguments[3]] = flags
+        self._set_registers(registers)
 
     def stop(self) -> None:
         """Stop it again after `watch_mappings`, which leaves it running."""
         _ptrace(_INTERRUPT, self.tid)
-        self._signal = self._wait()
+        while _is_system_call(self._wait()):
+            _ptrace(_CONT, self.tid)
 
     def _registers(self, machine: _Machine) -> "ctypes.Array[ctypes.c_uint64]":
-        registers = (ctypes.c_uint64 * machine.registers)()
-        vector = (ctypes.c_size_t * 2)(ctypes.addressof(registers), ctypes.sizeof(registers))  # struct iovec
-        _ptrace(_GETREGSET, self.tid, _NT_PRSTATUS, ctypes.byref(vector))
-        return registers
+        return (ctypes.c_uint64 * machine.registers).from_buffer_copy(
+            self._register_set(_NT_PRSTATUS, 8 * machine.registers)
+        )
+
+    def _register_set(self, kind: int, most_bytes: int) -> bytes:
+        data = ctypes.create_string_buffer(most_bytes)
+        vector = (ctypes.c_size_t * 2)(ctypes.addressof(data), most_bytes)  # struct iovec
+        _ptrace(_GETREGSET, self.tid, kind, ctypes.byref(vector))
+        return data.raw[: vector[1]]
 
     def _set_registers(self, registers: "ctypes.Array[ctypes.c_uint64]") -> None:
         vector = (ctypes.c_size_t * 2)(ctypes.addressof(registers), ctypes.sizeof(registers))  # struct iovec
         _ptrace(_SETREGSET, self.tid, _NT_PRSTATUS, ctypes.byref(vector))
 
+    def _signal_mask(self) -> int:
+        mask = ctypes.c_uint64()
+        _ptrace(_GETSIGMASK, self.tid, 8, ctypes.byref(mask))
+        return mask.value
 
-def _made_again(machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> "ctypes.Array[ctypes.c_uint64]":
-    """Return registers with which an interrupted system call is made again, as the kernel itself would have seen to.
+    def _set_signal_mask(self, mask: int) -> None:
+        _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(mask)))
 
-    The kernel only does so on the way out of the stop that interrupted the call, and that way has been used.
+
+def _is_system_call(status: int) -> bool:
+    return os.WSTOPSIG(status) == _SYSCALL_STOP
+
+
+def _is_event(status: int) -> bool:
+    return status >> 16 == _EVENT_STOP
+
+
+def _large_mapping(call: int, arguments: tuple[int, ...], least_bytes: int) -> tuple[int, int]:
+    """Return size and flags of the mapping that a call is about to make, 0 and 0 for any other call."""
+    _, size, _, flags, *_ = arguments
+    if call != _machine().numbers["mmap"] or size < least_bytes or not flags & _MAP_ANONYMOUS:
+        return 0, 0
+    return size, flags
+
+
+def _made_anew(machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> "ctypes.Array[ctypes.c_uint64]":
+    """Return registers with which an interrupted system call is made once more, from its beginning.
+
+    rt_sigreturn(2) makes the kernel forget how far it had come. A wait that is longer is better than one that ends with
+    EINTR, which a program without handlers of signals never sees.
     """
-    if machine.original is None:
-        return registers
-    result = ctypes.c_int64(registers[machine.result]).value
-    if ctypes.c_int64(registers[machine.original]).value != -1 and result in (*_RESTART_SAME, _RESTART_BLOCK):
-        number = machine.restart_syscall if result == _RESTART_BLOCK else registers[machine.original]
-        registers[machine.result] = number
-        registers[machine.program_counter] -= len(machine.instruction)
-    registers[machine.original] = _ALL_SIGNALS
+    if machine.original is not None:
+        result = ctypes.c_int64(registers[machine.result]).value
+        if ctypes.c_int64(registers[machine.original]).value != -1 and result in _RESTARTS:
+            registers[machine.result] = registers[machine.original]
+            registers[machine.program_counter] -= len(machine.instruction)
     return registers
 
 
@@ -275,27 +346,45 @@ def _machine() -> _Machine:
     return machine
 
 
-def find_call_instruction(pid: int) -> int:
-    """Return the address of an instruction in a process that makes a system call; the vDSO has one.
+def find_call_instruction(pid: int) -> CallInstruction:
+    """Find an instruction in a process that makes a system call, one that leads to a restorer if there is.
 
     Raises:
         TraceError: if there is none.
     """
-    wanted = _machine().instruction
-    executable = [mapping for mapping in read_mappings(pid) if "x" in mapping.mode and mapping.name != "[vsyscall]"]
+    machine = _machine()
+    plain, returning, restorer = 0, 0, 0
+    for start, code in _executable(pid):
+        plain = plain or _place(start, code, [machine.instruction])
+        if plain and not machine.has_frames:
+            break
+        returning = returning or _place(start, code, [CALL_AND_RETURN])
+        restorer = restorer or _place(start, code, RESTORERS)
+        if returning and restorer:
+            return CallInstruction(returning, restorer)
+    if not plain:
+        raise TraceError(f"process {pid} has no instruction that makes a system call")
+    return CallInstruction(plain, 0)
+
+
+def _executable(pid: int) -> Iterator[tuple[int, bytes]]:
+    """Yield address and content of what a process may execute, what has system calls first: the vDSO, its libc."""
+    found = [mapping for mapping in read_mappings(pid) if "x" in mapping.mode and mapping.name != "[vsyscall]"]
     try:
         fd = os.open(memory_path(pid), os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise TraceError(f"the memory of process {pid} cannot be read: {error.strerror}") from error
     try:
-        for mapping in sorted(executable, key=lambda mapping: (mapping.name != "[vdso]", "libc" not in mapping.name)):
+        for mapping in sorted(found, key=lambda mapping: (mapping.name != "[vdso]", not _LIBC.search(mapping.name))):
             with contextlib.suppress(OSError):
-                at = os.pread(fd, mapping.span.size_bytes, mapping.span.start).find(wanted)
-                if at >= 0:
-                    return mapping.span.start + at
+                yield mapping.span.start, os.pread(fd, mapping.span.size_bytes, mapping.span.start)
     finally:
         os.close(fd)
-    raise TraceError(f"process {pid} has no instruction that makes a system call")
+
+
+def _place(start: int, code: bytes, patterns: Iterable[bytes]) -> int:
+    """Return the address of the first of some patterns that is there, 0 if none is."""
+    return next((start + at for at in map(code.find, patterns) if at >= 0), 0)
 
 
 def release_all(threads: Iterable[HeldThread]) -> None:

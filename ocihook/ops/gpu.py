@@ -193,17 +193,15 @@ def _checkpoint_prefaulted(
     except OSError as error:
         raise TraceError(f"thread {able} of process {process.pid} cannot be held: {error}") from error
 
-    has_huge_pages = _has_huge_pages()
-
     def fill(address: int, size_bytes: int) -> None:
-        if has_huge_pages:
+        if _has_huge_pages():
             try:
                 thread.make_call("madvise", instruction, address, size_bytes, _MADV_HUGEPAGE)
             except OSError as error:  # it is only slower then
                 log.warning("process %d: no huge pages: %s", process.pid, error)
         with measured(measurements, "prefault", process) as measurement:
             measurement["bytes"] = size_bytes
-            prefault(process, Span(address, address + size_bytes), workers=workers, in_huge_pages=has_huge_pages)
+            prefault(process, Span(address, address + size_bytes), workers=workers)
 
     with start_call(driver.checkpoint, process.pid) as call:
         try:

@@ -303,8 +303,8 @@ def test_prefault_survives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     with forked_sleeper() as process:
-        monkeypatch.setattr(ProcessMemory, "write", die)
-        prefault(process, Span(start, start + (256 << 20)), workers=2, in_huge_pages=True)
+        monkeypatch.setattr(ProcessMemory, "fault_in", die)
+        prefault(process, Span(start, start + (256 << 20)), workers=2)
         assert process.is_alive()
 
 
@@ -317,29 +317,43 @@ def test_prefault(workers: int) -> None:
     with forked_sleeper() as process:
         assert not any(presence(process.pid, start, size))
         span = Span(start + (2 << 20) + 4096, start + size - 4096)
-        prefault(process, span, workers=workers, in_huge_pages=False)
+        prefault(process, span, workers=workers)
         assert all(presence(process.pid, span.start, span.size_bytes))
         read = bytearray(size)
         assert ProcessMemory(process).read_into(memoryview(read), start) == size
         assert not any(read)
 
 
-def test_prefault_in_huge_pages_touches_each() -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_prefault_leaves_what_there_is(workers: int) -> None:
+    """Who uses the mapping may have gone on: a process that was killed does not hold it any longer."""
+    memory = mmap.mmap(-1, 129 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for at in range(0, len(memory), 3 * PAGE_BYTES):
+        memory[at : at + PAGE_BYTES] = b"\7" * PAGE_BYTES
+    with forked_sleeper() as process:
+        prefault(process, Span(start, start + len(memory)), workers=workers)
+        assert all(presence(process.pid, start, len(memory)))
+        read = bytearray(len(memory))
+        assert ProcessMemory(process).read_into(memoryview(read), start) == len(memory)
+        assert memory[:] == read
+
+
+def test_prefault_makes_huge_pages() -> None:
     huge_bytes = 2 << 20
     memory = mmap.mmap(-1, 9 * huge_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(14)  # MADV_HUGEPAGE
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     aligned = -(-start // huge_bytes) * huge_bytes
     with forked_sleeper() as process:
-        prefault(process, Span(aligned, aligned + 8 * huge_bytes), workers=1, in_huge_pages=True)
-        flags = presence(process.pid, aligned, 8 * huge_bytes)
-        assert all(flags[at] for at in range(0, len(flags), huge_bytes // 4096))
+        prefault(process, Span(aligned, aligned + 8 * huge_bytes), workers=1)
+        assert all(presence(process.pid, aligned, 8 * huge_bytes))
 
 
 def test_prefault_of_what_is_not_there_is_nobodys_error() -> None:
     with forked_sleeper() as process:
-        prefault(process, Span(4096, 4096 + (256 << 20)), workers=2, in_huge_pages=False)
-    prefault(process, Span(4096, 8192), workers=1, in_huge_pages=True)  # the process has ended, too
+        prefault(process, Span(4096, 4096 + (256 << 20)), workers=2)
+    prefault(process, Span(4096, 8192), workers=1)  # the process has ended, too
 
 
 @contextlib.contextmanager
