@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.config import Policy, Settings, apply_annotations
+from ocihook.engine.conmon import conmon_name
 from ocihook.engine.identity import container_ref
 from ocihook.errors import OcihookError
 from ocihook.linux.files import identity
@@ -82,7 +83,10 @@ def _store(journal: Journal) -> Store:
 def identify(journal: Journal, request: Request, call: RuntimeCall, node_policy: Policy) -> Policy:
     """Record container, image directory and policy in the journal; return the policy."""
     annotations = read_annotations(request.criu_pid, call.bundle)
-    container = container_ref(annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle)
+    name = conmon_name(request.init_pid or request.criu_pid, call.container_id)
+    container = container_ref(
+        annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle, name=name
+    )
     image_dir = os.readlink(request.image_dir)
     journal.identify(container, image_dir, verb=call.verb, leave_running=call.leave_running)
     policy = apply_annotations(node_policy, annotations)

@@ -32,7 +32,7 @@ from ocihook.ops.store import (
     wait_complete,
     write_stored_regions,
 )
-from ocihook.ops.transfer import is_here, pull
+from ocihook.ops.transfer import is_here, keep_in_use, pull
 from ocihook.store.manifest import Region, read_manifest
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredRegion
@@ -92,6 +92,7 @@ def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin,
     alive = while_criu_lives(journal)
     workers = pack_workers(settings)
     store = Store.of(settings)
+    keep_in_use(store, thin, is_pulled=bool(settings.remote))  # until this session ends
     if not is_here(store, thin):
         if not settings.remote:
             raise StoreError(

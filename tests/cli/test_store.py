@@ -135,7 +135,7 @@ def test_push_and_pull(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     node.complete()
     first, second = (row["id"] for row in as_json("store", "list")["checkpoints"])
     assert as_json("store", "push")["checkpoints"] == []
-    node.domain.note_push(first)
+    node.domain.pushes.note(first)
     (row,) = as_json("store", "push")["checkpoints"]
     assert (row["checkpoint_id"], row["moved_bytes"]) == (first, row["pack_bytes"])
     assert f"{second}: " in run("store", "push", second).output
