@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from integration.namespace import wait_for
+from ocihook.agent.session import Session
 from ocihook.config import ConfigError, Policy, Settings, apply_annotations
 from ocihook.engine.conmon import conmon_name
 from ocihook.engine.identity import container_ref
@@ -33,6 +35,7 @@ from ocihook.store.verify import verify
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.fakes.keys import make_keys
 from tests.unit.test_domain import CONTAINER, content_of, random_pages, take
+from tests.unit.test_session import Node as SessionNode
 from tests.unit.test_store_crash import Node, in_child, pages
 
 NOW_S = 1_800_000_000.0
@@ -498,3 +501,28 @@ def test_priority_while_others_wait() -> None:
         assert os.getpriority(os.PRIO_PROCESS, 0) == 19
 
     assert in_child(act) == 0
+
+
+def test_a_restore_uses_its_checkpoint_from_its_first_stage_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a session of its own, which then waits for CRIU's next stage."""
+    session = SessionNode(tmp_path, monkeypatch)
+    node = Node(tmp_path / "node")
+    shutil.rmtree(session.directory)
+    shutil.copytree(node.images, session.directory)
+    session.image_fd = os.open(session.directory, os.O_RDONLY)
+    settings = Settings(store_dir=str(node.store_dir), workers=1, history_dir=str(tmp_path / "history"))
+    monkeypatch.setattr(session, "session", Session(session.journal, lambda: settings))
+    (old,) = ids(node.domain)
+    node.dump(node.new)
+    node.complete()
+
+    def pre_restore() -> None:
+        status, message = session.stage("pre-restore")
+        assert (status, old in message) == (0, True)
+
+    with doing(pre_restore):
+        assert (session.directory / "pages-1.img").read_bytes() == node.old
+        (pruned,) = prune(node.store, Keep(last=1, max_bytes=1))
+        assert pruned.removed == ()
+    (pruned,) = prune(node.store, Keep(last=1))
+    assert pruned.removed == (old,)
