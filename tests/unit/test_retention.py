@@ -13,10 +13,10 @@ import pytest
 
 from integration.namespace import wait_for
 from ocihook.agent.session import Session
-from ocihook.config import ConfigError, Policy, Settings, apply_annotations
+from ocihook.config import Policy, Settings, apply_annotations
 from ocihook.engine.conmon import conmon_name
 from ocihook.engine.identity import container_ref
-from ocihook.errors import StoreError
+from ocihook.errors import ConfigError, StoreError
 from ocihook.linux import workers
 from ocihook.model import ContainerRef
 from ocihook.ops import store as ops
