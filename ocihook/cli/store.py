@@ -201,7 +201,7 @@ def prune(
     unless there is too much for --max-size: then only the newest of all does. What is pinned or in use always stays.
     """
     settings = load_settings()
-    keep = Keep.of(settings)
+    keep = Keep.of(settings) if remote is None else Keep.of_remote(settings)
     if keep_last is not None or keep_within is not None or max_size is not None:
         within_s = 0.0 if keep_within is None else _number(keep_within, _UNITS_S)
         max_bytes = 0 if max_size is None else _number(max_size, _UNITS_BYTES)

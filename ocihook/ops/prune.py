@@ -52,6 +52,11 @@ class Keep(NamedTuple):
         """Return what it says of archives."""
         return cls(settings.keep_last, settings.keep_within_s, settings.max_archive_bytes)
 
+    @classmethod
+    def of_remote(cls, settings: Settings) -> "Keep":
+        """Return what it says of the remote."""
+        return cls(settings.remote_keep_last, settings.remote_keep_within_s)
+
 
 class Pruned(NamedTuple):
     """What a prune did in a domain, or in a directory of archives."""

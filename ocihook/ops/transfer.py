@@ -349,7 +349,7 @@ def prune_remote_by_policy(settings: Settings) -> list[Pruned]:
         RemoteError: if the remote cannot be reached.
         IntegrityError: if a checkpoint is damaged there.
     """
-    keep = Keep(settings.remote_keep_last, settings.remote_keep_within_s)
+    keep = Keep.of_remote(settings)
     if not any(keep):
         return []
     done = []

@@ -156,6 +156,9 @@ def test_push_and_pull(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (
         f"would remove {first}" in run("store", "prune", "--keep-last=1", "--remote", str(remote), "--dry-run").output
     )
+    bounded = Settings(store_dir=str(node.store_dir), keep_last=1, max_store_bytes=1)
+    monkeypatch.setattr(module, "load_settings", lambda: bounded)  # of the store, and nothing of the remote
+    assert as_json("store", "prune", "--remote", str(remote))["pruned"][0]["removed"] == []
     (pruned,) = as_json("store", "prune", "--keep-last", "1", "--remote", str(remote))["pruned"]
     assert pruned["removed"] == [first]
 
