@@ -17,6 +17,7 @@ from ocihook.errors import ConfigError
 
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
+OWNER_ANNOTATION = ANNOTATION_PREFIX + "owner"  # says whose a container is, nothing of what to do with it
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
@@ -53,10 +54,13 @@ class Settings:
     idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
     memory_bound_bytes: int = 0  # of the agent, its workers, GPU memory on its way into the store; 0: as cores need
     workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
-    keep_last: int = 0  # checkpoints of each container in the store; 0 and keep_within_s 0: all
+    keep_last: int = 0  # checkpoints of each container, by its owner, in the store; 0 and keep_within_s 0: all
     keep_within_s: float = 0.0  # and what is younger
-    max_store_bytes: int = 0  # of a domain's packs, by removing the oldest checkpoints; 0: any number
+    max_store_bytes: int = 0  # of all checkpoints in the store: the oldest go, whosever they are; 0: any number
     archive_dir: str = ""  # where the same holds for archives: /var/lib/kubelet/checkpoints
+    max_archive_bytes: int = 0  # of all of these, likewise
+    remote_keep_last: int = 0  # checkpoints of each container at the remote; 0 and remote_keep_within_s 0: all
+    remote_keep_within_s: float = 0.0  # and what is younger
     remote: str = ""  # of `store push` and `pull`: /DIRECTORY, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY
     key_file: str = ""  # keys of the store's domains, {domain} in it is a domain's name; "": nothing is encrypted
     key_command: str = ""  # prints them instead, {domain} likewise; split into words as a shell does, run without one
@@ -98,6 +102,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "keep_last": (0, 1 << 20),
     "keep_within_s": (0, 1 << 40),
     "max_store_bytes": (0, 1 << 60),
+    "max_archive_bytes": (0, 1 << 60),
+    "remote_keep_last": (0, 1 << 20),
+    "remote_keep_within_s": (0, 1 << 40),
     "history_kept": (1, 100000),
 }
 _POLICY_KEYS = {f.name: f.default for f in dataclasses.fields(Policy)}
@@ -141,7 +148,7 @@ def apply_annotations(policy: Policy, annotations: Mapping[str, str]) -> Policy:
     """
     changes: dict[str, Any] = {}
     for name, text in annotations.items():
-        if not name.startswith(ANNOTATION_PREFIX):
+        if not name.startswith(ANNOTATION_PREFIX) or name == OWNER_ANNOTATION:
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
         _check_keys({key: text}, _POLICY_KEYS, "annotation " + ANNOTATION_PREFIX.rstrip("/"), "key")

@@ -15,6 +15,7 @@ class ContainerRef:
     pod_name: str = ""
     pod_namespace: str = ""
     bundle: str = ""
+    owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
 
     def __str__(self) -> str:
         short_id = self.id[:12]

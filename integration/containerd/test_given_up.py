@@ -16,7 +16,12 @@ from integration.namespace import wait_for
 DEADLINE_S = 2
 LONGER_MS = 5000
 LONGER_S = 5
-NEVER: dict[str, Any] = {"quiesce_signal": "USR1", "resume_signal": "USR2", "quiesce_ack": "/run/never", "quiesce_timeout_s": "60"}
+NEVER: dict[str, Any] = {
+    "quiesce_signal": "USR1",
+    "resume_signal": "USR2",
+    "quiesce_ack": "/run/never",
+    "quiesce_timeout_s": "60",
+}
 
 
 def undoing(node: Containerd) -> bool:

@@ -50,6 +50,7 @@ def test_round_trip(make_podman: MakePodman, runtime: str, *, same_disk: bool) -
     podman.ocihook("wait")
     first, second = listed(podman)
     assert first["state"] == second["state"] == "complete"
+    assert first["container"].startswith("c ("), "by its name, which no annotation has"
     assert first["added_bytes"] > 10 << 20
     assert second["added_bytes"] < first["added_bytes"] / 20
     podman.restore(archives[1])

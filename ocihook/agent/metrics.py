@@ -20,6 +20,7 @@ from ocihook.config import Settings
 from ocihook.errors import IntegrityError, OcihookError
 from ocihook.linux.procfs import Process
 from ocihook.ops import history
+from ocihook.ops.prune import archive_bytes, stored_bytes
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.store.domain import Domain
 from ocihook.store.pending import check_taken, pending_ids, read_job, read_progress
@@ -57,6 +58,7 @@ class _Node(Collector):
         yield from _sessions(history.totals(Path(self._settings.history_dir))["acts"])
         yield _open_sessions(self._runtime_dir)
         yield from _store(Store.of(self._settings))
+        yield from _retention(self._settings)
 
 
 def _sessions(acts: dict[str, Any]) -> Iterator[Metric]:
@@ -133,6 +135,10 @@ def _store(store: Store) -> Iterator[Metric]:
             ("pending_bytes", "Memory of those that is still to be stored."),
             ("pending_oldest_timestamp_seconds", "When the oldest of those was taken."),
             ("lost_checkpoints", "Checkpoints taken whose memory is gone."),
+            ("due_pushes", "Checkpoints that are to be pushed."),
+            ("due_push_oldest_timestamp_seconds", "Since when the oldest of those is to be."),
+            ("due_push_failures", "Attempts to push those that failed."),
+            ("pinned_checkpoints", "Checkpoints that no prune removes."),
             ("readable", "0: the domain is damaged; `ocihook store verify` says what."),
         )
     }
@@ -149,6 +155,18 @@ def _store(store: Store) -> Iterator[Metric]:
         for key, blocks in (("free", space.f_bavail), ("size", space.f_blocks)):
             text = f"{key.capitalize()} bytes of the file system that has the store."
             yield GaugeMetricFamily(f"ocihook_store_filesystem_{key}_bytes", text, value=blocks * space.f_frsize)
+
+
+def _retention(settings: Settings) -> Iterator[Metric]:
+    """Tell what is bounded, and the bound; more than that is there only if nothing may go."""
+    taken = GaugeMetricFamily("ocihook_retention_bytes", "What checkpoints take, by kind.", labels=["kind"])
+    bounds = GaugeMetricFamily("ocihook_retention_max_bytes", "What they may take; 0: any number.", labels=["kind"])
+    with contextlib.suppress(OcihookError, OSError):
+        taken.add_metric(["store"], stored_bytes(Store.of(settings)))
+        taken.add_metric(["archives"], archive_bytes(Path(settings.archive_dir)) if settings.archive_dir else 0)
+    bounds.add_metric(["store"], settings.max_store_bytes)
+    bounds.add_metric(["archives"], settings.max_archive_bytes)
+    yield from (taken, bounds)
 
 
 def _domain(domain: Domain) -> dict[str, float]:
@@ -180,6 +198,10 @@ def _domain(domain: Domain) -> dict[str, float]:
         "readable": 1,
     }
     values |= {"dedup_ratio": raw / stored} if manifests and stored else {}
+    pushes = domain.due_pushes()
+    values |= {"due_pushes": len(pushes), "due_push_failures": sum(push.attempts for push in pushes)}
+    values |= {"due_push_oldest_timestamp_seconds": min(push.since_s for push in pushes)} if pushes else {}
+    values |= {"pinned_checkpoints": sum(map(domain.marks.is_pinned, done))}
     return values | ({"pending_oldest_timestamp_seconds": oldest} if pending else {})
 
 

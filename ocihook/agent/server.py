@@ -29,7 +29,7 @@ from ocihook.log import add_fields, set_up_logging
 from ocihook.oci.runtime import find_runtime
 from ocihook.ops.prune import prune_by_policy
 from ocihook.ops.store import complete_all, has_pending
-from ocihook.ops.transfer import has_due_pushes, push_due
+from ocihook.ops.transfer import has_due_pushes, next_push_s, push_due
 from ocihook.session.journal import Journal, open_journals
 from ocihook.session.lock import lock_agent
 from ocihook.store.store import Store
@@ -39,6 +39,7 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOST_SCRAPES = 4  # at a time
 _SCRAPE_TIMEOUT_S = 30
+_LEAST_WAIT_S = 1.0  # from one attempt to push to the next, whatever becomes of it
 _FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class _Background(NamedTuple):
 
     name: str
     is_due: Callable[[Store], bool]
-    act: Callable[[Settings], None]
+    act: Callable[[Settings], object]
 
 
 def _complete(settings: Settings) -> None:
@@ -84,6 +85,7 @@ class Agent:
         self._scrapes: dict[int, int] = {}  # pidfd -> pid of what answers one
         if metrics is not None:
             self._selector.register(metrics, selectors.EVENT_READ)
+        self._push_at_s: float | None = None  # by the monotonic clock: what could not be pushed is tried again
         self._is_stopping = False
 
     def run(self, idle_timeout_s: float) -> None:
@@ -95,6 +97,8 @@ class Agent:
         self._start_background()
         idle_since = time.monotonic()
         while self._is_needed(time.monotonic() - idle_since < idle_timeout_s):
+            if self._push_at_s is not None and time.monotonic() >= self._push_at_s and not self._is_running(_PUSH):
+                self._start_background(_PUSH)
             for key, _ in self._selector.select(timeout=1.0):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -112,7 +116,7 @@ class Agent:
     def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
         if self._is_stopping:
             return bool(self._children)  # what is pending stays so, for the next agent
-        return bool(self._children or self._background or self._metrics) or is_recent
+        return bool(self._children or self._background or self._metrics) or is_recent or self._push_at_s is not None
 
     def _stop(self) -> None:
         log.info("stopping; %d sessions will end first", len(self._children))
@@ -136,13 +140,15 @@ class Agent:
     def _start_background(self, *kinds: "_Background") -> None:
         """Have done what is waiting to be done, by one process at a time of each kind."""
         for kind in kinds or (_STORE, _PUSH):
-            if any(running is kind for running, _ in self._background.values()):
+            if self._is_running(kind):
                 self._again.add(kind)
                 continue
             if self._is_stopping:
                 continue
             try:
                 settings = self._load()
+                if kind is _PUSH:
+                    self._push_at_s = self._next_push_at_s(settings)
                 if not kind.is_due(Store.of(settings)):
                     continue
             except (OcihookError, OSError) as error:
@@ -155,6 +161,13 @@ class Agent:
             pidfd = os.pidfd_open(pid)
             self._background[pidfd] = kind, pid
             self._selector.register(pidfd, selectors.EVENT_READ)
+
+    def _next_push_at_s(self, settings: Settings) -> float | None:
+        wait_s = next_push_s(Store.of(settings))
+        return None if wait_s is None else time.monotonic() + max(wait_s, _LEAST_WAIT_S)
+
+    def _is_running(self, kind: "_Background") -> bool:
+        return any(running is kind for running, _ in self._background.values())
 
     def _be_background(self, kind: "_Background", settings: Settings, parent: int) -> None:
         """Body of a process that does what needs no haste; never returns."""
@@ -181,6 +194,9 @@ class Agent:
             self._start_background(kind)
         if kind is _STORE:
             self._start_background(_PUSH)
+        if kind is _PUSH and not self._is_running(_PUSH):
+            with contextlib.suppress(OcihookError, OSError):  # told when it was loaded before
+                self._push_at_s = self._next_push_at_s(self._load())
 
     def _accept_scrape(self) -> None:
         """Have metrics told by a process of its own: the agent waits for nobody."""

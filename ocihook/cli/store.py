@@ -8,14 +8,15 @@ from pathlib import Path
 import click
 
 from ocihook.cli.render import format_bytes, json_option, print_json, print_table, progress_bar
-from ocihook.config import load_settings
+from ocihook.config import Settings, load_settings
 from ocihook.errors import ConfigError, IntegrityError, StoreError
 from ocihook.ops import store as ops
 from ocihook.ops import transfer
 from ocihook.ops.archive import read_thin_archive
-from ocihook.ops.prune import Keep, prune_archives
+from ocihook.ops.prune import Keep, archive_bytes, prune_archives, stored_bytes
 from ocihook.ops.prune import prune as prune_store
 from ocihook.store.cipher import Keyring
+from ocihook.store.pushes import Push
 from ocihook.store.store import Store
 from ocihook.store.stored import CHECKPOINT_ID
 
@@ -36,15 +37,52 @@ def store() -> None:
 @json_option
 def status(*, as_json: bool) -> None:
     """Show what the store takes, by domain."""
-    found = ops.usage(_store())
+    settings = load_settings()
+    found = ops.usage(Store.of(settings))
+    waiting = transfer.due(Store.of(settings))
+    total, archives = stored_bytes(Store.of(settings)), _archive_bytes(settings)
     if as_json:
-        print_json({"domains": {name: usage._asdict() for name, usage in found.items()}})
+        print_json(
+            {
+                "domains": {name: usage._asdict() for name, usage in found.items()},
+                "pushes": [{"domain": name, **push._asdict()} for name, push in waiting],
+                "total_bytes": total,
+                "max_bytes": settings.max_store_bytes,
+                "archive_bytes": archives,
+                "max_archive_bytes": settings.max_archive_bytes,
+            }
+        )
         return
     rows = [
-        [name, u.checkpoints, *map(format_bytes, (u.raw_bytes, u.stored_bytes, u.index_bytes, u.rubbish_bytes))]
+        [
+            *(name, u.checkpoints, *map(format_bytes, (u.raw_bytes, u.stored_bytes, u.index_bytes, u.rubbish_bytes))),
+            sum(where == name for where, _ in waiting),
+        ]
         for name, u in found.items()
     ]
-    print_table(["DOMAIN", "CHECKPOINTS", "RAW", "STORED", "INDEX", "RUBBISH"], rows)
+    print_table(["DOMAIN", "CHECKPOINTS", "RAW", "STORED", "INDEX", "RUBBISH", "TO PUSH"], rows)
+    _print_bound("the store", total, "max_store_bytes", settings.max_store_bytes)
+    _print_bound(settings.archive_dir, archives, "max_archive_bytes", settings.max_archive_bytes)
+    for name, push in waiting:
+        if push.attempts:
+            click.echo(f"{push.checkpoint_id} in domain {name} was not pushed: {push.error}; {_attempts(push)}")
+
+
+def _archive_bytes(settings: Settings) -> int:
+    return archive_bytes(Path(settings.archive_dir)) if settings.archive_dir else 0
+
+
+def _print_bound(what: str, size: int, key: str, bound: int) -> None:
+    if 0 < bound < size:
+        click.echo(
+            f"{what} takes {format_bytes(size)}, {key} is {format_bytes(bound)}: `ocihook store prune` removes the "
+            "oldest; what is pinned, in use or the newest stays"
+        )
+
+
+def _attempts(push: Push) -> str:
+    wait_s = max(0, round(push.next_s - time.time()))
+    return f"{push.attempts} attempts, the next in {wait_s // 60} min {wait_s % 60} s"
 
 
 def _location(given: str | None) -> str:
@@ -67,7 +105,8 @@ def list_command(*, remote: str | None, as_json: bool) -> None:
     """List checkpoints: complete ones, and those that are still being stored."""
     rows = ops.list_checkpoints(_store()) if remote is None else transfer.list_remote(_location(remote), _store().keys)
     if as_json:
-        print_json({"checkpoints": [row._asdict() for row in rows]})
+        values = [{**row._asdict(), "push": row.push and row.push._asdict()} for row in rows]
+        print_json({"checkpoints": values})
         return
     cells = [
         [row.domain, row.id, row.container, row.created, _state(row), format_bytes(row.raw_bytes), _added(row)]
@@ -77,7 +116,12 @@ def list_command(*, remote: str | None, as_json: bool) -> None:
 
 
 def _state(row: ops.Listed) -> str:
-    return f"pending, {percent(row)}" if row.state == "pending" else row.state
+    if row.state == "pending":
+        return f"pending, {percent(row)}"
+    marks = [word for word, is_so in (("pinned", row.is_pinned), ("in use", row.is_used)) if is_so]
+    if row.push:
+        marks.append(f"not pushed, {_attempts(row.push)}" if row.push.attempts else "to be pushed")
+    return ", ".join([row.state, *marks])
 
 
 def percent(row: ops.Listed) -> str:
@@ -87,6 +131,20 @@ def percent(row: ops.Listed) -> str:
 
 def _added(row: ops.Listed) -> str:
     return format_bytes(row.added_bytes) if row.state == "complete" else ""
+
+
+@store.command()
+@click.argument("checkpoint")
+def pin(*, checkpoint: str) -> None:
+    """Have CHECKPOINT stay in this node's store, whatever a prune is to remove, until `unpin`."""
+    ops.pin(_store(), checkpoint, is_pinned=True)
+
+
+@store.command()
+@click.argument("checkpoint")
+def unpin(*, checkpoint: str) -> None:
+    """Let CHECKPOINT go as any other."""
+    ops.pin(_store(), checkpoint, is_pinned=False)
 
 
 @store.command()
@@ -113,9 +171,11 @@ def verify(*, read_data: bool, as_json: bool) -> None:
 
 
 @store.command()
-@click.option("--keep-last", metavar="N", type=int, help="Keep the newest N checkpoints of each container.")
+@click.option(
+    "--keep-last", metavar="N", type=int, help="Keep the newest N checkpoints of each container, by its owner."
+)
 @click.option("--keep-within", metavar="TIME", help="Keep what is younger, as in 36h or 14d.")
-@click.option("--max-size", metavar="SIZE", help="Then remove the oldest until packs take no more: 500G.")
+@click.option("--max-size", metavar="SIZE", help="Then remove the oldest of all until the rest takes no more: 500G.")
 @click.option(
     "--archives",
     "archive_dir",
@@ -137,11 +197,11 @@ def prune(
 ) -> None:
     """Remove old checkpoints, and whatever no checkpoint needs.
 
-    Without options as the configuration says, by default only the latter. The newest checkpoint of a container always
-    stays.
+    Without options as the configuration says, by default only the latter. The newest checkpoint of a container stays,
+    unless there is too much for --max-size: then only the newest of all does. What is pinned or in use always stays.
     """
     settings = load_settings()
-    keep = Keep.of(settings)
+    keep = Keep.of(settings) if remote is None else Keep.of_remote(settings)
     if keep_last is not None or keep_within is not None or max_size is not None:
         within_s = 0.0 if keep_within is None else _number(keep_within, _UNITS_S)
         max_bytes = 0 if max_size is None else _number(max_size, _UNITS_BYTES)
@@ -154,7 +214,8 @@ def prune(
     else:
         done = prune_store(Store.of(settings), keep, dry_run=dry_run)
     if archives and remote is None:
-        done.append(prune_archives(archives, keep, dry_run=dry_run))
+        bound = settings.max_archive_bytes if max_size is None else keep.max_bytes
+        done.append(prune_archives(archives, keep._replace(max_bytes=bound), dry_run=dry_run))
     if as_json:
         print_json({"dry_run": dry_run, "pruned": [pruned._asdict() for pruned in done]})
         return
@@ -188,14 +249,14 @@ def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as
     elif checkpoints:
         chosen = [(ops.find(found, checkpoint_id).name, checkpoint_id) for checkpoint_id in checkpoints]
     else:
-        chosen = transfer.due(found)
+        chosen = [(name, waiting.checkpoint_id) for name, waiting in transfer.due(found)]
     moved = []
     for name, checkpoint_id in chosen:
         domain = found.open(name)
         total = partial(transfer.pack_bytes, domain, checkpoint_id)
         with progress_bar(f"pushing {checkpoint_id}", total) as progress:
             moved.append(transfer.push(domain, checkpoint_id, location, progress=progress))
-        domain.end_push(checkpoint_id)
+        domain.pushes.end(checkpoint_id)
     _print_moved(moved, "sent to", location, as_json=as_json)
 
 

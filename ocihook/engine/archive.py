@@ -259,6 +259,7 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
             name=container.name or str(config.get("name", "")),
             pod_name=container.pod_name,
             pod_namespace=container.pod_namespace,
+            owner=container.owner,
         ),
         image=str(config.get("rootfsImageName") or config.get("rootfsImageRef") or ""),
         runtime=str(config.get("runtime") or config.get("ociRuntime") or ""),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from ocihook.config import OWNER_ANNOTATION
 from ocihook.model import ContainerRef
 
 # Annotation names: CRI-O internal/annotations, containerd pkg/cri/annotations, podman libpod/define/annotations.
@@ -33,11 +34,15 @@ def engine_of(annotations: Mapping[str, str]) -> str:
     return "containerd" if any(key.startswith("io.kubernetes.cri.") for key in annotations) else ""
 
 
-def container_ref(annotations: Mapping[str, str], *, container_id: str, runtime: str, bundle: str) -> ContainerRef:
-    """Return everything that the annotations tell of a container."""
+def container_ref(
+    annotations: Mapping[str, str], *, container_id: str, runtime: str, bundle: str, name: str = ""
+) -> ContainerRef:
+    """Return everything that the annotations tell of a container; `name` if they do not tell one."""
     engine = engine_of(annotations)
     names = {
         field: next((annotations[key] for key in keys if key in annotations), "")
         for field, keys in _NAMES.get(engine, {}).items()
     }
-    return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, **names)
+    names["name"] = names.get("name") or name
+    owner = annotations.get(OWNER_ANNOTATION, "")
+    return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, owner=owner, **names)

@@ -33,6 +33,7 @@ _MALLOPT = ((-1, 64 << 20), (-3, 32 << 20))
 # linux/ioprio.h; the number of ioprio_set(2)
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_IDLE = 1, 3
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 # What most likely is behind it, by the exit code of a worker.
 _HINTS = {
     -signal.SIGBUS: "a file that it had mapped has become shorter, or its disk fails: see the kernel's log",
@@ -56,9 +57,32 @@ def die_with_parent(parent: int) -> None:
 def run_at_low_priority() -> None:
     """Let this process, and what it forks, have processors and disks only when nobody else wants them."""
     os.nice(19)
+    _set_io_priority(_IOPRIO_CLASS_IDLE << 13)
+
+
+@contextlib.contextmanager
+def at_normal_priority() -> Iterator[None]:
+    """Let this process run as any other while somebody may have to wait for it; without the right to, as it does."""
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    number = _IOPRIO_GET.get(platform.machine())
+    io_priority = 0 if number is None else int(_libc.syscall(number, _IOPRIO_WHO_PROCESS, 0))
+    if nice <= 0:
+        yield
+        return
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    _set_io_priority(0)
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+        _set_io_priority(max(0, io_priority))
+
+
+def _set_io_priority(value: int) -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << 13)
+        _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, value)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_director
 from ocihook.model import ContainerRef
 from ocihook.ops.image_set import MovedRegions, list_other_images
 from ocihook.store.cipher import seal
-from ocihook.store.domain import lineage, new_checkpoint_id
+from ocihook.store.domain import new_checkpoint_id
+from ocihook.store.lineage import lineage
 from ocihook.store.manifest import Manifest, write_manifest
 from ocihook.store.pending import Job, directory_of, this_boot, write_job
 from ocihook.store.store import Store

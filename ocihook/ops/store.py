@@ -26,8 +26,9 @@ from ocihook.store import rewrite, upkeep
 from ocihook.store import verify as check
 from ocihook.store.assemble import StoredPages, Target, assemble
 from ocihook.store.deduplicate import WORKER_BYTES, Taken, deduplicate
-from ocihook.store.domain import Domain, lineage, new_checkpoint_id
+from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.extents import ZERO
+from ocihook.store.lineage import lineage
 from ocihook.store.manifest import (
     PACK_PREFIX,
     REGION_PACK_PREFIX,
@@ -59,6 +60,7 @@ from ocihook.store.pending import (
     read_progress,
     write_progress,
 )
+from ocihook.store.pushes import Push
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredImage, StoredManifest, StoredRegion
 
@@ -79,6 +81,9 @@ class Listed(NamedTuple):
     raw_bytes: int
     added_bytes: int
     done_bytes: int
+    is_pinned: bool = False
+    is_used: bool = False  # by a restore or a push
+    push: Push | None = None  # that is due
 
 
 def complete(
@@ -104,10 +109,10 @@ def complete(
             return False
         job = read_job(domain, checkpoint_id)
         if job is not None and checkpoint_id not in domain.checkpoint_ids():
-            with _recorded(settings, domain, job), domain.shared():
+            with _recorded(settings, domain, job), domain.shared(in_turn=True):
                 check_taken(job)
                 if job.is_pushed:
-                    domain.note_push(checkpoint_id)
+                    domain.pushes.note(checkpoint_id)
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
         discard_staged(pending, pins_of(checkpoint_id))
     return True
@@ -382,7 +387,7 @@ def rehydrate_stored(
         IntegrityError: naming what is missing or damaged.
         OSError: from the file system, a full one included.
     """
-    with domain.shared():
+    with domain.using(manifest.id):
         layout = domain.layout(manifest)
         targets = {}
         for image in manifest.images:
@@ -425,7 +430,7 @@ def write_stored_regions(
     targets = {
         region.name: Target(opener(spans, processes[region.process]), region.start) for region in manifest.regions
     }
-    with domain.shared():
+    with domain.using(manifest.id):
         assemble(domain.layout(manifest), domain.packs, targets, workers=workers, progress=progress)
     return sum(region.size_bytes for region in manifest.regions)
 
@@ -439,7 +444,7 @@ def pack_stored(
         IntegrityError: naming what is missing or damaged.
         OSError: from the file system, a full one included.
     """
-    with domain.shared():
+    with domain.using(manifest.id):
         layout = domain.layout(manifest)
         sources = {
             part: Source(partial(StoredPages, layout.images[part.name], layout, domain.packs), 0, part.size_bytes)
@@ -490,6 +495,21 @@ def find(store: Store, checkpoint_id: str) -> Domain:
     raise StoreError(f"the store in {store.root} has no checkpoint {checkpoint_id}")
 
 
+def pin(store: Store, checkpoint_id: str, *, is_pinned: bool) -> None:
+    """Have a checkpoint stay whatever is pruned, or no longer.
+
+    Raises:
+        StoreError: if there is no such checkpoint, or it is not complete yet.
+    """
+    domain = find(store, checkpoint_id)
+    if checkpoint_id not in domain.checkpoint_ids():
+        raise StoreError(f"checkpoint {checkpoint_id} is still being stored", hint="`ocihook wait`")
+    if is_pinned:
+        domain.pin(checkpoint_id)
+    else:
+        domain.marks.unpin(checkpoint_id)
+
+
 def list_checkpoints(store: Store) -> list[Listed]:
     """Return all checkpoints of all domains, the oldest of each first; then what is pending.
 
@@ -500,7 +520,12 @@ def list_checkpoints(store: Store) -> list[Listed]:
     rows = []
     for domain in store.domains():
         rows += [
-            Listed(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
+            Listed(
+                *(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes),
+                is_pinned=domain.marks.is_pinned(m.id),
+                is_used=domain.marks.is_used(m.id),
+                push=domain.pushes.read(m.id),
+            )
             for m in domain.checkpoints()
         ]
         rows += _pending_of(domain)
@@ -561,7 +586,7 @@ def rekey(store: Store) -> dict[str, int]:
     """
     done = {}
     for domain in store.domains():
-        with domain.alone():
+        with domain.upkeep(), domain.alone():
             done[domain.name] = rewrite.rekey(domain)
     return done
 
@@ -574,6 +599,6 @@ def repair(store: Store) -> list[str]:
     """
     done = []
     for domain in store.domains():
-        with domain.alone():
+        with domain.upkeep(), domain.alone():
             done += [f"domain {domain.name}: {line}" for line in upkeep.repair(domain)]
     return done

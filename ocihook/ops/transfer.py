@@ -21,12 +21,15 @@ from ocihook.store.pack import PackFile, PackInfo, PackReader
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.pending import directory_of, pending_ids
 from ocihook.store.pulled import adopt, index_pack
+from ocihook.store.pushes import Push
 from ocihook.store.records import unseal_layout, unseal_manifest
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
 from ocihook.store.thin import Thin
 
 TRANSFERS = 4  # packs that travel at a time
+REMOTE_PRUNED_EVERY_S = 6 * 3600.0  # by whichever node comes first
+_RETRIED_WITHIN_S = 86400.0  # since a push was due
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
         RemoteError: if the remote cannot be reached, or does not keep what it is sent.
         IntegrityError: if the checkpoint is damaged here; the remote does not have it then.
     """
-    with domain.shared():
+    with domain.using(checkpoint_id):
         manifest = domain.read(checkpoint_id)
         layout = domain.layout(manifest)
         remote = open_remote(location, domain.name)
@@ -162,24 +165,62 @@ def _in_parallel(
         progress(size)
 
 
-def has_due_pushes(store: Store) -> bool:
-    """Tell whether a checkpoint is to be pushed by policy."""
-    return bool(due(store))
+def has_due_pushes(store: Store, now_s: float | None = None) -> bool:
+    """Tell whether a checkpoint is to be pushed by policy now."""
+    now_s = time.time() if now_s is None else now_s
+    return any(waiting.is_due(now_s) for _, waiting in due(store))
 
 
-def push_due(settings: Settings) -> None:
-    """Push what is to be pushed by policy. What fails is logged, and tried again the next time."""
+def next_push_s(store: Store, now_s: float | None = None) -> float | None:
+    """Return in how many seconds a push is to be tried again; None if none is, or all have failed for a day.
+
+    An agent stays for it no longer than that: the daily prune pushes, too.
+    """
+    now_s = time.time() if now_s is None else now_s
+    recent = [waiting for _, waiting in due(store) if now_s - waiting.since_s < _RETRIED_WITHIN_S]
+    return min((0.0 if each.is_due(now_s) else each.next_s - now_s for each in recent), default=None)
+
+
+def push_due(settings: Settings, now: Callable[[], float] = time.time, *, at_once: bool = False) -> list[str]:
+    """Push what is to be pushed by policy, then prune the remote by policy; return what went wrong, a sentence each.
+
+    What fails is tried again after a while, after a longer one each time.
+
+    Args:
+        settings: of the node.
+        now: the time since the epoch.
+        at_once: try also what is to be tried later only.
+    """
     store = Store.of(settings)
+    wrong = []
     for domain in store.domains():
-        for checkpoint_id in domain.due_pushes():
+        for waiting in domain.due_pushes():
+            if not at_once and not waiting.is_due(now()):
+                continue
             try:
                 if not settings.remote:
                     raise ConfigError("no remote is configured", hint="set [agent] remote")
-                moved = push(domain, checkpoint_id, settings.remote)
-                domain.end_push(checkpoint_id)
-                log.info("checkpoint %s is at the remote, %d bytes were sent", checkpoint_id, moved.moved_bytes)
+                moved = push(domain, waiting.checkpoint_id, settings.remote)
+                domain.pushes.end(waiting.checkpoint_id)
+                log.info("checkpoint %s is at the remote, %d bytes were sent", moved.checkpoint_id, moved.moved_bytes)
             except (OcihookError, OSError) as error:
-                log.error("checkpoint %s in domain %s was not pushed: %s", checkpoint_id, domain.name, error)
+                later = domain.pushes.failed(waiting, str(error), now())
+                wrong.append(f"checkpoint {waiting.checkpoint_id} in domain {domain.name} was not pushed: {error}")
+                log.error("%s; attempt %d, the next in %.0f s", wrong[-1], later.attempts, later.next_s - now())
+    if settings.remote and not wrong:
+        try:
+            prune_remote_by_policy(settings)
+        except (OcihookError, OSError) as error:
+            wrong.append(f"the remote was not pruned: {error}")
+            log.error("%s", wrong[-1])
+    return wrong
+
+
+def keep_in_use(store: Store, thin: Thin, *, is_pulled: bool) -> None:
+    """Use a checkpoint for as long as this process lives, whether it is here already or is to be pulled."""
+    is_new = thin.domain not in store.names()
+    if is_pulled or not is_new:
+        store.open(thin.domain, create=is_new).marks.begin_use(thin.checkpoint_id)
 
 
 def is_here(store: Store, thin: Thin) -> bool:
@@ -282,18 +323,44 @@ def prune_remote(
         RemoteError: if the remote cannot be reached.
         IntegrityError: if a checkpoint is damaged there; nothing of its domain is removed then.
     """
-    result = []
-    for domain in remote_domains(location):
-        remote = open_remote(location, domain)
-        checkpoints = RemoteCheckpoints(location, Keyring(keys, domain))
-        checkpoints.packs()
-        removed = choose(checkpoints.all(), keep, time.time() if now_s is None else now_s)
-        freed = 0
-        if not dry_run:
-            remote.remove(removed)
-            freed = remote.remove_rubbish(checkpoints.packs)
-        result.append(Pruned(f"{location}, domain {domain}", tuple(removed), freed))
-    return result
+    return [
+        _prune_domain(location, domain, keep, keys, now_s=now_s, dry_run=dry_run) for domain in remote_domains(location)
+    ]
+
+
+def _prune_domain(
+    location: str, domain: str, keep: Keep, keys: KeySource, *, now_s: float | None = None, dry_run: bool = False
+) -> Pruned:
+    remote = open_remote(location, domain)
+    checkpoints = RemoteCheckpoints(location, Keyring(keys, domain))
+    checkpoints.packs()
+    removed = choose(checkpoints.all(), keep, time.time() if now_s is None else now_s)
+    freed = 0
+    if not dry_run:
+        remote.remove(removed)
+        freed = remote.remove_rubbish(checkpoints.packs)
+    return Pruned(f"{location}, domain {domain}", tuple(removed), freed)
+
+
+def prune_remote_by_policy(settings: Settings) -> list[Pruned]:
+    """Prune the remote as the node's configuration wants, if no node has done so within the last hours.
+
+    Raises:
+        RemoteError: if the remote cannot be reached.
+        IntegrityError: if a checkpoint is damaged there.
+    """
+    keep = Keep.of_remote(settings)
+    if not any(keep):
+        return []
+    done = []
+    for name in remote_domains(settings.remote):
+        with open_remote(settings.remote, name).pruning(REMOTE_PRUNED_EVERY_S) as is_ours:
+            if is_ours:
+                done.append(_prune_domain(settings.remote, name, keep, KeySource.of(settings)))
+    for pruned in done:
+        for checkpoint_id in pruned.removed:
+            log.info("removed %s of %s, by the retention configured", checkpoint_id, pruned.where)
+    return done
 
 
 def list_remote(location: str, keys: KeySource = NO_KEYS) -> list[Listed]:
@@ -322,9 +389,9 @@ def find_remote(location: str, checkpoint_id: str) -> str:
     raise RemoteError(f"{location} has no checkpoint {checkpoint_id}")
 
 
-def due(store: Store) -> list[tuple[str, str]]:
-    """Return domain and id of the checkpoints that are to be pushed by policy."""
-    return [(domain.name, checkpoint_id) for domain in store.domains() for checkpoint_id in domain.due_pushes()]
+def due(store: Store) -> list[tuple[str, Push]]:
+    """Return domain and state of what is to be pushed by policy, at some time."""
+    return [(domain.name, waiting) for domain in store.domains() for waiting in domain.due_pushes()]
 
 
 def pack_bytes(domain: Domain, checkpoint_id: str) -> int:

@@ -4,6 +4,7 @@
     domains/<domain>/checkpoints/<id>.layout, <id>.manifest    the manifest, put last, is the commit
     domains/<domain>/pushing/<random>      names that a push relies on, sent or not: of packs, of its layout
     domains/<domain>/removing/<random>     names that a prune is about to remove
+    domains/<domain>/pruned/<random>       empty: a node's prune by policy; of two at once the first by time, then name
 
 A push announces its names, then looks whether a prune is removing any, and waits for it; a prune announces what it
 will remove, then looks whether a push relies on any, and spares it. Whoever comes second sees the other: so neither
@@ -97,6 +98,23 @@ class ObjectRemote:
         self._blobs.write(self._of(checkpoint_id, "layout"), layout)
         self._blobs.write(self._of(checkpoint_id, "manifest"), manifest)
 
+    @contextlib.contextmanager
+    def pruning(self, every_s: float) -> Iterator[bool]:
+        """Tell whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+        prefix = f"{self._prefix}pruned/"
+        mine = prefix + secrets.token_hex(8)
+        self._blobs.write(mine, b"")
+        try:
+            begun = {blob.name: blob.modified_s for blob in self._blobs.below(prefix)}
+            recent = [name for name in begun if name == mine or begun[mine] - begun[name] < every_s]
+            is_ours = min(recent, key=lambda name: (begun[name], name)) == mine
+            yield is_ours
+        except BaseException:
+            self._blobs.remove(mine)
+            raise
+        for name in begun.keys() - set(recent) if is_ours else {mine}:
+            self._blobs.remove(name)
+
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
         for checkpoint_id in checkpoint_ids:
@@ -117,7 +135,7 @@ class ObjectRemote:
                 if name in still and name not in pushed and time.monotonic() - began_s < _PRUNE_ACTS_S:
                     self._blobs.remove(blob.name)
                     freed += blob.size_bytes
-            for part in ("packs/", "checkpoints/", "pushing/", "removing/"):
+            for part in ("packs/", "checkpoints/", "pushing/", "removing/", "pruned/"):
                 freed += self._blobs.sweep(self._prefix + part, self._now_s() - PRUNE_LASTS_S)
         finally:
             self._blobs.remove(mine)

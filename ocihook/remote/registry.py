@@ -1,5 +1,6 @@
 """A remote in a repository of an OCI registry: each checkpoint is an artifact, its packs are blobs.
 
+    tag <domain>.pruned            when a node last pruned the domain by policy, by its own clock
     tag <domain>.<checkpoint id>   a manifest: config is the checkpoint's manifest, layers are its layout and its packs,
                                    each by its name (org.opencontainers.image.title)
 
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,8 @@ from ocihook.store.pack import PackInfo
 
 ARTIFACT_TYPE = "application/vnd.ocihook.checkpoint.v1"
 _TYPES = {"manifest": f"{ARTIFACT_TYPE}.manifest", "layout": f"{ARTIFACT_TYPE}.layout", "pack": f"{ARTIFACT_TYPE}.pack"}
+_EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+_PRUNED = "io.ocihook.pruned"  # seconds since the epoch
 _TITLE = "org.opencontainers.image.title"
 _TAG = re.compile(r"(.+)\.([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -111,6 +115,27 @@ class RegistryRemote:
             "layers": rows,
         }
         self._repository.put_manifest(f"{self._domain}.{checkpoint_id}", json.dumps(body).encode())
+
+    @contextlib.contextmanager
+    def pruning(self, every_s: float) -> Iterator[bool]:
+        """Tell whether it is this node's turn to prune; of two at once each thinks so, and removes the same."""
+        tag = f"{self._domain}.pruned"
+        is_ours = True
+        with contextlib.suppress(ValueError, TypeError, KeyError), _unless_missing():
+            found = json.loads(self._repository.get_manifest(tag).data)
+            is_ours = not 0 <= time.time() - float(found["annotations"][_PRUNED]) < every_s
+        yield is_ours
+        if is_ours:
+            self._repository.upload_bytes(b"{}")
+            body = {
+                "schemaVersion": 2,
+                "mediaType": MANIFEST_TYPE,
+                "artifactType": f"{ARTIFACT_TYPE}.pruned",
+                "config": {"mediaType": _EMPTY_TYPE, "digest": digest_of(b"{}"), "size": 2},
+                "layers": [],
+                "annotations": {_PRUNED: str(int(time.time()))},
+            }
+            self._repository.put_manifest(tag, json.dumps(body).encode())
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; the registry removes their packs."""

@@ -40,6 +40,9 @@ class Remote(Protocol):
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
         """Make a checkpoint complete whose packs have been sent from these files."""
 
+    def pruning(self, every_s: float) -> contextlib.AbstractContextManager[bool]:
+        """Tell whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
 

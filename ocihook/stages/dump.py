@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ocihook.config import Policy, Settings, apply_annotations
+from ocihook.engine.conmon import conmon_name
 from ocihook.engine.identity import container_ref
 from ocihook.linux.patience import Patience
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
@@ -83,7 +84,10 @@ def _dump(journal: Journal, patience: Patience, request: Request, directory: Pat
 def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Settings) -> Policy:
     """Record container, image directory and policy in the journal; return the policy."""
     annotations = read_annotations(request.criu_pid, call.bundle)
-    container = container_ref(annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle)
+    name = conmon_name(request.init_pid or request.criu_pid, call.container_id)
+    container = container_ref(
+        annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle, name=name
+    )
     journal.identify(container, os.readlink(request.image_dir))
     policy = apply_annotations(settings.policy, annotations)
     facts = dataclasses.replace(call_facts(settings, request.criu_pid), policy=policy, verb=call.verb)

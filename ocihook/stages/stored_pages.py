@@ -18,7 +18,7 @@ from ocihook.ops.compatibility import check_host, host_facts
 from ocihook.ops.image_set import check_other_images, dehydrate, discard_packs, is_read_twice, list_packable
 from ocihook.ops.staging import STAGED_NAME, Place, check_can_store, choose_place, finish_staging, stage
 from ocihook.ops.store import rehydrate_stored, store_workers, stored_region_bytes, wait_complete, write_stored_regions
-from ocihook.ops.transfer import is_here, pull
+from ocihook.ops.transfer import is_here, keep_in_use, pull
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.stages.page_images import Rehydrated
@@ -186,6 +186,7 @@ class StoredPages(Participant):
         if thin is None:
             return
         store = Store.of(settings)
+        keep_in_use(store, thin, is_pulled=bool(settings.remote))  # until this session ends
         if not is_here(store, thin):
             if not settings.remote:
                 raise StoreError(
@@ -235,5 +236,7 @@ class StoredPages(Participant):
         """Find the checkpoint again."""
         thin = read_thin(restore.directory)
         if thin is not None:
-            domain = Store.of(restore.settings).open(thin.domain)
+            store = Store.of(restore.settings)
+            keep_in_use(store, thin, is_pulled=False)  # also where the agent was killed in between
+            domain = store.open(thin.domain)
             restore.checkpoint = StoredCheckpoint(domain, domain.read(thin.checkpoint_id))

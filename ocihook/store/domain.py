@@ -1,8 +1,9 @@
 """One domain of a store: checkpoints that share their pages, their chain, and the order in which all is written.
 
 Packs first, then the index, then a checkpoint's page ids and layout, then its manifest, which is the commit: what no
-manifest leads to is rubbish, and the next prune removes it. Whoever adds or reads holds the lock shared, whoever
-removes holds it alone; so nobody finds a page in a pack that is being removed. Crash table: README.md.
+manifest leads to is rubbish, and the next prune removes it. Whoever adds holds the lock shared, whoever removes holds
+it alone, for short steps; so nobody finds a page in a pack that is being removed. Whoever reads one checkpoint marks it
+as used, and waits for nobody. Crash table: README.md.
 """
 
 import contextlib
@@ -13,21 +14,23 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import replace_file, sync_directory
-from ocihook.model import ContainerRef
+from ocihook.linux.workers import at_normal_priority
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
 from ocihook.store.deduplicate import Before, Earlier
 from ocihook.store.extents import Layout, encode_layout
 from ocihook.store.frame import read_record
 from ocihook.store.identity import ID_BYTES, PageIds
 from ocihook.store.index import merge_index
+from ocihook.store.marks import Marks
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.places import PackDirectory, pack_number
+from ocihook.store.pushes import Push, Pushes
 from ocihook.store.records import (
     Entry,
     Identity,
@@ -64,6 +67,8 @@ class Domain:
         self.pending_dir = directory / "pending"
         self.index_dir = directory / "index"
         self.pushes_dir = directory / "pushes"
+        self.pushes = Pushes(self.pushes_dir)
+        self.marks = Marks(self.checkpoints_dir)
 
     @classmethod
     def open(cls, root: Path, name: str, keys: KeySource = NO_KEYS, *, create: bool = False) -> "Domain":
@@ -137,20 +142,56 @@ class Domain:
     # --- locks
 
     @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
-        """Hold off whoever removes."""
+    def shared(self, *, in_turn: bool = False) -> Iterator[None]:
+        """Hold off whoever removes; `in_turn`, for what has time, after those who wait to be alone."""
+        if in_turn:
+            with self._locked("turn.lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
+                pass
         with self._locked("lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
             yield
 
     @contextlib.contextmanager
     def alone(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold off everybody.
+        """Hold off everybody who adds, at normal priority and so for as short as can be.
 
         Raises:
             StoreError: if checkpoints are still being written or read after so long.
         """
-        with self._locked("lock", fcntl.LOCK_EX, timeout_s):
+        with (
+            self._locked("turn.lock", fcntl.LOCK_EX, timeout_s),
+            self._locked("lock", fcntl.LOCK_EX, timeout_s),
+            at_normal_priority(),
+        ):
             yield
+
+    @contextlib.contextmanager
+    def upkeep(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+        """Be the only one who removes, or moves what is there, in steps alone and steps between them.
+
+        Raises:
+            StoreError: if another process is at it after so long.
+        """
+        with self._locked("upkeep.lock", fcntl.LOCK_EX, timeout_s):
+            yield
+
+    @contextlib.contextmanager
+    def using(self, checkpoint_id: str) -> Iterator[None]:
+        """Keep a checkpoint, its layout and its packs as they are.
+
+        Raises:
+            StoreError: if there is no such checkpoint.
+        """
+        fd = self.marks.begin_use(checkpoint_id)
+        try:
+            if not self._manifest_path(checkpoint_id).exists():
+                raise self._no_checkpoint(checkpoint_id)
+            yield
+        finally:
+            os.close(fd)
+
+    def is_held(self, checkpoint_id: str) -> bool:
+        """Tell whether a checkpoint is pinned or in use: then nothing removes it."""
+        return self.marks.is_pinned(checkpoint_id) or self.marks.is_used(checkpoint_id)
 
     @contextlib.contextmanager
     def _locked(self, name: str, how: int, timeout_s: float) -> Iterator[None]:
@@ -191,11 +232,13 @@ class Domain:
         Raises:
             StoreError: if there is no such checkpoint.
         """
-        path = self.checkpoints_dir / f"{checkpoint_id}.manifest"
-        data = read_record(path, _MAX_RECORD_BYTES, f"manifest of {checkpoint_id}")
+        data = read_record(self._manifest_path(checkpoint_id), _MAX_RECORD_BYTES, f"manifest of {checkpoint_id}")
         if data is None:
-            raise StoreError(f"there is no checkpoint {checkpoint_id} in domain {self.name}")
+            raise self._no_checkpoint(checkpoint_id)
         return data
+
+    def _no_checkpoint(self, checkpoint_id: str) -> StoreError:
+        return StoreError(f"there is no checkpoint {checkpoint_id} in domain {self.name}")
 
     def checkpoints(self) -> list[StoredManifest]:
         """Return all complete checkpoints, the oldest first.
@@ -203,7 +246,24 @@ class Domain:
         Raises:
             IntegrityError: if one is damaged.
         """
-        return sorted(map(self.read, self.checkpoint_ids()), key=self._order)
+        return self.in_order(self.read_all(self.checkpoint_ids()))
+
+    def read_all(self, checkpoint_ids: Iterable[str]) -> Iterator[StoredManifest]:
+        """Yield the manifests of those that are there; some may be removed meanwhile.
+
+        Raises:
+            IntegrityError: if one is damaged.
+        """
+        for checkpoint_id in checkpoint_ids:
+            try:
+                yield self.read(checkpoint_id)
+            except StoreError:
+                if self._manifest_path(checkpoint_id).exists():
+                    raise
+
+    def in_order(self, manifests: Iterable[StoredManifest]) -> list[StoredManifest]:
+        """Return manifests of the domain, the oldest first."""
+        return sorted(manifests, key=self._order)
 
     def _order(self, manifest: StoredManifest) -> tuple[int, int, str, int]:
         pulled = self._pulled(manifest.id)
@@ -282,6 +342,9 @@ class Domain:
     def is_pulled(self, checkpoint_id: str) -> bool:
         """Tell whether a checkpoint came from elsewhere: then it is in no chain here."""
         return self._pulled_path(checkpoint_id).exists()
+
+    def _manifest_path(self, checkpoint_id: str) -> Path:
+        return self.checkpoints_dir / f"{checkpoint_id}.manifest"
 
     def _layout_path(self, checkpoint_id: str) -> Path:
         return self.checkpoints_dir / f"{checkpoint_id}.layout"
@@ -393,11 +456,21 @@ class Domain:
 
     # --- layouts
 
-    def replace_layout(self, manifest: StoredManifest, layout: Layout) -> None:
-        """Say where a checkpoint's pages are now; new packs are on stable storage then. Call it with the lock alone."""
-        sync_directory(self.packs_dir)
+    def replace_layout(self, manifest: StoredManifest, layout: Layout) -> bool:
+        """Say where a checkpoint's pages are now, on stable storage; False if it is in use, and stays as it is.
+
+        New packs must be on stable storage by name; call it in `upkeep`.
+        """
         data = self._sealed(f"layout {manifest.id}", encode_layout(layout))
-        replace_file(self._layout_path(manifest.id), data, mode=0o600)
+        prepared = self.checkpoints_dir / f"{manifest.id}.moved.partial"
+        replace_file(prepared, data, mode=0o600)
+        with self.marks.unless_used(manifest.id) as is_free:
+            if is_free:
+                prepared.replace(self._layout_path(manifest.id))
+        if not is_free:
+            prepared.unlink()
+        sync_directory(self.checkpoints_dir)
+        return is_free
 
     def _put_parts(self, checkpoint_id: str, layout: bytes, ids: Path) -> None:
         """Put all that a manifest needs to its place, on stable storage."""
@@ -411,19 +484,21 @@ class Domain:
         ids.replace(self._ids_path(checkpoint_id))
         replace_file(self._layout_path(checkpoint_id), layout, mode=0o600)
 
-    # --- what is to be pushed
+    # --- what is asked for
 
-    def note_push(self, checkpoint_id: str) -> None:
-        """Remember that a checkpoint is to be pushed."""
-        replace_file(self.pushes_dir / checkpoint_id, b"", mode=0o600)
-
-    def due_pushes(self) -> list[str]:
+    def due_pushes(self) -> list[Push]:
         """Return the complete checkpoints that are to be pushed, the oldest first."""
-        return sorted({path.name for path in self.pushes_dir.iterdir()} & set(self.checkpoint_ids()))
+        complete = set(self.checkpoint_ids())
+        return [push for push in self.pushes.all() if push.checkpoint_id in complete]
 
-    def end_push(self, checkpoint_id: str) -> None:
-        """Forget that a checkpoint is to be pushed."""
-        (self.pushes_dir / checkpoint_id).unlink(missing_ok=True)
+    def pin(self, checkpoint_id: str) -> None:
+        """Have a checkpoint stay, whatever a prune is to remove.
+
+        Raises:
+            StoreError: if there is no such checkpoint.
+        """
+        with self.using(checkpoint_id):
+            self.marks.pin(checkpoint_id)
 
     # --- the chain
 
@@ -474,36 +549,46 @@ class Domain:
 
     # --- removing
 
-    def remove(self, checkpoint_ids: Sequence[str]) -> None:
+    def remove(self, checkpoint_ids: Iterable[str]) -> list[str]:
         """Remove checkpoints, leaving a record of each for the chain; call it with the lock alone.
+
+        Those that are held stay; the others are returned.
 
         Raises:
             StoreError: if there is no such checkpoint.
         """
-        entries = self.entries()
+        removed = []
         for checkpoint_id in checkpoint_ids:
-            entry = entries.get(checkpoint_id)
-            if self.is_pulled(checkpoint_id):
-                self._remove_manifest(checkpoint_id)
+            if self.is_held(checkpoint_id):
                 continue
-            if entry is None:
-                raise StoreError(f"there is no checkpoint {checkpoint_id} in domain {self.name}")
-            record = self.checkpoints_dir / f"{checkpoint_id}.removed"
-            replace_file(record, encode_entry(entry, "removed"), mode=0o600)
-            self._remove_manifest(checkpoint_id)
-
-    def _remove_manifest(self, checkpoint_id: str) -> None:
-        (self.checkpoints_dir / f"{checkpoint_id}.manifest").unlink(missing_ok=True)
+            if not self.is_pulled(checkpoint_id):
+                record = self.checkpoints_dir / f"{checkpoint_id}.removed"
+                replace_file(record, encode_entry(self.entry(checkpoint_id), "removed"), mode=0o600)
+            with self.marks.unless_used(checkpoint_id) as is_free:
+                if is_free and not self.marks.is_pinned(checkpoint_id):
+                    self._manifest_path(checkpoint_id).unlink(missing_ok=True)
+                    self.marks.forget(checkpoint_id)
+                    removed.append(checkpoint_id)
         sync_directory(self.checkpoints_dir)
+        return removed
 
     def pack_bytes(self) -> int:
         """Return what all packs take."""
         return sum(path.stat().st_size for path in self.packs_dir.glob("*.pack"))
 
+    def own_bytes(self, checkpoint_id: str) -> int:
+        """Return what a checkpoint takes beside its packs."""
+        paths = (self.checkpoints_dir / f"{checkpoint_id}.{kind}" for kind in ("manifest", "layout", "ids", "pulled"))
+        return sum(path.stat().st_size for path in paths if path.exists())
 
-def lineage(container: ContainerRef) -> str:
-    """Return what checkpoints of the same container have in common, also when its pod was made anew."""
-    return f"{container.pod_namespace}/{container.pod_name}/{container.name}" if container.pod_name else container.id
+    def stored_bytes(self) -> int:
+        """Return what all complete checkpoints take, with the index and what nothing needs any more."""
+        total = 0
+        for directory in (self.packs_dir, self.checkpoints_dir, self.index_dir):
+            for path in directory.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # merged, or replaced
+                    total += path.stat().st_size
+        return total
 
 
 def new_checkpoint_id() -> str:

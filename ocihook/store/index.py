@@ -14,7 +14,7 @@ import secrets
 import struct
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -173,23 +173,23 @@ def add_to_index(directory: Path, packs: Mapping[int, bytes]) -> None:
     _write(directory, len(rows), iter([rows]))
 
 
-def merge_index(directory: Path, *, packs: Container[int] | None = None) -> None:
-    """Merge runs if there are many, small ones first; with `packs`, merge all and keep only what is in these.
+def merge_index(directory: Path, *, without: Collection[int] = ()) -> None:
+    """Merge runs if there are many, small ones first; `without` packs, merge all and leave out what is in these.
 
     Raises:
         StoreError: if one is damaged.
         OSError: from the file system, a full one included.
     """
-    with _merging(directory) as is_ours:
+    with _merging(directory, is_waiting=bool(without)) as is_ours:
         paths = sorted(_paths(directory), key=lambda path: path.stat().st_size)
-        if packs is None and (not is_ours or len(paths) <= MAX_RUNS):
+        if not without and (not is_ours or len(paths) <= MAX_RUNS):
             return
-        if packs is None:  # all but those that are larger than the smaller ones together
+        if not without:  # all but those that are larger than the smaller ones together
             count = next((n for n in range(len(paths), 2, -1) if _is_worth_it(paths[:n])), 2)
             paths = paths[:count]
         runs = [Run(path) for path in paths]
         try:
-            _write(directory, sum(map(len, runs)), _merged(runs, packs))
+            _write(directory, sum(map(len, runs)), _merged(runs, without))
         finally:
             for run in runs:
                 run.close()
@@ -203,12 +203,12 @@ def _is_worth_it(paths: Sequence[Path]) -> bool:
 
 
 @contextlib.contextmanager
-def _merging(directory: Path) -> Iterator[bool]:
-    """Be the only one that merges; whoever comes second need not."""
+def _merging(directory: Path, *, is_waiting: bool) -> Iterator[bool]:
+    """Be the only one that merges; whoever comes second need not, or waits."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX if is_waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
@@ -221,14 +221,14 @@ def _paths(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.run"))
 
 
-def _merged(runs: Sequence[Run], packs: Container[int] | None) -> Iterator[list[bytes]]:
+def _merged(runs: Sequence[Run], without: Collection[int]) -> Iterator[list[bytes]]:
     for part in range(_PARTS):
         rows: list[bytes] = []
         for run in runs:
             rows += run.part(part, part + 1)
         rows.sort()
-        if packs is not None:
-            rows = [row for row in rows if int.from_bytes(row[KEY_BYTES:16], "big") in packs]
+        if without:
+            rows = [row for row in rows if int.from_bytes(row[KEY_BYTES:16], "big") not in without]
         yield list({row[:KEY_BYTES]: row for row in reversed(rows)}.values())[::-1]
 
 

@@ -1,26 +1,33 @@
 """Writes packs of a domain anew: without the pages that no checkpoint needs any more, or with another key.
 
 New packs and the index come first, then each layout in one step; the old packs are rubbish when no layout names them.
-A crash leaves checkpoints that are in the old packs, and some that are in the new ones.
+A crash leaves checkpoints that are in the old packs, and some that are in the new ones. So does a checkpoint that is in
+use, which stays where it is. Nobody has to wait: what is added meanwhile needs old packs or new ones.
 """
 
 import contextlib
 import secrets
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from ocihook.errors import StoreError
+from ocihook.linux.files import sync_directory
 from ocihook.store.deduplicate import GROUP_PAGES, compress_group
-from ocihook.store.domain import Domain
+from ocihook.store.domain import LOCK_TIMEOUT_S, Domain
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.identity import ID_BYTES
 from ocihook.store.index import KEY_BYTES, add_to_index, merge_index
 from ocihook.store.pack import PAGE_BYTES, PackInfo, PackWriter
 from ocihook.store.places import StoredPack
-from ocihook.store.upkeep import remove_rubbish
+from ocihook.store.stored import StoredManifest
+from ocihook.store.upkeep import Needs, Step, remove_rubbish
 
 _AT_A_TIME = 16  # packs, 4 GiB
+_POLL_S = 0.1
+_INDEX_BYTES = 24  # for a page, with its share of filter and table
 
 
 class Span(NamedTuple):
@@ -62,22 +69,69 @@ def _joined(spans: list[Span]) -> list[Span]:
     return joined
 
 
-def drop_unneeded(domain: Domain) -> int:
-    """Write packs anew of which less than half is needed; return the bytes freed. Call it with the lock alone.
+class Estimate:
+    """What checkpoints of a domain take, once nothing is left that they do not need; one is added after the other."""
+
+    def __init__(self, domain: Domain) -> None:
+        self._domain = domain
+        self._spans: dict[str, list[Span]] = {}
+        self._packs: dict[str, tuple[int, int]] = {}  # bytes, and pages
+        self.size_bytes = 0
+
+    def add(self, manifest: StoredManifest) -> None:
+        """Add a checkpoint.
+
+        Raises:
+            IntegrityError: if it, or a pack, is damaged.
+        """
+        layout = self._domain.layout(manifest)
+        for name, spans in needed_spans([layout]).items():
+            if name not in self._packs:
+                with contextlib.closing(self._domain.packs.open(name)) as pack:
+                    self._packs[name] = (self._domain.packs_dir / name).stat().st_size, pack.pages
+            self.size_bytes -= self._taken(name)
+            self._spans[name] = _joined([*self._spans.get(name, ()), *spans])
+            self.size_bytes += self._taken(name)
+        self.size_bytes += self._domain.own_bytes(manifest.id)
+
+    def _taken(self, name: str) -> int:
+        size, pages = self._packs[name]
+        needed = sum(span.end - span.first for span in self._spans.get(name, ()))
+        if 2 * needed < pages:  # it is written anew
+            size, pages = size * needed // pages, needed
+        return size + pages * _INDEX_BYTES
+
+
+def drop_unneeded(domain: Domain, needs: Needs | None = None, step: Step = contextlib.nullcontext) -> int:
+    """Write packs anew of which less than half is needed; return the bytes freed. Call it in `upkeep`.
+
+    Args:
+        domain: of which.
+        needs: what is known of it.
+        step: gives the lock alone for a step; by default it is held already.
 
     Raises:
         IntegrityError: if something is damaged.
         OSError: from the file system, a full one included.
     """
+    needs = needs or Needs(domain)
     before = domain.pack_bytes()
-    spans = _needed(domain)
+    manifests = needs.manifests()
+    spans = _needed(domain, manifests)
+    for manifest in manifests:
+        if domain.marks.is_used(manifest.id):  # it stays in its packs
+            for info in domain.layout(manifest).packs:
+                spans.pop(info.name, None)
     wasteful = []
     for name in spans:
         with contextlib.closing(domain.packs.open(name)) as pack:
             if 2 * sum(span.end - span.first for span in spans[name]) < pack.pages:
                 wasteful.append(name)
-    _rewrite_all(domain, wasteful, spans)
-    return before - domain.pack_bytes()
+    for some in _few(wasteful, spans):
+        rewrite_packs(domain, some, manifests)
+        needs.forget(manifest.id for manifest in manifests)
+        remove_rubbish(domain, needs, step)
+    return max(0, before - domain.pack_bytes())
 
 
 def rekey(domain: Domain) -> int:
@@ -89,34 +143,46 @@ def rekey(domain: Domain) -> int:
         KeyMissing: if there is no key.
         IntegrityError: if something is damaged.
         OSError: from the file system, a full one included.
+        StoreError: if a checkpoint is in use for too long.
     """
     domain = domain.begin_rekey()
-    spans = _needed(domain)
+    manifests = domain.checkpoints()
+    spans = _needed(domain, manifests)
     old = []
     for name in spans:
         with contextlib.closing(domain.packs.open(name)) as pack:
             if pack.key_id != domain.keyring.newest.id:
                 old.append(name)
-    _rewrite_all(domain, old, spans)
+    for some in _few(old, spans):
+        rewrite_packs(domain, some, manifests, wait_s=LOCK_TIMEOUT_S)
+        remove_rubbish(domain)
     remove_rubbish(domain.end_rekey())
     return len(old)
 
 
-def _needed(domain: Domain) -> dict[str, list[Span]]:
-    return needed_spans(domain.layout(manifest) for manifest in domain.checkpoints())
+def _needed(domain: Domain, manifests: Iterable[StoredManifest]) -> dict[str, list[Span]]:
+    return needed_spans(map(domain.layout, manifests))
 
 
-def _rewrite_all(domain: Domain, names: list[str], spans: Mapping[str, list[Span]]) -> None:
-    """Rewrite packs, few at a time: of so many there are two copies on the disk."""
+def _few(names: Sequence[str], spans: Mapping[str, list[Span]]) -> Iterator[dict[str, list[Span]]]:
+    """Yield few packs at a time: of so many there are two copies on the disk."""
     for at in range(0, len(names), _AT_A_TIME):
-        rewrite_packs(domain, {name: spans[name] for name in names[at : at + _AT_A_TIME]})
-        remove_rubbish(domain)
+        yield {name: spans[name] for name in names[at : at + _AT_A_TIME]}
 
 
-def rewrite_packs(domain: Domain, packs: Mapping[str, list[Span]]) -> None:
-    """Write what is needed of packs into new ones, and let all layouts know. Call it with the lock alone.
+def rewrite_packs(
+    domain: Domain, packs: Mapping[str, list[Span]], manifests: Iterable[StoredManifest], *, wait_s: float = 0
+) -> None:
+    """Write what is needed of packs into new ones, and let layouts know. Call it in `upkeep`.
+
+    Args:
+        domain: of which.
+        packs: and what is needed of each.
+        manifests: of all the checkpoints that need it; what has come since stays where it is.
+        wait_s: for a checkpoint that is in use; 0: it stays where it is, too.
 
     Raises:
+        StoreError: if a checkpoint is in use for longer.
         IntegrityError: if something is damaged; everything is as it was.
         OSError: from the file system, a full one included; likewise.
     """
@@ -125,10 +191,17 @@ def rewrite_packs(domain: Domain, packs: Mapping[str, list[Span]]) -> None:
         with contextlib.closing(domain.packs.open(name)) as pack:
             moved[name] = _rewrite(domain, pack, spans)
     merge_index(domain.index_dir)
-    for manifest in domain.checkpoints():
+    sync_directory(domain.packs_dir)
+    deadline = time.monotonic() + wait_s
+    for manifest in manifests:
         layout = domain.layout(manifest)
-        if any(info.name in moved for info in layout.packs):
-            domain.replace_layout(manifest, _moved_layout(layout, moved))
+        if not any(info.name in moved for info in layout.packs):
+            continue
+        new = _moved_layout(layout, moved)
+        while not domain.replace_layout(manifest, new) and wait_s:
+            if time.monotonic() >= deadline:
+                raise StoreError(f"checkpoint {manifest.id} is in use by another process")
+            time.sleep(_POLL_S)
 
 
 def _rewrite(domain: Domain, pack: StoredPack, spans: list[Span]) -> _Moved:

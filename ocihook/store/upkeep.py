@@ -1,12 +1,23 @@
-"""Keeps a domain in order: what no checkpoint needs is found and removed, and a lost index is made anew."""
+"""Keeps a domain in order: what no checkpoint needs is found and removed, and a lost index is made anew.
+
+Removing takes two moments alone in the domain: while nothing is being added it is seen what nothing needs, and when the
+index does not lead there any more it goes, unless somebody has found it by the old one. All that takes long is between.
+"""
 
 import contextlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.store.domain import Domain, lineage
+from ocihook.store.domain import Domain
 from ocihook.store.index import add_to_index, merge_index
+from ocihook.store.lineage import lineage
 from ocihook.store.places import keys_of, pack_number
+from ocihook.store.stored import StoredManifest
+
+_OF_ONE = ("layout", "pulled", "pin", "use")  # files that a checkpoint may have
+AT_A_TIME = 16  # packs, or checkpoints, that are removed in one step
+Step = Callable[[], contextlib.AbstractContextManager[object]]  # what is done in it is done alone in the domain
 
 
 class Usage(NamedTuple):
@@ -19,14 +30,56 @@ class Usage(NamedTuple):
     rubbish_bytes: int
 
 
-def rubbish(domain: Domain) -> tuple[list[Path], list[Path]]:
+class Needs:
+    """The checkpoints of a domain, and the packs that they need. Reads each once, so that looking again is quick."""
+
+    def __init__(self, domain: Domain) -> None:
+        """Know nothing yet."""
+        self._domain = domain
+        self._manifests: dict[str, StoredManifest] = {}
+        self._packs: dict[str, tuple[str, ...]] = {}
+
+    def manifests(self) -> list[StoredManifest]:
+        """Return the manifests of all checkpoints that are there now, the oldest first.
+
+        Raises:
+            IntegrityError: if one is damaged.
+        """
+        there = self._domain.checkpoint_ids()
+        self.forget(self._manifests.keys() - set(there))
+        for manifest in self._domain.read_all(name for name in there if name not in self._manifests):
+            self._manifests[manifest.id] = manifest
+        return self._domain.in_order(self._manifests.values())
+
+    def packs(self) -> set[str]:
+        """Return the packs that they need.
+
+        Raises:
+            IntegrityError: if a checkpoint is damaged: what it needs is not known then.
+        """
+        needed: set[str] = set()
+        for manifest in self.manifests():
+            if manifest.id not in self._packs:
+                self._packs[manifest.id] = tuple(info.name for info in self._domain.layout(manifest).packs)
+            needed.update(self._packs[manifest.id])
+        return needed
+
+    def forget(self, checkpoint_ids: Iterable[str]) -> None:
+        """Read checkpoints again that were removed, or whose layouts were replaced."""
+        for checkpoint_id in list(checkpoint_ids):
+            self._manifests.pop(checkpoint_id, None)
+            self._packs.pop(checkpoint_id, None)
+
+
+def rubbish(domain: Domain, needs: Needs | None = None) -> tuple[list[Path], list[Path]]:
     """Return packs, and other files, that no complete checkpoint needs. Right with the lock alone.
 
     Raises:
         IntegrityError: if a checkpoint is damaged: what it needs is not known then.
     """
-    manifests = domain.checkpoints()
-    needed = {info.name for manifest in manifests for info in domain.layout(manifest).packs}
+    needs = needs or Needs(domain)
+    needed = needs.packs()
+    manifests = needs.manifests()
     packs = [path for path in domain.packs_dir.glob("*.pack") if path.name not in needed]
     ids = {manifest.id for manifest in manifests}
     newest = {lineage(manifest.container): manifest.id for manifest in manifests}.values()
@@ -37,7 +90,7 @@ def rubbish(domain: Domain) -> tuple[list[Path], list[Path]]:
     others += [path for path in domain.pushes_dir.iterdir() if path.name not in ids]
     for path in domain.checkpoints_dir.iterdir():
         checkpoint_id, _, kind = path.name.partition(".")
-        if checkpoint_id not in {"layout": ids, "pulled": ids, "ids": newest}.get(kind, (checkpoint_id,)):
+        if checkpoint_id not in {**dict.fromkeys(_OF_ONE, ids), "ids": newest}.get(kind, (checkpoint_id,)):
             others.append(path)
         elif kind == "removed":
             entry = domain.removed_entry(path)
@@ -46,19 +99,44 @@ def rubbish(domain: Domain) -> tuple[list[Path], list[Path]]:
     return packs, others
 
 
-def remove_rubbish(domain: Domain) -> int:
-    """Remove what no complete checkpoint needs; return the bytes. Call it with the lock alone.
+def remove_rubbish(domain: Domain, needs: Needs | None = None, step: Step = contextlib.nullcontext) -> int:
+    """Remove what no complete checkpoint needs; return the bytes. Call it in `upkeep`.
+
+    Args:
+        domain: of which.
+        needs: what is known of it.
+        step: gives the lock alone for a step; by default it is held already.
 
     Raises:
         IntegrityError: if a checkpoint is damaged; nothing is removed then.
+        StoreError: if checkpoints are being added for too long.
     """
-    packs, others = rubbish(domain)
-    size = sum(path.stat().st_size for path in [*packs, *others])
-    if packs:
-        gone = {path.name for path in packs}
-        kept = {pack_number(path.name) for path in domain.packs_dir.glob("*.pack") if path.name not in gone}
-        merge_index(domain.index_dir, packs=kept)
-    for path in [*packs, *others]:
+    needs = needs or Needs(domain)
+    needs.packs()  # so that there is little left to read when others have to wait for it
+    freed = 0
+    with step():
+        packs, others = rubbish(domain, needs)
+        for path in others:
+            freed += _remove(domain, path)
+    merge_index(domain.index_dir, without={pack_number(path.name) for path in packs})
+    for at in range(0, len(packs), AT_A_TIME):
+        with step():
+            needed = needs.packs()
+            for path in packs[at : at + AT_A_TIME]:
+                if path.name not in needed:
+                    freed += path.stat().st_size
+                    path.unlink()
+    return freed
+
+
+def _remove(domain: Domain, path: Path) -> int:
+    """Remove a file that is no pack, unless it says that somebody waits for a checkpoint to come."""
+    size = path.stat().st_size
+    if path.suffix == ".use":
+        with domain.marks.unless_used(path.stem) as is_free:
+            if is_free:
+                path.unlink()
+    else:
         path.unlink(missing_ok=True)
     return size
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_push_and_pull(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     node.complete()
     first, second = (row["id"] for row in as_json("store", "list")["checkpoints"])
     assert as_json("store", "push")["checkpoints"] == []
-    node.domain.note_push(first)
+    node.domain.pushes.note(first)
     (row,) = as_json("store", "push")["checkpoints"]
     assert (row["checkpoint_id"], row["moved_bytes"]) == (first, row["pack_bytes"])
     assert f"{second}: " in run("store", "push", second).output
@@ -155,6 +156,9 @@ def test_push_and_pull(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (
         f"would remove {first}" in run("store", "prune", "--keep-last=1", "--remote", str(remote), "--dry-run").output
     )
+    bounded = Settings(store_dir=str(node.store_dir), keep_last=1, max_store_bytes=1)
+    monkeypatch.setattr(module, "load_settings", lambda: bounded)  # of the store, and nothing of the remote
+    assert as_json("store", "prune", "--remote", str(remote))["pruned"][0]["removed"] == []
     (pruned,) = as_json("store", "prune", "--keep-last", "1", "--remote", str(remote))["pruned"]
     assert pruned["removed"] == [first]
 
@@ -165,3 +169,42 @@ def test_repair(node: Node) -> None:
     assert as_json("store", "repair")["done"] == ["domain team: made the index anew: 60 pages of 1 packs"]
     node.complete()
     assert node.contents() == [node.old, node.new]
+
+
+def test_pins_uses_and_pushes_are_shown(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.complete()
+    first, second = (row["id"] for row in as_json("store", "list")["checkpoints"])
+    assert run("store", "pin", first).exit_code == 0
+    node.domain.pushes.note(first)
+    node.domain.pushes.note(second)
+    waiting = node.domain.pushes.read(first)
+    assert waiting is not None
+    node.domain.pushes.failed(waiting, "no route to host", time.time())
+    with node.domain.using(second):
+        rows = as_json("store", "list")["checkpoints"]
+        told = run("store", "list").output
+    assert [(row["is_pinned"], row["is_used"], row["push"]["attempts"]) for row in rows] == [
+        (True, False, 1),
+        (False, True, 0),
+    ]
+    assert "pinned" in told
+    assert "in use" in told
+    assert "to be pushed" in told
+    status = as_json("store", "status")
+    assert {push["checkpoint_id"]: push["error"] for push in status["pushes"]} == {
+        first: "no route to host",
+        second: "",
+    }
+    assert (
+        f"{first} in domain team was not pushed: no route to host; 1 attempts, the next in"
+        in run("store", "status").output
+    )
+    assert status["total_bytes"] == sum(u["stored_bytes"] + u["index_bytes"] for u in status["domains"].values())
+    settings = Settings(store_dir=str(node.store_dir), max_store_bytes=1)
+    monkeypatch.setattr(module, "load_settings", lambda: settings)
+    assert "max_store_bytes is 1 B" in run("store", "status").output
+    assert as_json("store", "prune")["pruned"][0]["removed"] == []
+    assert run("store", "unpin", first).exit_code == 0
+    assert as_json("store", "prune", "--dry-run")["pruned"][0]["removed"] == [first]
+    assert as_json("store", "prune")["pruned"][0]["removed"] == [first]
+    assert "has no checkpoint" in str(run("store", "unpin", first).exception)

@@ -52,6 +52,10 @@ def make_node(root: Path) -> Settings:
     domain = Domain.open(root / "store", "ml")
     assert complete(domain, taken[0], workers=1, settings=settings)
     (directory_of(domain, taken[2]) / "pages-1.img").unlink()
+    domain.pin(taken[0])
+    domain.pushes.note(taken[0])
+    (waiting,) = domain.due_pushes()
+    domain.pushes.failed(waiting, "no route to host", 1000.0)
     return settings
 
 

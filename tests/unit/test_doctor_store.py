@@ -42,7 +42,7 @@ def test_a_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, text = findings(monkeypatch, node, remote=str(tmp_path / "gone"))["remote"]
     assert status is Status.FAIL
     assert text.endswith("nothing is pushed to it, or pulled. mount it")
-    node.domain.note_push(node.domain.checkpoint_ids()[0])
+    node.domain.pushes.note(node.domain.checkpoint_ids()[0])
     status, text = findings(monkeypatch, node, remote=str(tmp_path))["remote"]
     assert status is Status.WARN
     assert text.endswith("; 1 checkpoints are to be pushed. ocihook store push")

@@ -41,6 +41,7 @@ def take(
     container: ContainerRef = CONTAINER,
     before: StoredManifest | None = None,
     workers: int = 1,
+    created: str = "",
 ) -> StoredManifest:
     """Store images as a checkpoint."""
     scratch = domain.pending_dir / new_checkpoint_id()
@@ -66,7 +67,7 @@ def take(
         id=scratch.name,
         sequence=0,
         previous=None,
-        created="",
+        created=created,
         writer="",
         domain=domain.name,
         seed=domain.seed,

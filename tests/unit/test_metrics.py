@@ -63,9 +63,16 @@ def test_history_and_store_in_numbers(tmp_path: Path) -> None:
         ("pending_checkpoints", 1),
         ("pending_bytes", PAGES * 4096),
         ("lost_checkpoints", 1),
+        ("due_pushes", 1),
+        ("due_push_failures", 1),
+        ("pinned_checkpoints", 1),
         ("readable", 1),
     ):
         assert value(found, f"store_{name}", domain="ml") == wanted, name
+    assert value(found, "store_due_push_oldest_timestamp_seconds", domain="ml") > 1_000_000_000
+    taken = sum(value(found, f"store_{name}_bytes", domain="ml") for name in ("stored", "index"))
+    assert value(found, "retention_bytes", kind="store") == taken
+    assert value(found, "retention_max_bytes", kind="store") == 0
     ratio = value(found, "store_raw_bytes", domain="ml") / value(found, "store_stored_bytes", domain="ml")
     assert value(found, "store_dedup_ratio", domain="ml") == ratio > 1
     assert 0 < value(found, "store_filesystem_free_bytes") < value(found, "store_filesystem_size_bytes")

@@ -438,17 +438,143 @@ def test_pushes_by_policy(node: Node, directory: Path, caplog: pytest.LogCapture
     from ocihook.config import Settings
 
     first, _ = ids(node)
-    node.domain.note_push(first)
+    node.domain.pushes.note(first)
     settings = Settings(store_dir=str(node.store_dir), remote=str(directory / "gone"))
     transfer.push_due(settings)
     assert "was not pushed" in caplog.text
-    assert transfer.due(node.store) == [("team", first)]
-    transfer.push_due(Settings(store_dir=str(node.store_dir), remote=str(directory)))
+    assert [(name, push.checkpoint_id) for name, push in transfer.due(node.store)] == [("team", first)]
+    transfer.push_due(Settings(store_dir=str(node.store_dir), remote=str(directory)), at_once=True)
     assert transfer.due(node.store) == []
     assert [row.id for row in list_remote(str(directory))] == [first]
-    node.domain.note_push(first)
+    node.domain.pushes.note(first)
     prune(node.store, Keep(last=1))
     assert list(node.domain.pushes_dir.iterdir()) == []
     with contextlib.suppress(OcihookError):
         node.domain.read(first)
         pytest.fail("it was pruned")
+
+
+def test_pushes_are_tried_again_after_longer_and_longer(node: Node, directory: Path) -> None:
+    from ocihook.config import Settings
+    from ocihook.store.pushes import FIRST_WAIT_S, LONGEST_WAIT_S
+
+    first, second = ids(node)
+    node.domain.pushes.note(first)
+    since_s = node.domain.due_pushes()[0].since_s
+    gone = Settings(store_dir=str(node.store_dir), remote=str(directory / "gone"))
+    now_s, waits = since_s, []
+
+    def now() -> float:
+        return now_s
+
+    for attempt in range(1, 13):
+        assert transfer.has_due_pushes(node.store, now_s)
+        assert len(transfer.push_due(gone, now)) == 1
+        (push_state,) = node.domain.due_pushes()
+        assert push_state.attempts == attempt
+        assert "is no directory" in push_state.error
+        assert push_state.since_s == pytest.approx(since_s, abs=1)
+        assert not transfer.has_due_pushes(node.store, now_s)
+        assert transfer.push_due(gone, now) == [], "not before it is time"
+        waits.append(push_state.next_s - now_s)
+        now_s = push_state.next_s
+    assert FIRST_WAIT_S / 2 - 1 <= waits[0] <= FIRST_WAIT_S
+    assert all(LONGEST_WAIT_S / 2 - 1 <= wait <= LONGEST_WAIT_S for wait in waits[-4:])
+    assert all(late > early for early, late in zip(waits[:5:2], waits[2:7:2], strict=True))
+    node.domain.pushes.note(second)
+    there = Settings(store_dir=str(node.store_dir), remote=str(directory))
+    assert transfer.push_due(there, now) == []
+    assert node.domain.due_pushes() == []
+    assert transfer.next_push_s(node.store, now_s) is None
+
+
+def test_when_an_agent_has_to_push_next(node: Node) -> None:
+    first, second = ids(node)
+    assert transfer.next_push_s(node.store, 0) is None
+    node.domain.pushes.note(first)
+    (waiting,) = node.domain.due_pushes()
+    now_s = waiting.since_s + 10
+    assert transfer.next_push_s(node.store, now_s) == 0
+    later = node.domain.pushes.failed(waiting, "why", now_s, lambda _low, high: high)
+    assert later.next_s == now_s + 30
+    assert transfer.next_push_s(node.store, now_s) == pytest.approx(30, abs=1)
+    node.domain.pushes.note(second)
+    assert transfer.next_push_s(node.store, now_s) == 0, "one that was never tried is tried now"
+    node.domain.pushes.end(second)
+    assert transfer.has_due_pushes(node.store, now_s - 7200), "a clock that was put back keeps nothing from being tried"
+    assert transfer.next_push_s(node.store, now_s + 2 * 86400) is None, "no agent waits for ever"
+    (node.domain.pushes_dir / first).write_bytes(b"garbage")
+    assert node.domain.due_pushes()[0].attempts == 0
+
+
+def test_an_agent_pushes_again_and_leaves_when_all_is_pushed(
+    node: Node, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remote is mounted only after the first attempt; nothing else tells the agent to try again."""
+    from integration.namespace import wait_for
+    from ocihook.agent.server import Agent
+    from ocihook.config import Settings
+
+    monkeypatch.setattr("ocihook.store.pushes.FIRST_WAIT_S", 2.0)
+    remote = tmp_path / "later"
+    settings = Settings(store_dir=str(node.store_dir), remote=str(remote))
+    (first, *_) = ids(node)
+    node.domain.pushes.note(first)
+    run_dir = tmp_path / "agent"
+    run_dir.mkdir()
+
+    def agent() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(run_dir / "agent.sock"))
+            listener.listen()
+            Agent(listener, run_dir, lambda: settings).run(idle_timeout_s=0.1)
+
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            agent()
+            status = 0
+        os._exit(status)
+    wait_for("the first attempt", lambda: any(push.attempts for push in node.domain.due_pushes()))
+    remote.mkdir()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "it leaves"
+    assert node.domain.due_pushes() == []
+    assert [row.id for row in list_remote(str(remote))] == [first]
+
+
+def test_one_of_several_nodes_prunes_the_remote(node: Node, remote: str, tmp_path: Path) -> None:
+    from ocihook.config import Settings
+
+    def settings(of: Node, **options: Any) -> Settings:
+        return Settings(store_dir=str(of.store_dir), remote=remote, **options)
+
+    first, second = ids(node)
+    for checkpoint_id in (first, second):
+        push(node.domain, checkpoint_id, remote)
+    transfer.push_due(settings(node))
+    assert len(list_remote(remote)) == 2, "nothing is removed unless it is configured"
+    assert [row.removed for row in transfer.prune_remote_by_policy(settings(node, remote_keep_last=1))] == [(first,)]
+    node.dump(pages(9, 9))
+    node.complete()
+    third = ids(node)[-1]
+    node.domain.pushes.note(third)
+    assert transfer.push_due(settings(node, remote_keep_last=1)) == []
+    other = Other(tmp_path / "other")
+    assert transfer.prune_remote_by_policy(settings(other, remote_keep_last=1)) == []
+    assert [row.id for row in list_remote(remote)] == [second, third], "it was pruned a moment ago"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "REMOTE_PRUNED_EVERY_S", 0)
+        (pruned,) = transfer.prune_remote_by_policy(settings(other, remote_keep_last=1))
+        assert pruned.removed == (second,)
+    assert [row.id for row in list_remote(remote)] == [third]
+
+
+def test_a_prune_by_policy_that_fails_is_not_counted(node: Node, directory: Path) -> None:
+    push(node.domain, ids(node)[0], str(directory))
+    remote = open_remote(str(directory), "team")
+    with pytest.raises(IntegrityError), remote.pruning(3600):
+        raise IntegrityError("damaged there")
+    with remote.pruning(3600) as is_ours, open_remote(str(directory), "team").pruning(3600) as is_theirs:
+        assert (is_ours, is_theirs) == (True, False)
+    assert len(list(directory.glob("domains/team/pruned/*"))) == 1

@@ -1,0 +1,44 @@
+"""Which checkpoints count as those of one container: of one member of one owner, however often it was made anew.
+
+A node is told the name of a pod, not its owner: no engine hands a pod's labels on. But controllers make names by rules
+(Kubernetes: names/generate.go, util/rand, job, replicaset and statefulset controllers; JobSet):
+
+    Job                JOB-RANDOM            indexed: JOB-INDEX-RANDOM
+    JobSet             JOBSET-GROUP-JOB-INDEX-RANDOM
+    CronJob            CRONJOB-MINUTES-RANDOM, the minutes since 1970; or CRONJOB-MINUTES-INDEX-RANDOM
+    Deployment         DEPLOYMENT-HASH-RANDOM
+    DaemonSet, others  NAME-RANDOM
+    StatefulSet        STATEFULSET-ORDINAL
+
+What is the same in all names of a member, indices included, is the lineage. What may be part of somebody's own name
+stays: then more is kept than need be.
+"""
+
+import re
+
+from ocihook.model import ContainerRef
+
+_LONGEST_NAME = 63  # what is generated is cut to this: the end of the owner's name, its index even, may lack
+_RANDOM = re.compile(r"-[bcdfghjklmnpqrstvwxz2456789]{5}$")
+_HASH = re.compile(r"-[456789bcdf]{8,10}$")  # a number, its digits written so
+_MINUTES = re.compile(r"-(?:2[7-9]|[3-5][0-9])[0-9]{6}(?=(?:-[0-9]+)?$)")  # of the years 2021 to 2084, and no date
+_INDICES = re.compile(r"(?:-[0-9]+)*$")
+
+
+def lineage(container: ContainerRef) -> str:
+    """Return what checkpoints of the same member of the same owner have in common; within a domain it is its own."""
+    if not container.pod_name:
+        return container.owner or (container.name if container.engine == "podman" else "") or container.id
+    member = _member(container.pod_name)
+    if container.owner:
+        indices = _INDICES.search(member)
+        member = container.owner + (indices[0] if indices else "")
+    elif len(container.pod_name) >= _LONGEST_NAME:
+        member = container.pod_name
+    return f"{container.pod_namespace}/{member}/{container.name}"
+
+
+def _member(pod_name: str) -> str:
+    """Return a pod's name without what is another one each time."""
+    stem = _RANDOM.sub("", pod_name)
+    return pod_name if stem == pod_name else _MINUTES.sub("", _HASH.sub("", stem))
