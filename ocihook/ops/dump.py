@@ -43,7 +43,7 @@ def pre_dump(journal: Journal, request: Request, directory: Path, load_settings:
     if call is None:  # somebody's own `criu dump`, which reads default.conf too
         return ""
     settings = load_settings()
-    policy = identify(journal, request, call, settings.policy)
+    policy = identify(journal, request, call, settings)
     journal.note(
         workers=pack_workers(settings),
         criu_version=criu_version(request.criu_pid),
@@ -79,14 +79,23 @@ def _store(journal: Journal) -> Store:
     return Store(Path(root), KeySource(*keys))
 
 
-def identify(journal: Journal, request: Request, call: RuntimeCall, node_policy: Policy) -> Policy:
-    """Record container, image directory and policy in the journal; return the policy."""
+def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Settings) -> Policy:
+    """Record container, image directory and policy in the journal; return the policy.
+
+    Raises:
+        AdmissionError: if a dump is asked for what the container may not set; a restore goes ahead without it.
+        ConfigError: likewise, if it is wrong.
+    """
     annotations = read_annotations(request.criu_pid, call.bundle)
     container = container_ref(annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle)
     image_dir = os.readlink(request.image_dir)
     journal.identify(container, image_dir, verb=call.verb, leave_running=call.leave_running)
-    policy = apply_annotations(node_policy, annotations)
+    policy, refused, unknown = apply_annotations(settings, annotations, in_pod=container.is_in_pod)
     journal.note(policy=dataclasses.asdict(policy))
+    for reason in (*unknown, *refused):
+        log.warning("container %s: %s", container, reason)
+    if refused and call.verb == "checkpoint":
+        raise refused[0]
     if named := annotations.get("org.criu.config"):
         journal.note(criu_config=named)
     return policy

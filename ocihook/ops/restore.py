@@ -16,6 +16,7 @@ from ocihook.linux.files import identity
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import find_runtime_call
+from ocihook.ops.admission import check_domain
 from ocihook.ops.compatibility import check_criu, check_machine, missing_features
 from ocihook.ops.dump import criu_version, identify, pack_workers, while_criu_lives
 from ocihook.ops.gpu_memory import write_back
@@ -58,7 +59,7 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
     with contextlib.suppress(IdentificationError, ConfigError):  # it is told to people, a restore does not need it
         call = find_runtime_call(request.criu_pid)
         if call is not None:
-            identify(journal, request, call, settings.policy)
+            identify(journal, request, call, settings)
     thin = read_thin(directory)
     if thin is not None:
         return _from_store(journal, request, directory, thin, settings)
@@ -89,6 +90,7 @@ def pre_restore(journal: Journal, request: Request, directory: Path, load_settin
 
 def _from_store(journal: Journal, request: Request, directory: Path, thin: Thin, settings: Settings) -> str:
     """Write the page images of a checkpoint that is in the store, once it is complete."""
+    check_domain(thin.domain, journal.container, settings)
     alive = while_criu_lives(journal)
     workers = pack_workers(settings)
     store = Store.of(settings)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ocihook import __version__, wire
 from ocihook.criu.images import check_page_images
+from ocihook.errors import IdentificationError
 from ocihook.linux.files import identity, same_directory, sync_directory
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
@@ -18,6 +19,7 @@ from ocihook.ops.image_set import MovedRegions, discard_packs, list_other_images
 from ocihook.ops.journal import Journal
 from ocihook.store.domain import new_checkpoint_id
 from ocihook.store.manifest import Manifest, write_manifest
+from ocihook.store.names import NODE_DOMAIN
 from ocihook.store.pending import Job, directory_of, this_boot, write_job
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin, write_thin
@@ -25,13 +27,18 @@ from ocihook.store.thin import Thin, read_thin, write_thin
 EFFECT = "staging"
 _TABLES_BYTES = 64 << 20  # what a place in memory needs beside the content of packs, with a 64th of that
 STAGED_NAME = "ocihook.staged"  # in an image directory: memory was moved that the directory does not have; for the hook
-NODE_DOMAIN = "_node"  # of containers that are in no pod; no namespace can have this name
 
 log = logging.getLogger(__name__)
 
 
 def domain_name(container: ContainerRef) -> str:
-    """Return the domain of a container: its pod's namespace, whose members trust one another."""
+    """Return the domain of a container: its pod's namespace, whose members trust one another.
+
+    Raises:
+        IdentificationError: if it is in a pod whose namespace is not known.
+    """
+    if container.is_in_pod and not container.pod_namespace:
+        raise IdentificationError(f"container {container} is in a pod whose namespace its engine does not tell")
     return container.pod_namespace or NODE_DOMAIN
 
 
