@@ -217,7 +217,9 @@ def _check_annotation(name: str, key: str, text: str) -> object:
 def _check_allowed(name: str, key: str, value: object, settings: Settings) -> None:
     allowed = settings.allowed[key]
     if isinstance(value, float):
-        may_be, bound = (value <= allowed, f"at most {allowed:g}") if isinstance(allowed, float) else (bool(allowed), "")
+        may_be, bound = (
+            (value <= allowed, f"at most {allowed:g}") if isinstance(allowed, float) else (bool(allowed), "")
+        )
     else:
         may_be = value in allowed if isinstance(allowed, tuple) else bool(allowed)
         bound = f"only {', '.join(map(repr, allowed))}" if isinstance(allowed, tuple) and allowed else ""
@@ -260,7 +262,9 @@ def _read_rules(table: Mapping[str, Any], where: str) -> dict[str, tuple[str, ..
             raise ConfigError(f"{where}: {name} must be a list of domains, not {domains!r}")
         for domain in (name, *domains):
             if not isinstance(domain, str) or not _DOMAIN.fullmatch(domain):
-                raise ConfigError(f"{where}: {domain!r} is no namespace", hint=f"{ANY!r} stands for all, '_node' for none")
+                raise ConfigError(
+                    f"{where}: {domain!r} is no namespace", hint=f"{ANY!r} stands for all, '_node' for none"
+                )
     return {name: tuple(domains) for name, domains in table.items()}
 
 

@@ -156,7 +156,9 @@ def test_agent_killed_at_every_journal_write(podman: Podman, when: str) -> None:
 def test_a_hook_that_waits_no_longer_fails_the_dump_and_the_agent_takes_all_back(podman: Podman) -> None:
     archive = podman.scratch / "c.tar"
     podman.start("c")
-    (script,) = re.findall(r"^action-script (\S+)$", podman.namespace.path("/etc/criu/runc.conf").read_text(), re.MULTILINE)
+    (script,) = re.findall(
+        r"^action-script (\S+)$", podman.namespace.path("/etc/criu/runc.conf").read_text(), re.MULTILINE
+    )
     launcher = podman.namespace.path(script.strip('"'))
     patient = launcher.read_text()
     called = "from ocihook.hook.client import main; sys.exit(main())"

@@ -189,10 +189,7 @@ def _keys(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
 
 def _allowed() -> Iterator[str]:
     for key, allowed in config.ALLOWED.items():
-        if isinstance(allowed, tuple):
-            value = f"[{', '.join(map(json.dumps, allowed))}]"
-        else:
-            value = str(allowed).lower()
+        value = json.dumps(allowed)
         yield from (".TP", f".B {_plain(key)}", _plain(f"(default {value})"))
 
 

@@ -2,8 +2,8 @@
 
 A pod's own annotations stand beside those of the engine, and in a restore those of the archive, too. So only what
 engines write after all of these counts: containerd its `io.kubernetes.cri.*`, CRI-O the labels that come from the
-kubelet, with the pod's namespace. Whoever has the mark of one of them is in a pod, whatever else is said of him; whoever
-has both has forged one. podman takes everything from an archive: who has it restore one trusts its author with the node.
+kubelet, with the pod's namespace. Who has the mark of one of them is in a pod, whatever else is said of him; who has
+both has forged one. podman takes everything from an archive: who has it restore one trusts its author with the node.
 """
 
 import re
@@ -55,7 +55,5 @@ def container_ref(annotations: Mapping[str, str], *, container_id: str, runtime:
             hint="an engine writes one of them, remove the other from the pod",
         )
     engine = engine_of(annotations)
-    names = {
-        field: annotations.get(key, "") for field, key in (_ENGINES[engine]._asdict() if marks else {}).items()
-    }
+    names = {field: annotations.get(key, "") for field, key in (_ENGINES[engine]._asdict() if marks else {}).items()}
     return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, **names)

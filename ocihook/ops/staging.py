@@ -11,7 +11,7 @@ from typing import Any
 from ocihook import __version__, wire
 from ocihook.criu.images import check_page_images
 from ocihook.errors import IdentificationError
-from ocihook.linux.files import identity, same_directory, sync_directory
+from ocihook.linux.files import identity, replace_file, same_directory, sync_directory
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
 from ocihook.model import ContainerRef
@@ -20,7 +20,7 @@ from ocihook.ops.journal import Journal
 from ocihook.store.domain import new_checkpoint_id
 from ocihook.store.manifest import Manifest, write_manifest
 from ocihook.store.names import NODE_DOMAIN
-from ocihook.store.pending import Job, directory_of, this_boot, write_job
+from ocihook.store.pending import IN_MEMORY, Job, directory_of, this_boot, write_job
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin, write_thin
 
@@ -151,10 +151,13 @@ def stage_in_memory(pending: Path, size_bytes: int, bound_bytes: int) -> bool:
     others = (path for path in pending.parent.parent.parent.glob("*/pending/*") if path != pending)
     if size_bytes > bound_bytes or available_bytes() < 2 * size_bytes or any(os.path.ismount(path) for path in others):
         return False
+    mark = pending / IN_MEMORY
     try:
+        replace_file(mark, b"", mode=0o600, durable=False)  # nobody waits for a disk here
         mount_memory(pending, size_bytes + _TABLES_BYTES + size_bytes // 64)
     except OSError as error:
         log.warning("%s", error)
+        mark.unlink(missing_ok=True)
         return False
     return True
 

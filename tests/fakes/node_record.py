@@ -12,7 +12,7 @@ from ocihook.ops.journal import Journal
 from ocihook.ops.staging import begin, stage
 from ocihook.ops.store import complete
 from ocihook.store.domain import Domain
-from ocihook.store.pending import directory_of
+from ocihook.store.pending import Failure, directory_of, write_failure
 from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
 
@@ -44,7 +44,7 @@ def record(act: str, outcome: str, ended: float) -> dict[str, Any]:
 
 
 def make_node(root: Path) -> Settings:
-    """Make history and store: of one container a checkpoint that is complete, one that is pending, and a lost one."""
+    """Make history and store: of a container a checkpoint that is complete, one that cannot be stored, and a lost one."""
     settings = Settings(history_dir=str(root / "history"), store_dir=str(root / "store"), workers=1)
     ended = 1000.0
     for act, outcome in (("dump", "done"), ("dump", "refused"), ("dump", "degraded"), ("restore", "failed")):
@@ -53,6 +53,7 @@ def make_node(root: Path) -> Settings:
     taken = [_take(root) for _ in range(3)]
     domain = Domain.open(root / "store", "ml")
     assert complete(domain, taken[0], workers=1, settings=settings)
+    write_failure(domain, taken[1], Failure("store-full", "no space left", "make room", attempts=2))
     (directory_of(domain, taken[2]) / "pages-1.img").unlink()
     return settings
 

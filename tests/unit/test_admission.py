@@ -1,7 +1,6 @@
 """Who may have a stored checkpoint, whatever an archive says."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,14 +64,12 @@ def test_nobody_gets_nothing() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_other_name_becomes_a_path_or_an_argument(tmp_path: Path, name: str) -> None:
     marker = tmp_path / "called"
-    acts: tuple[Callable[[], object], ...] = (
-        lambda: Keyring(KeySource(command=f"touch {marker} {{domain}}"), name),
-        lambda: Domain.open(tmp_path, name, create=True),
-        lambda: open_remote(str(tmp_path), name),
-    )
-    for act in acts:
-        with pytest.raises(StoreError, match="no name for a domain"):
-            act()
+    with pytest.raises(StoreError, match="no name for a domain"):
+        _ = Keyring(KeySource(command=f"touch {marker} {{domain}}"), name).newest
+    with pytest.raises(StoreError, match="no name for a domain"):
+        Domain.open(tmp_path, name, create=True)
+    with pytest.raises(StoreError, match="no name for a domain"):
+        open_remote(str(tmp_path), name)
     assert list(tmp_path.iterdir()) == []
     data = encode_stored(MANIFEST)
     spoiled = json.loads(data.split(b"\n", 1)[1]) | {"domain": name}

@@ -1,6 +1,7 @@
 """The hook starts fast because it imports next to nothing."""
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -107,7 +108,7 @@ def listening(
 ) -> Iterator[socket.socket]:
     """Give the socket of an agent that says nothing; the environment is a hook's at a stage."""
     monkeypatch.setattr(wire, "RUNTIME_DIR", str(runtime_dir))
-    monkeypatch.setattr(client.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("CRTOOLS_SCRIPT_ACTION", stage)
     monkeypatch.setenv("CRTOOLS_IMAGE_DIR", str(image_dir))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
