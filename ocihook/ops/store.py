@@ -404,6 +404,28 @@ def wait_complete(
     return domain.read(checkpoint_id)
 
 
+def complete_pending(settings: Settings, *, timeout_s: float) -> list[Listed]:
+    """Complete what is pending, within so many seconds; return what is not complete then, with the reasons.
+
+    Raises:
+        StoreError: if the store cannot be looked into.
+    """
+    store, workers = Store.of(settings), store_workers(settings)
+    deadline = time.monotonic() + timeout_s
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise StoreError(f"it was not stored within {timeout_s:g} s")
+
+    for row in list_pending(store):
+        left_s = max(0.0, deadline - time.monotonic())
+        with contextlib.suppress(OcihookError, OSError):  # it is kept with the checkpoint
+            wait_complete(
+                store.open(row.domain), row.id, workers=workers, timeout_s=left_s, check=check, settings=settings
+            )
+    return list_pending(store)
+
+
 def rehydrate_stored(
     domain: Domain,
     manifest: StoredManifest,

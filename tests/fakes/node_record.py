@@ -44,7 +44,7 @@ def record(act: str, outcome: str, ended: float) -> dict[str, Any]:
 
 
 def make_node(root: Path) -> Settings:
-    """Make history and store: of a container a checkpoint that is complete, one that cannot be stored, and a lost one."""
+    """Make history and store: of a container a complete checkpoint, one that cannot be stored, a lost one."""
     settings = Settings(history_dir=str(root / "history"), store_dir=str(root / "store"), workers=1)
     ended = 1000.0
     for act, outcome in (("dump", "done"), ("dump", "refused"), ("dump", "degraded"), ("restore", "failed")):
