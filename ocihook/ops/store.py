@@ -69,6 +69,7 @@ from ocihook.store.stored import StoredImage, StoredManifest, StoredRegion
 
 _PROGRESS_S = 1.0
 _POLL_S = 0.2
+_WAS_IN_MEMORY = "it was in memory when the node went down, and not stored yet"
 _PRUNE = "`ocihook store prune` removes what is left of it"
 
 log = logging.getLogger(__name__)
@@ -285,8 +286,8 @@ def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..
 
 
 def has_pending(store: Store) -> bool:
-    """Tell whether a checkpoint is waiting to be completed."""
-    return any(map(pending_ids, store.domains()))
+    """Tell whether a checkpoint is waiting to be completed, or to be told lost."""
+    return any(pending_ids(domain) or lost_in_memory(domain) for domain in store.domains())
 
 
 def store_workers(settings: Settings) -> int:
@@ -298,6 +299,9 @@ def store_workers(settings: Settings) -> int:
 def complete_all(settings: Settings) -> None:
     """Complete every pending checkpoint, also those that come meanwhile. What fails is logged, and tried once."""
     store, workers = Store.of(settings), store_workers(settings)
+    for domain in store.domains():
+        for checkpoint_id in lost_in_memory(domain):
+            log.error("checkpoint %s in domain %s is lost: %s", checkpoint_id, domain.name, _WAS_IN_MEMORY)
     tried: set[str] = set()
     while waiting := [
         (domain, checkpoint_id)
@@ -577,8 +581,7 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
     """Yield the checkpoints of a domain that are not complete, the oldest first; no key is needed for that."""
     complete_ids = set(domain.checkpoint_ids())
     for checkpoint_id in lost_in_memory(domain):
-        reason = "it was in the node's memory, which went down before it was stored"
-        yield Listed(domain.name, checkpoint_id, "lost", "", "", 0, 0, 0, IntegrityError.code, reason, _PRUNE)
+        yield Listed(domain.name, checkpoint_id, "lost", "", "", 0, 0, 0, IntegrityError.code, _WAS_IN_MEMORY, _PRUNE)
     for checkpoint_id in pending_ids(domain):
         if checkpoint_id in complete_ids:
             continue

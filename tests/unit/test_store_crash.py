@@ -327,7 +327,9 @@ def after_first(error: Exception) -> Callable[[], None]:
     return check
 
 
-def test_what_was_in_memory_when_the_node_went_down_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_in_memory_when_the_node_went_down_is_told(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     mounted: list[Path] = []
     monkeypatch.setattr(staging, "mount_memory", lambda place, _size: mounted.append(place))
     monkeypatch.setattr(staging, "available_bytes", lambda: 1 << 40)
@@ -340,7 +342,10 @@ def test_what_was_in_memory_when_the_node_went_down_is_told(node: Node, monkeypa
     # Here it is not mounted: as after a boot.
     (row,) = ops.list_pending(node.store)
     assert (row.id, row.state, row.code) == (place.name, "lost", "integrity")
-    assert row.reason == "it was in the node's memory, which went down before it was stored"
+    assert row.reason == "it was in memory when the node went down, and not stored yet"
+    assert ops.has_pending(node.store)
+    ops.complete_all(Settings(store_dir=str(node.store_dir), history_dir=str(node.root / "history"), workers=1))
+    assert f"checkpoint {place.name} in domain team is lost: it was in memory" in caplog.text
     undo_all(journal)
     assert not place.exists()
     assert ops.list_pending(node.store) == []
