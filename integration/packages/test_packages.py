@@ -19,7 +19,8 @@ tr '\\0' ' ' < "/proc/$(cat /run/ocihook/agent.lock)/cmdline" > /run/done
 # Once it is taken there is no room for its packs.
 _NO_ROOM = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
-mount -t tmpfs -o size=64k tmpfs /var/lib/ocihook/store/domains/_node/packs
+packs=/var/lib/ocihook/store/domains/_node/packs
+mountpoint -q "$packs" || mount -t tmpfs -o size=64k tmpfs "$packs"
 """
 COMMANDS = {
     "deb": ("dpkg --install", "dpkg --remove ocihook", "dpkg --purge ocihook"),
