@@ -1,6 +1,8 @@
 """Settings of a node and policy of a container: defaults < config.toml < config.d/*.toml < annotations.
 
-A wrong key or value is an error that names the file (or annotation) and the key.
+A wrong key or value is an error that names the file (or annotation) and the key. A pod's annotations are its author's:
+they count as far as the administrator allows. A key that only another release knows is no error there, so that two
+releases can live in one cluster.
 """
 
 import dataclasses
@@ -11,9 +13,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from ocihook.errors import ConfigError
+from ocihook.errors import AdmissionError, ConfigError
 
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
@@ -26,6 +29,8 @@ _METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{
 _LEAST_BOUND_BYTES = 256 << 20
 _AGENT_BYTES, _WORKER_BYTES = 48 << 20, 52 << 20  # as store/packing.py and, for the larger kind, deduplicate.py have it
 _SIGNALS = ("", "HUP", "USR1", "USR2")
+ANY = "*"  # in [restore_from]: every container, every domain
+_DOMAIN = re.compile(r"\*|_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # as store/names.py has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +51,35 @@ class Policy:
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
 
 
+Allowed = bool | float | tuple[str, ...]  # any value or none; at most so much; one of these
+
+# What pods may set by default: nothing that sends memory away, risks a job or the node, holds up others for more than a
+# minute, or names a GPU of somebody else.
+ALLOWED: Mapping[str, Allowed] = MappingProxyType(
+    {
+        "mode": ("inline", "store", "off"),
+        "on_pack_error": ("keep", "fail"),
+        "quiesce_signal": _SIGNALS,
+        "quiesce_ack": True,
+        "quiesce_timeout_s": 60.0,
+        "resume_signal": _SIGNALS,
+        "gpu_memory": ("packs", "criu"),
+        "gpu_lock_timeout_s": 60.0,
+        "gpu_preflight": ("refuse",),
+        "gpu_map": False,
+        "on_gpu_restore_error": ("kill", "keep"),
+        "push": ("never",),
+    }
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What holds for the whole node."""
 
     policy: Policy = field(default_factory=Policy)
+    allowed: Mapping[str, Allowed] = field(default_factory=lambda: ALLOWED)  # [policy.allowed]: what pods may set
+    restore_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by namespace: domains beside its own
     idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
     memory_bound_bytes: int = 0  # of the agent, its workers, GPU memory on its way into the store; 0: as cores need
     workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
@@ -108,7 +137,16 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "history_kept": (1, 100000),
 }
 _POLICY_KEYS = {f.name: f.default for f in dataclasses.fields(Policy)}
-_AGENT_KEYS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "policy"}
+TABLES = ("policy", "allowed", "restore_from")  # of Settings that are not in [agent]
+_AGENT_KEYS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name not in TABLES}
+
+
+class Annotated(NamedTuple):
+    """What a container's annotations come to."""
+
+    policy: Policy  # with all that may be, and is right
+    refused: tuple[AdmissionError | ConfigError, ...] = ()
+    unknown: tuple[str, ...] = ()  # a sentence about each that another release may know
 
 
 def load_settings(root: Path = Path("/")) -> Settings:
@@ -122,17 +160,21 @@ def load_settings(root: Path = Path("/")) -> Settings:
     named_in: dict[str, Path] = {}  # which file has a key last
     policy: dict[str, Any] = {}
     agent: dict[str, Any] = {}
+    allowed: dict[str, Allowed] = dict(ALLOWED)
+    restore_from: dict[str, tuple[str, ...]] = {}
     for file in (main, *drop_ins):
         tables = _read_toml(file)
-        _check_keys(tables, ("policy", "agent"), str(file), "table")
+        _check_keys(tables, ("policy", "agent", "restore_from"), str(file), "table")
+        restore_from |= _read_rules(_table(tables, "restore_from", file), f"{file}: [restore_from]")
+        inner = dict(_table(tables, "policy", file))
+        tables["policy"] = inner
+        allowed |= _read_allowed(_table({"allowed": inner.pop("allowed", {})}, "allowed", file), file)
         for name, known, values in (("policy", _POLICY_KEYS, policy), ("agent", _AGENT_KEYS, agent)):
-            table = tables.get(name, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"{file}: {name} must be a table, as in [{name}]")
+            table = _table(tables, name, file)
             _check_keys(table, known, f"{file}: [{name}]", "key")
             named_in |= dict.fromkeys(table, file)
             values |= {key: _check_value(key, value, known[key], str(file)) for key, value in table.items()}
-    settings = Settings(policy=Policy(**policy), **agent)
+    settings = Settings(policy=Policy(**policy), allowed=allowed, restore_from=restore_from, **agent)
     if settings.policy.push == "always" and not settings.remote:
         raise ConfigError(
             f"{named_in['push']}: push is 'always', and no remote is configured", hint="set remote in [agent]"
@@ -140,26 +182,97 @@ def load_settings(root: Path = Path("/")) -> Settings:
     return settings
 
 
-def apply_annotations(policy: Policy, annotations: Mapping[str, str]) -> Policy:
-    """Return `policy` as a container's annotations want it.
+def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_pod: bool) -> Annotated:
+    """Return the node's policy as a container's annotations want it, as far as they are right and may be set.
 
-    Raises:
-        ConfigError: naming the annotation.
+    Args:
+        settings: the node's.
+        annotations: the container's.
+        in_pod: whether these are a pod's author's; a container in no pod is root's own, who may set all.
     """
     changes: dict[str, Any] = {}
+    refused: list[AdmissionError | ConfigError] = []
+    unknown = []
     for name, text in annotations.items():
         if not name.startswith(ANNOTATION_PREFIX) or name == OWNER_ANNOTATION:
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
-        _check_keys({key: text}, _POLICY_KEYS, "annotation " + ANNOTATION_PREFIX.rstrip("/"), "key")
-        value: object = text
-        if isinstance(_POLICY_KEYS[key], float):
-            try:
-                value = float(text)
-            except ValueError as error:
-                raise ConfigError(f"annotation {name}: {text!r} is not a number") from error
-        changes[key] = _check_value(key, value, _POLICY_KEYS[key], f"annotation {name}")
-    return dataclasses.replace(policy, **changes)
+        if key not in _POLICY_KEYS:
+            unknown.append(f"annotation {name} is not known here and has no effect; {_unknown(key, _POLICY_KEYS)}")
+            continue
+        try:
+            value = _check_annotation(name, key, text)
+            if in_pod:
+                _check_allowed(name, key, value, settings)
+        except (AdmissionError, ConfigError) as error:
+            refused.append(error)
+        else:
+            changes[key] = value
+    return Annotated(dataclasses.replace(settings.policy, **changes), tuple(refused), tuple(unknown))
+
+
+def _check_annotation(name: str, key: str, text: str) -> object:
+    value: object = text
+    if isinstance(_POLICY_KEYS[key], float):
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise ConfigError(f"annotation {name}: {text!r} is not a number") from error
+    return _check_value(key, value, _POLICY_KEYS[key], f"annotation {name}")
+
+
+def _check_allowed(name: str, key: str, value: object, settings: Settings) -> None:
+    allowed = settings.allowed[key]
+    if isinstance(value, float):
+        may_be, bound = (
+            (value <= allowed, f"at most {allowed:g}") if isinstance(allowed, float) else (bool(allowed), "")
+        )
+    else:
+        may_be = value in allowed if isinstance(allowed, tuple) else bool(allowed)
+        bound = f"only {', '.join(map(repr, allowed))}" if isinstance(allowed, tuple) and allowed else ""
+    if not may_be and value != getattr(settings.policy, key):  # what holds anyway nobody has to be allowed
+        raise AdmissionError(
+            f"annotation {name}: a pod may not set {value!r} on this node{bound and f', {bound}'}",
+            hint=f"remove it from the pod, or allow it in {CONFIG_FILE}: [policy.allowed] {key}",
+        )
+
+
+def _table(tables: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: {name} must be a table, as in [{name}]")
+    return table
+
+
+def _read_allowed(table: Mapping[str, Any], file: Path) -> dict[str, Allowed]:
+    """Read [policy.allowed]: true, false, the most that a number may be, or the values that a word may have."""
+    where = f"{file}: [policy.allowed]"
+    _check_keys(table, _POLICY_KEYS, where, "key")
+    found: dict[str, Allowed] = {}
+    for key, value in table.items():
+        if isinstance(value, bool):
+            found[key] = value
+        elif isinstance(_POLICY_KEYS[key], float):
+            found[key] = float(_check_value(key, value, _POLICY_KEYS[key], where))  # type: ignore[arg-type]
+        elif key in CHOICES and isinstance(value, list):
+            found[key] = tuple(str(_check_value(key, one, "", where)) for one in value)
+        else:
+            wanted = "a list of its values" if key in CHOICES else "true or false"
+            raise ConfigError(f"{where}: {key} must be {wanted}, not {value!r}")
+    return found
+
+
+def _read_rules(table: Mapping[str, Any], where: str) -> dict[str, tuple[str, ...]]:
+    """Read [restore_from]: by a container's namespace the domains that it may have checkpoints of."""
+    for name, domains in table.items():
+        if not isinstance(domains, list):
+            raise ConfigError(f"{where}: {name} must be a list of domains, not {domains!r}")
+        for domain in (name, *domains):
+            if not isinstance(domain, str) or not _DOMAIN.fullmatch(domain):
+                raise ConfigError(
+                    f"{where}: {domain!r} is no namespace", hint=f"{ANY!r} stands for all, '_node' for none"
+                )
+    return {name: tuple(domains) for name, domains in table.items()}
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -177,9 +290,12 @@ def _read_toml(file: Path) -> dict[str, Any]:
 def _check_keys(table: Mapping[str, object], known: Any, where: str, what: str) -> None:  # noqa: ANN401 - any container
     for key in table:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            meant = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown {what} {key!r}", hint=meant)
+            raise ConfigError(f"{where}: unknown {what} {key!r}", hint=_unknown(key, known))
+
+
+def _unknown(key: str, known: Any) -> str:  # noqa: ANN401 - likewise
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
 
 
 def _check_value(key: str, value: object, default: object, where: str) -> object:

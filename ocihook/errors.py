@@ -4,6 +4,7 @@ OcihookError
 ├─ ConfigError              a key or value in the configuration or in an annotation is wrong
 ├─ UnsupportedError         this node, or this container, cannot do what was asked
 ├─ IdentificationError      CRIU's caller or its container cannot be told
+├─ AdmissionError           a container may not have what it asks for: another's checkpoint, a key of the policy
 ├─ FreezeError              a container could not be thawed or frozen again
 ├─ TraceError               a process could not be held, or made to give memory back
 ├─ QuiesceError             an application did not answer before its dump
@@ -62,6 +63,12 @@ class IdentificationError(OcihookError):
     """CRIU's caller or its container cannot be told."""
 
     code = "identification"
+
+
+class AdmissionError(OcihookError):
+    """A container may not have what it asks for: another's checkpoint, a key of the policy."""
+
+    code = "admission"
 
 
 class FreezeError(OcihookError):

@@ -17,6 +17,11 @@ class ContainerRef:
     bundle: str = ""
     owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
 
+    @property
+    def is_in_pod(self) -> bool:
+        """Tell whether it is a pod's, and so somebody else's than the administrator's."""
+        return bool(self.pod_namespace) or self.engine == "cri-o"  # without a kubelet CRI-O tells no namespace
+
     def __str__(self) -> str:
         short_id = self.id[:12]
         if self.pod_name:

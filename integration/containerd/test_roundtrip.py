@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 from integration.containerd.conftest import MakeContainerd
@@ -69,6 +70,28 @@ def test_store(containerd: Containerd) -> None:
         wait_for("the workload to go on", lambda restored=restored: containerd.count(restored)[0] > 2)  # type: ignore[misc]
         assert containerd.count(restored)[1] == before[1]
     assert "every byte right" in containerd.ocihook("store", "verify", "--read-data")
+
+
+def test_a_pod_of_another_namespace_gets_nothing_unless_a_rule_allows_it(containerd: Containerd) -> None:
+    settings = '[policy]\nmode = "store"\n[agent]\nidle_timeout_s = 2\nstore_dir = "/scratch/store"\n'
+    containerd.configure(settings)
+    container = containerd.start("c1")
+    containerd.checkpoint(container, "c1.tar")
+    before = containerd.count(container)
+    containerd.remove(container)
+    containerd.ocihook("wait")
+    with pytest.raises(grpc.RpcError):
+        containerd.start("c2", image="/scratch/c1.tar", namespace="other")
+    restore = last_session(containerd.namespace, "pre-restore")
+    message = restore["stages"]["pre-restore"]["message"]
+    assert "the checkpoint is in domain default of the store, the container's own is other" in message
+    assert message.endswith("The restore is refused, nothing was started")
+    assert restore["effects"] == []
+
+    containerd.configure(settings + '[restore_from]\nother = ["default"]\n')
+    restored = containerd.start("c3", image="/scratch/c1.tar", namespace="other")
+    wait_for("the workload to go on", lambda: containerd.count(restored)[0] > 2)
+    assert containerd.count(restored)[1] == before[1]
 
 
 @pytest.mark.parametrize("conf", ["runc.conf", "crun.conf"])

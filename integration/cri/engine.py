@@ -175,6 +175,7 @@ class CriEngine:
         gpus: Sequence[int] = (),
         pull: bool = True,
         network: int = NODE_NETWORK,
+        namespace: str = "default",
         **annotations: str,
     ) -> str:
         """Make a pod with one container and start it; return the container's id.
@@ -187,12 +188,13 @@ class CriEngine:
             gpus: minors of those that it gets; with any, a new workload is the CUDA one.
             pull: whether an image has to be pulled.
             network: the node's or the pod's own.
+            namespace: the pod's.
             annotations: of ocihook, without prefix; the pod's, as a kubelet passes them on.
         """
         notes = {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
         names = {"network": network, "pid": CONTAINER_PID}
         pod = {
-            "metadata": {"name": name, "uid": name, "namespace": "default"},
+            "metadata": {"name": name, "uid": name, "namespace": namespace},
             "log_directory": f"/scratch/logs/{name}",
             "annotations": notes,
             "linux": {"cgroup_parent": "/ocihook-test", "security_context": {"namespace_options": names}},
@@ -207,7 +209,7 @@ class CriEngine:
             "labels": {
                 "io.kubernetes.container.name": name,
                 "io.kubernetes.pod.name": name,
-                "io.kubernetes.pod.namespace": "default",
+                "io.kubernetes.pod.namespace": namespace,
             },
             "mounts": self.mounts,
             "log_path": "log",

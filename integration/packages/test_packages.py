@@ -16,6 +16,12 @@ _MEANWHILE = """#!/bin/sh
 tr '\\0' ' ' < "/proc/$(cat /run/ocihook/agent.lock)/cmdline" > /run/done
 {command}
 """
+# Once it is taken there is no room for its packs.
+_NO_ROOM = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
+packs=/var/lib/ocihook/store/domains/_node/packs
+mountpoint -q "$packs" || mount -t tmpfs -o size=64k tmpfs "$packs"
+"""
 COMMANDS = {
     "deb": ("dpkg --install", "dpkg --remove ocihook", "dpkg --purge ocihook"),
     "rpm": ("rpm --upgrade --nodeps", "rpm --erase ocihook", "true"),
@@ -82,6 +88,44 @@ def test_package_comes_serves_is_exchanged_and_goes(
     node.run("sh", "-c", purge)
     left = node.files() - before
     assert {name for name in left if "ocihook" in name or "criu" in name} <= {"etc/criu/runc.conf"}
+
+
+def test_a_purge_takes_no_checkpoint_and_no_key(built: Built, make_node: MakeNode) -> None:
+    """One of two checkpoints, encrypted with a key where the README has it, cannot be stored."""
+    node = make_node("bookworm")
+    (package,) = copy_to(node, built.debs[0])
+    node.put("/etc/criu/runc.conf", "action-script /usr/local/bin/meanwhile\n")
+    node.put("/usr/local/bin/meanwhile", "#!/bin/sh\n", 0o755)
+    node.run("dpkg", "--install", package)
+    node.ocihook("install")
+    keys = node.namespace.path("/etc/ocihook/store.keys")
+    node.put("/etc/ocihook/store.keys", "ab" * 32 + "\n", 0o600)
+    node.configure('[agent]\nidle_timeout_s = 1\nkey_file = "/etc/ocihook/store.keys"\n[policy]\nmode = "store"\n')
+    archives = [node.scratch / f"{number}.tar" for number in range(2)]
+    node.start("c")
+    node.checkpoint("c", archives[0], "--leave-running")
+    node.ocihook("wait")
+    node.put("/usr/local/bin/meanwhile", _NO_ROOM, 0o755)
+    node.checkpoint("c", archives[1])
+    before = node.count("c")
+    node.remove("c")
+    wait_for("the reason", lambda: "No space left" in node.ocihook("store", "list"))
+    assert "is pending" in node.ocihook("ps")
+    assert "store pending" in node.ocihook("doctor", check=False)
+
+    said = node.run("sh", "-c", "dpkg --purge ocihook 2>&1")
+    assert "is not complete" in said
+    assert "/etc/ocihook (keys, names of stores): it stays" in said
+    assert "/run/ocihook has memory of checkpoints that are not stored yet" in said
+    assert "no packages found" in node.run("dpkg-query", "--show", "ocihook", check=False)
+    assert keys.read_text() == "ab" * 32 + "\n"
+    node.run("umount", "--lazy", "/var/lib/ocihook/store/domains/_node/packs")
+    node.run("dpkg", "--install", package)
+    node.ocihook("install")
+    node.ocihook("wait")
+    assert "every byte right" in node.ocihook("store", "verify", "--read-data")
+    node.restore(archives[1])
+    node.assert_goes_on("c", before)
 
 
 def assert_agent_can_do_all_under_systemd(node: Node) -> None:

@@ -14,6 +14,7 @@ from integration.podman.engine import Podman, assert_packed, image_names
 from tests.damage import flip_bit
 
 DYING_AGENT = Path(__file__).parents[1] / "dying_agent.py"
+WAITING_AGENT = Path(__file__).parents[1] / "waiting_agent.py"
 
 
 def damage(archive: Path, member_pattern: str, *, offset: int) -> None:
@@ -150,6 +151,33 @@ def test_agent_killed_at_every_journal_write(podman: Podman, when: str) -> None:
         wait_for("the application to be told to go on", lambda: "resumed" in podman("logs", "c"))
         archive.unlink()
     assert fatal_write > 8, "so few writes were not seen before; does the agent journal at all?"
+
+
+def test_a_hook_that_waits_no_longer_fails_the_dump_and_the_agent_takes_all_back(podman: Podman) -> None:
+    archive = podman.scratch / "c.tar"
+    podman.start("c")
+    (script,) = re.findall(
+        r"^action-script (\S+)$", podman.namespace.path("/etc/criu/runc.conf").read_text(), re.MULTILINE
+    )
+    launcher = podman.namespace.path(script.strip('"'))
+    patient = launcher.read_text()
+    called = "from ocihook.hook.client import main; sys.exit(main())"
+    assert called in patient
+    impatient = "import ocihook.hook.client as c; c.VERDICT_S = 0.5; sys.exit(c.main())"
+    launcher.write_text(patient.replace(called, impatient))
+    start_agent(podman, WAITING_AGENT)
+    podman.checkpoint("c", archive, check=False)
+    wait_for("the session to end", lambda: "No session is open." in podman.ocihook("recover", check=False))
+    podman.assert_counts("c")
+    session = last_session(podman.namespace, "post-dump")
+    assert session["effects"] == []
+    assert "was killed meanwhile" in session["stages"]["post-dump"]["message"]
+    end_agent(podman)
+
+    launcher.write_text(patient)
+    podman.checkpoint("c", archive)
+    assert_packed(archive)
+    assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
 
 
 def start_dying_agent(podman: Podman, fatal_write: int, when: str) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from calendar import timegm
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -17,13 +18,13 @@ from prometheus_client.registry import Collector
 
 from ocihook import __version__, wire
 from ocihook.config import Settings
-from ocihook.errors import IntegrityError, OcihookError
+from ocihook.errors import OcihookError
 from ocihook.linux.procfs import Process
 from ocihook.ops import history
 from ocihook.ops.prune import archive_bytes, stored_bytes
+from ocihook.ops.store import Listed, pending_of
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.store.domain import Domain
-from ocihook.store.pending import check_taken, pending_ids, read_job, read_progress
 from ocihook.store.store import Store
 
 _ACTS = ("dump", "restore", "store")
@@ -142,11 +143,20 @@ def _store(store: Store) -> Iterator[Metric]:
             ("readable", "0: the domain is damaged; `ocihook store verify` says what."),
         )
     }
+    gauges["failing_checkpoints"] = GaugeMetricFamily(
+        "ocihook_store_failing_checkpoints",
+        "Checkpoints taken that could not be stored when it was last tried, by error code.",
+        labels=["domain", "code"],
+    )
     for name in store.names():
-        try:
-            values = _domain(store.open(name))
-        except (OcihookError, OSError):
-            values = {"readable": 0.0}
+        values: dict[str, float] = {"readable": 0.0}
+        with contextlib.suppress(OcihookError, OSError):
+            domain = store.open(name)
+            rows = list(pending_of(domain))
+            values |= _pending(rows)
+            for code, count in Counter(row.code for row in rows if row.state == "pending" and row.reason).items():
+                gauges["failing_checkpoints"].add_metric([name, code], count)
+            values |= _complete(domain)
         for key, value in values.items():
             gauges[key].add_metric([name], value)
     yield from gauges.values()
@@ -169,40 +179,35 @@ def _retention(settings: Settings) -> Iterator[Metric]:
     yield from (taken, bounds)
 
 
-def _domain(domain: Domain) -> dict[str, float]:
+def _pending(rows: list[Listed]) -> dict[str, float]:
+    waiting = [row for row in rows if row.state == "pending"]
+    values: dict[str, float] = {
+        "pending_checkpoints": len(waiting),
+        "pending_bytes": sum(max(0, row.raw_bytes - row.done_bytes) for row in waiting),
+        "lost_checkpoints": len(rows) - len(waiting),
+    }
+    if waiting:
+        created = min(timegm(time.strptime(row.created, "%Y-%m-%dT%H:%M:%SZ")) for row in waiting)
+        values["pending_oldest_timestamp_seconds"] = min(time.time(), created)
+    return values
+
+
+def _complete(domain: Domain) -> dict[str, float]:
     manifests = domain.checkpoints()
     raw = sum(manifest.raw_bytes for manifest in manifests)
     stored = _size(domain.packs_dir) + _size(domain.checkpoints_dir)
-    pending, left, oldest, lost = 0, 0, time.time(), 0
-    done = {manifest.id for manifest in manifests}
-    for checkpoint_id in pending_ids(domain):
-        job = read_job(domain, checkpoint_id)
-        if job is None or checkpoint_id in done:
-            continue
-        try:
-            check_taken(job)
-        except IntegrityError:
-            lost += 1
-            continue
-        pending += 1
-        left += max(0, job.raw_bytes - read_progress(domain, checkpoint_id))
-        oldest = min(oldest, timegm(time.strptime(job.created, "%Y-%m-%dT%H:%M:%SZ")))
     values: dict[str, float] = {
         "checkpoints": len(manifests),
         "raw_bytes": raw,
         "stored_bytes": stored,
         "index_bytes": _size(domain.index_dir),
-        "pending_checkpoints": pending,
-        "pending_bytes": left,
-        "lost_checkpoints": lost,
         "readable": 1,
     }
     values |= {"dedup_ratio": raw / stored} if manifests and stored else {}
     pushes = domain.due_pushes()
     values |= {"due_pushes": len(pushes), "due_push_failures": sum(push.attempts for push in pushes)}
     values |= {"due_push_oldest_timestamp_seconds": min(push.since_s for push in pushes)} if pushes else {}
-    values |= {"pinned_checkpoints": sum(map(domain.marks.is_pinned, done))}
-    return values | ({"pending_oldest_timestamp_seconds": oldest} if pending else {})
+    return values | {"pinned_checkpoints": sum(domain.marks.is_pinned(manifest.id) for manifest in manifests)}
 
 
 def _size(directory: Path) -> int:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import click
 
-from ocihook.cli.render import json_option, print_json
-from ocihook.errors import UnsupportedError
+from ocihook.cli.render import json_option, print_json, printable
+from ocihook.config import load_settings
+from ocihook.errors import OcihookError, UnsupportedError
 from ocihook.ops.install import (
     DRAIN_S,
     NODE,
@@ -18,6 +19,7 @@ from ocihook.ops.install import (
     plan_install,
     plan_uninstall,
 )
+from ocihook.ops.store import complete_pending
 
 _TREE = click.Path(path_type=Path, file_okay=False, exists=True)
 _PATH = click.Path(path_type=Path)
@@ -63,13 +65,32 @@ def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_
     """Take back what install changed; what was there before is left, byte for byte.
 
     First CRIU's configuration: no new dump or restore calls ocihook. The rest goes when those that run have ended.
+    Then pending checkpoints are stored, as nobody does so afterwards. Those that cannot be are told of; they stay.
     """
     root = root.resolve()
     changes = plan_uninstall(root, libexec)
     if not dry_run:
         _check_root(root)
         apply_uninstall(changes, root, libexec, timeout_s=timeout_s)
+        if root == NODE:
+            _complete_pending(timeout_s)
     _report(changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is not installed; nothing to change.")
+
+
+def _complete_pending(timeout_s: float) -> None:
+    try:
+        left = complete_pending(load_settings(), timeout_s=timeout_s)
+    except (OcihookError, OSError) as error:
+        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(str(error))}", err=True)
+        return
+    for row in left:
+        reason = row.reason or "it was not stored in time"
+        sentence = f"checkpoint {row.id} of {row.container or 'a container'} is not complete: {reason.rstrip('.')}. "
+        if row.state == "pending":
+            sentence += (
+                "It stays in the store; nothing completes it unless ocihook is installed again, or by `ocihook wait`"
+            )
+        click.echo(f"note: {printable(sentence)}", err=True)
 
 
 def _check_root(root: Path) -> None:

@@ -6,6 +6,7 @@
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -135,6 +136,21 @@ def _settings() -> str:
             "files: quiesce_signal as `ocihook.io/quiesce-signal`."
         ),
         *_keys(config.Policy),
+        ".SH [policy.allowed]",
+        _text(
+            "What the annotations of pods may set: the values of a word, the most that a number may be, or true or "
+            "false for any or none. What the node's configuration has anyway is always allowed. A dump that is asked "
+            "for more is refused, with the key; a restore goes ahead without it. Containers in no pod, as of podman, "
+            "are root's own, and may set all."
+        ),
+        *_allowed(),
+        ".SH [restore_from]",
+        _text(
+            "Whose checkpoints a container may be restored from, if the archive or image that it is restored from "
+            "names one in a store: always those of its own namespace, and of the namespaces listed here, as in "
+            '`team-b = ["team-a"]`. On the left the container\'s own namespace, on both sides `"*"` stands for all, '
+            "`_node` for containers in no pod. By default nothing."
+        ),
         ".SH [agent]",
         "What holds for the whole node.",
         *_keys(config.Settings),
@@ -154,7 +170,7 @@ def _keys(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
     source = inspect.getsource(settings).splitlines()
     texts = {match["key"]: match["text"] for line in source if (match := _SETTING.fullmatch(line))}
     for field in dataclasses.fields(settings):
-        if field.name == "policy":
+        if field.name in config.TABLES:
             continue
         default = f'"{field.default}"' if isinstance(field.default, str) else f"{field.default}"
         yield from (".TP", f".B {_plain(field.name)}")
@@ -169,6 +185,12 @@ def _keys(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
             low, high = config.RANGES[field.name]
             allowed += f"; from {low:.0f} to {high:.0f}" if isinstance(field.default, int) else f"; {low:g} to {high:g}"
         yield _plain(f"({allowed})")
+
+
+def _allowed() -> Iterator[str]:
+    for key, allowed in config.ALLOWED.items():
+        value = json.dumps(allowed)
+        yield from (".TP", f".B {_plain(key)}", _plain(f"(default {value})"))
 
 
 def _head(name: str, section: int, summary: str) -> list[str]:

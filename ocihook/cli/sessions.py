@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable
-from ocihook.cli.store import percent
+from ocihook.cli.store import percent, print_reasons
 from ocihook.config import Settings, load_settings
 from ocihook.errors import AgentError, ConfigError
 from ocihook.linux.procfs import Process
@@ -30,15 +30,18 @@ def ps(*, show_all: bool, as_json: bool) -> None:
     for path in open_journals():
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             found.append({"id": path.stem, **read_journal(path)})
-    pending = [row for row in list_pending(Store.of(settings)) if row.state == "pending"]
+    pending = list_pending(Store.of(settings))
     if as_json:
         print_json({"sessions": found, "pending": [row._asdict() for row in pending]})
         return
     columns = ["SESSION", "CONTAINER", "ENGINE", "ACT", "STAGE", "STATE", "RAW", "STORED", "TIME"]
     print_table(columns, [_row(record) for record in found])
     if pending:
-        rows = [[row.id, row.container, row.domain, format_bytes(row.raw_bytes), percent(row)] for row in pending]
-        print_table(["CHECKPOINT", "CONTAINER", "DOMAIN", "RAW", "STORED"], rows)
+        rows = [
+            [row.id, row.container, row.domain, row.state, format_bytes(row.raw_bytes), percent(row)] for row in pending
+        ]
+        print_table(["CHECKPOINT", "CONTAINER", "DOMAIN", "STATE", "RAW", "STORED"], rows)
+        print_reasons(pending)
 
 
 def _row(record: dict[str, Any]) -> list[str]:

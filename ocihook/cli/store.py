@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table, progress_bar
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable, progress_bar
 from ocihook.config import Settings, load_settings
-from ocihook.errors import ConfigError, IntegrityError, StoreError
+from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError
 from ocihook.ops import store as ops
 from ocihook.ops import transfer
 from ocihook.ops.archive import read_thin_archive
@@ -103,7 +103,19 @@ _remote_option = click.option(
 @json_option
 def list_command(*, remote: str | None, as_json: bool) -> None:
     """List checkpoints: complete ones, and those that are still being stored."""
-    rows = ops.list_checkpoints(_store()) if remote is None else transfer.list_remote(_location(remote), _store().keys)
+    found = _store()
+    if remote is not None:
+        _print_listed(transfer.list_remote(_location(remote), found.keys), as_json=as_json)
+        return
+    try:
+        rows = ops.list_checkpoints(found)
+    except (IntegrityError, KeyMissing):  # no reason to keep quiet about what waits
+        _print_listed(ops.list_pending(found), as_json=as_json)
+        raise
+    _print_listed(rows, as_json=as_json)
+
+
+def _print_listed(rows: list[ops.Listed], *, as_json: bool) -> None:
     if as_json:
         values = [{**row._asdict(), "push": row.push and row.push._asdict()} for row in rows]
         print_json({"checkpoints": values})
@@ -113,6 +125,16 @@ def list_command(*, remote: str | None, as_json: bool) -> None:
         for row in rows
     ]
     print_table(["DOMAIN", "CHECKPOINT", "CONTAINER", "CREATED", "STATE", "RAW", "ADDED"], cells)
+    print_reasons(rows)
+
+
+def print_reasons(rows: list[ops.Listed]) -> None:
+    """Say why checkpoints are not complete, and what to do about it."""
+    for row in rows:
+        if row.reason:
+            tried = f" ({row.attempts} attempts)" if row.attempts > 1 else ""
+            remedy = f"{row.remedy[0].upper()}{row.remedy[1:]}"
+            click.echo(printable(f"{row.id} is {row.state}{tried}: {row.reason.rstrip('.')}. {remedy}"))
 
 
 def _state(row: ops.Listed) -> str:

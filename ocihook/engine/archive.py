@@ -18,7 +18,7 @@ from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # 
 from typing import IO, Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from ocihook.engine.identity import container_ref
-from ocihook.errors import ArchiveError
+from ocihook.errors import ArchiveError, IdentificationError
 from ocihook.model import ContainerRef
 
 if sys.version_info >= (3, 14):
@@ -245,12 +245,15 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
         raise ArchiveError(f"{path} is no checkpoint archive: it has no config.dump or no checkpoint/")
     config = documents["config.dump"]
     annotations = documents.get("spec.dump", {}).get("annotations") or {}
-    container = container_ref(
-        {str(key): str(value) for key, value in annotations.items()} if isinstance(annotations, Mapping) else {},
-        container_id=str(config.get("id", "")),
-        runtime="",
-        bundle="",
-    )
+    try:
+        container = container_ref(
+            {str(key): str(value) for key, value in annotations.items()} if isinstance(annotations, Mapping) else {},
+            container_id=str(config.get("id", "")),
+            runtime="",
+            bundle="",
+        )
+    except IdentificationError as error:
+        raise ArchiveError(f"{path}: {error.args[0]}") from error
     engine = container.engine or _engine_by_members(names)
     return ArchiveFacts(
         container=ContainerRef(

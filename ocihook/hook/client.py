@@ -10,6 +10,7 @@ from ocihook import wire
 AGENT_START_S = 10.0
 RETRY_S = 0.1
 VERDICT_S = 3600.0  # packing a large image set takes minutes; an agent that dies is noticed at once
+OURS = "ocihook"  # what every file of ours in an image directory begins with
 ATTEMPTS = 5  # an agent killed at work is started again and finishes what it began
 
 
@@ -100,15 +101,21 @@ def _has_left(agent: int) -> bool:
 
 
 def _without_agent(stage: str, image_dir: str, error: Exception) -> tuple[int, str]:
-    """Decide alone. Nothing may be half done: a dump without us is complete, a packed checkpoint is not restorable."""
+    """Decide alone. Nothing may be half done: where nothing of ours is, CRIU's images are complete.
+
+    An agent that gives no verdict in time may still be at work; so it is in a dump that fails, and undoes what it did
+    when CRIU is gone.
+    """
+    is_at_work = isinstance(error, TimeoutError)
     names = os.listdir(image_dir) if stage in ("pre-restore", "post-dump") else []
-    if stage == "pre-restore" and ("ocihook.manifest" in names or "ocihook.thin" in names):
+    has_ours = is_at_work or any(name.startswith(OURS) for name in names)
+    if stage == "pre-restore" and has_ours:
         return 1, f"this checkpoint is packed and cannot be unpacked here ({error}); nothing was started"
     if stage == "pre-dump" and os.geteuid() == 0:
         return 1, f"no agent ({error}); the dump is refused, the container runs on; see `ocihook doctor`"
     if stage == "post-restore":
         return 1, f"GPU memory cannot be written ({error}); the restore fails"
-    if stage == "post-dump" and any(name.startswith(("ocihook-region-", "ocihook.staged")) for name in names):
+    if stage == "post-dump" and has_ours:
         return 1, f"the checkpoint is incomplete ({error}); the dump fails, the container runs on"
     if stage == "post-dump":
         return 0, f"the checkpoint is complete but not packed: {error}"

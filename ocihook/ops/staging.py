@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook import __version__, wire
-from ocihook.errors import StoreFull
-from ocihook.linux.files import sync_directory
+from ocihook.errors import IdentificationError, StoreFull
+from ocihook.linux.files import replace_file, sync_directory
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
 from ocihook.model import ContainerRef
@@ -20,20 +20,26 @@ from ocihook.store.cipher import seal
 from ocihook.store.domain import new_checkpoint_id
 from ocihook.store.lineage import lineage
 from ocihook.store.manifest import Manifest, write_manifest
-from ocihook.store.pending import Job, directory_of, this_boot, write_job
+from ocihook.store.names import NODE_DOMAIN
+from ocihook.store.pending import IN_MEMORY, Job, directory_of, this_boot, write_job
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin, write_thin
 
 _TABLES_BYTES = 64 << 20  # what a place in memory needs beside the content of packs, with a 64th of that
 _MARGIN_BYTES = 64 << 20
 STAGED_NAME = "ocihook.staged"  # in an image directory: memory was moved that the directory does not have; for the hook
-NODE_DOMAIN = "_node"  # of containers that are in no pod; no namespace can have this name
 
 log = logging.getLogger(__name__)
 
 
 def domain_name(container: ContainerRef) -> str:
-    """Return the domain of a container: its pod's namespace, whose members trust one another."""
+    """Return the domain of a container: its pod's namespace, whose members trust one another.
+
+    Raises:
+        IdentificationError: if it is in a pod whose namespace is not known.
+    """
+    if container.is_in_pod and not container.pod_namespace:
+        raise IdentificationError(f"container {container} is in a pod whose namespace its engine does not tell")
     return container.pod_namespace or NODE_DOMAIN
 
 
@@ -161,10 +167,13 @@ def stage_in_memory(pending: Path, size_bytes: int, bound_bytes: int) -> bool:
     others = (path for path in pending.parent.parent.parent.glob("*/pending/*") if path != pending)
     if size_bytes > bound_bytes or available_bytes() < 2 * size_bytes or any(os.path.ismount(path) for path in others):
         return False
+    mark = pending / IN_MEMORY
     try:
+        replace_file(mark, b"", mode=0o600, durable=False)  # nobody waits for a disk here
         mount_memory(pending, size_bytes + _TABLES_BYTES + size_bytes // 64)
     except OSError as error:
         log.warning("%s", error)
+        mark.unlink(missing_ok=True)
         return False
     return True
 

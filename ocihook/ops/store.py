@@ -1,6 +1,7 @@
 """The content store's use cases: complete what was taken, restore from it, tell of it, check it, prune it."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from ocihook import __version__
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import IntegrityError, OcihookError, StoreError
+from ocihook.errors import IntegrityError, OcihookError, StoreError, StoreFull
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
@@ -52,12 +53,16 @@ from ocihook.store.packing import (
     workers_within,
 )
 from ocihook.store.pending import (
+    Failure,
     Job,
     check_taken,
     directory_of,
+    lost_in_memory,
     pending_ids,
+    read_failure,
     read_job,
     read_progress,
+    write_failure,
     write_progress,
 )
 from ocihook.store.pushes import Push
@@ -66,6 +71,8 @@ from ocihook.store.stored import StoredImage, StoredManifest, StoredRegion
 
 _PROGRESS_S = 1.0
 _POLL_S = 0.2
+_WAS_IN_MEMORY = "it was in memory when the node went down, and not stored yet"
+_PRUNE = "`ocihook store prune` removes what is left of it"
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +88,10 @@ class Listed(NamedTuple):
     raw_bytes: int
     added_bytes: int
     done_bytes: int
+    code: str = ""  # why it is not complete, if that is not only a matter of time: code of the error, then in words
+    reason: str = ""
+    remedy: str = ""
+    attempts: int = 0  # to store it, that failed
     is_pinned: bool = False
     is_used: bool = False  # by a restore or a push
     push: Push | None = None  # that is due
@@ -280,8 +291,8 @@ def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..
 
 
 def has_pending(store: Store) -> bool:
-    """Tell whether a checkpoint is waiting to be completed."""
-    return any(map(pending_ids, store.domains()))
+    """Tell whether a checkpoint is waiting to be completed, or to be told lost."""
+    return any(pending_ids(domain) or lost_in_memory(domain) for domain in store.domains())
 
 
 def store_workers(settings: Settings) -> int:
@@ -293,6 +304,9 @@ def store_workers(settings: Settings) -> int:
 def complete_all(settings: Settings) -> None:
     """Complete every pending checkpoint, also those that come meanwhile. What fails is logged, and tried once."""
     store, workers = Store.of(settings), store_workers(settings)
+    for domain in store.domains():
+        for checkpoint_id in lost_in_memory(domain):
+            log.error("checkpoint %s in domain %s is lost: %s", checkpoint_id, domain.name, _WAS_IN_MEMORY)
     tried: set[str] = set()
     while waiting := [
         (domain, checkpoint_id)
@@ -306,6 +320,27 @@ def complete_all(settings: Settings) -> None:
             complete(domain, checkpoint_id, workers=workers, settings=settings)
         except (OcihookError, OSError) as error:
             log.error("checkpoint %s in domain %s is not complete: %s", checkpoint_id, domain.name, error)
+            _note_failure(domain, checkpoint_id, error)
+
+
+def _note_failure(domain: Domain, checkpoint_id: str, error: OcihookError | OSError) -> None:
+    """Keep with a pending checkpoint why it could not be stored."""
+    before = read_failure(domain, checkpoint_id)
+    attempts = 1 + (before.attempts if before else 0)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    failure = _failure(domain, error)._replace(attempts=attempts, last=now)
+    try:
+        write_failure(domain, checkpoint_id, failure)
+    except OSError as write_error:
+        log.warning("checkpoint %s: why it is not complete cannot be kept: %s", checkpoint_id, write_error)
+
+
+def _failure(domain: Domain, error: OcihookError | OSError) -> Failure:
+    if isinstance(error, OcihookError):
+        return Failure(error.code, str(error.args[0]), error.hint or "remove the cause, then `ocihook wait`")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Failure(StoreFull.code, str(error), f"make room in {domain.directory}, then `ocihook wait`")
+    return Failure("system", str(error), "remove the cause, then `ocihook wait`")
 
 
 @contextlib.contextmanager
@@ -362,12 +397,42 @@ def wait_complete(
         check()
         if checkpoint_id not in pending_ids(domain):
             break  # complete by now, or never was there: read() tells
-        if not complete(domain, checkpoint_id, workers=workers, progress=lambda _size: check(), settings=settings):
+        try:
+            is_done = complete(
+                domain, checkpoint_id, workers=workers, progress=lambda _size: check(), settings=settings
+            )
+        except (OcihookError, OSError) as error:
+            check()  # whoever waits no longer is no fault of the checkpoint
+            _note_failure(domain, checkpoint_id, error)
+            raise
+        if not is_done:
             if deadline is not None and time.monotonic() >= deadline:
                 done = read_progress(domain, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
             time.sleep(_POLL_S)
     return domain.read(checkpoint_id)
+
+
+def complete_pending(settings: Settings, *, timeout_s: float) -> list[Listed]:
+    """Complete what is pending, within so many seconds; return what is not complete then, with the reasons.
+
+    Raises:
+        StoreError: if the store cannot be looked into.
+    """
+    store, workers = Store.of(settings), store_workers(settings)
+    deadline = time.monotonic() + timeout_s
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise StoreError(f"it was not stored within {timeout_s:g} s")
+
+    for row in list_pending(store):
+        left_s = max(0.0, deadline - time.monotonic())
+        with contextlib.suppress(OcihookError, OSError):  # it is kept with the checkpoint
+            wait_complete(
+                store.open(row.domain), row.id, workers=workers, timeout_s=left_s, check=check, settings=settings
+            )
+    return list_pending(store)
 
 
 def rehydrate_stored(
@@ -528,32 +593,37 @@ def list_checkpoints(store: Store) -> list[Listed]:
             )
             for m in domain.checkpoints()
         ]
-        rows += _pending_of(domain)
+        rows += pending_of(domain)
     return rows
 
 
 def list_pending(store: Store) -> list[Listed]:
-    """Return the checkpoints that are still being stored, and those that were lost on their way.
-
-    Raises:
-        IntegrityError: if a record is damaged.
-    """
-    return [row for domain in store.domains() for row in _pending_of(domain)]
+    """Return the checkpoints that are still being stored, and those that were lost on their way."""
+    return [row for domain in store.domains() for row in pending_of(domain)]
 
 
-def _pending_of(domain: Domain) -> Iterator[Listed]:
+def pending_of(domain: Domain) -> Iterator[Listed]:
+    """Yield the checkpoints of a domain that are not complete, the oldest first; no key is needed for that."""
     complete_ids = set(domain.checkpoint_ids())
+    for checkpoint_id in lost_in_memory(domain):
+        yield Listed(domain.name, checkpoint_id, "lost", "", "", 0, 0, 0, IntegrityError.code, _WAS_IN_MEMORY, _PRUNE)
     for checkpoint_id in pending_ids(domain):
-        job = read_job(domain, checkpoint_id)
-        if job is None or checkpoint_id in complete_ids:
+        if checkpoint_id in complete_ids:
             continue
+        job = None
         try:
+            job = read_job(domain, checkpoint_id)
+            if job is None:
+                continue
             check_taken(job)
-            state = "pending"
-        except IntegrityError:
+        except IntegrityError as error:
             state = "lost"
+            failure = _failure(domain, error)._replace(remedy=_PRUNE)
+        else:
+            state, failure = "pending", read_failure(domain, checkpoint_id) or Failure("", "", "")
+        container, created, size = (str(job.container), job.created, job.raw_bytes) if job else ("", "", 0)
         done = read_progress(domain, checkpoint_id)
-        yield Listed(domain.name, checkpoint_id, state, str(job.container), job.created, job.raw_bytes, 0, done)
+        yield Listed(domain.name, checkpoint_id, state, container, created, size, 0, done, *failure[:4])
 
 
 def usage(store: Store) -> dict[str, upkeep.Usage]:

@@ -9,6 +9,7 @@ from ocihook.remote.blobs import Blobs
 from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.objects import ObjectRemote
 from ocihook.remote.remote import Remote
+from ocihook.store.names import DOMAIN_NAME, check_domain_name
 
 if TYPE_CHECKING:
     from ocihook.oci.registry import Repository
@@ -26,8 +27,10 @@ def open_remote(location: str, domain: str) -> Remote:
 
     Raises:
         ConfigError: if no remote can have such a name.
+        StoreError: if no domain can.
         RemoteError: if what it needs is not installed, or not configured.
     """
+    check_domain_name(domain)
     if location.startswith("oci://"):
         from ocihook.remote.registry import RegistryRemote
 
@@ -36,7 +39,7 @@ def open_remote(location: str, domain: str) -> Remote:
 
 
 def remote_domains(location: str) -> list[str]:
-    """Return the domains of a remote.
+    """Return the domains of a remote; what else lies there is not ours.
 
     Raises:
         ConfigError: if no remote can have such a name.
@@ -45,8 +48,10 @@ def remote_domains(location: str) -> list[str]:
     if location.startswith("oci://"):
         from ocihook.remote.registry import registry_domains
 
-        return registry_domains(_repository(location))
-    return _blobs(location).folders("domains/")
+        names = registry_domains(_repository(location))
+    else:
+        names = _blobs(location).folders("domains/")
+    return [name for name in names if DOMAIN_NAME.fullmatch(name)]
 
 
 def _blobs(location: str) -> Blobs:

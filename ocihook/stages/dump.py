@@ -1,12 +1,13 @@
 """One dump, stage by stage: who is dumped and how, then what each participant does about it."""
 
 import dataclasses
+import logging
 import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from ocihook.config import Policy, Settings, apply_annotations
+from ocihook.config import Settings, apply_annotations
 from ocihook.engine.conmon import conmon_name
 from ocihook.engine.identity import container_ref
 from ocihook.linux.patience import Patience
@@ -18,6 +19,8 @@ from ocihook.stages.participant import CallFacts, Dump
 from ocihook.store.cipher import KeySource
 from ocihook.store.packing import AGENT_BYTES, workers_within
 from ocihook.wire import Request
+
+log = logging.getLogger(__name__)
 
 
 def pre_dump(
@@ -81,15 +84,20 @@ def _dump(journal: Journal, patience: Patience, request: Request, directory: Pat
     )
 
 
-def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Settings) -> Policy:
-    """Record container, image directory and policy in the journal; return the policy."""
+def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Settings) -> None:
+    """Record container, image directory and policy in the journal.
+
+    Raises:
+        AdmissionError: if a dump is asked for what the container may not set; a restore goes ahead without it.
+        ConfigError: likewise, if it is wrong.
+    """
     annotations = read_annotations(request.criu_pid, call.bundle)
     name = conmon_name(request.init_pid or request.criu_pid, call.container_id)
     container = container_ref(
         annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle, name=name
     )
     journal.identify(container, os.readlink(request.image_dir))
-    policy = apply_annotations(settings.policy, annotations)
+    policy, refused, unknown = apply_annotations(settings, annotations, in_pod=container.is_in_pod)
     facts = dataclasses.replace(call_facts(settings, request.criu_pid), policy=policy, verb=call.verb)
     journal.note(
         dataclasses.replace(
@@ -100,7 +108,10 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Se
             memory_room_bytes=max(0, settings.bound_bytes - AGENT_BYTES) if call.leave_running else 0,
         )
     )
-    return policy
+    for reason in (*unknown, *refused):
+        log.warning("container %s: %s", container, reason)
+    if refused and call.verb == "checkpoint":
+        raise refused[0]
 
 
 def call_facts(settings: Settings, criu_pid: int) -> CallFacts:

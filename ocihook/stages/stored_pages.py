@@ -14,6 +14,7 @@ from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import resident_bytes
 from ocihook.linux.patience import Patience
 from ocihook.model import ContainerRef
+from ocihook.ops.admission import check_domain
 from ocihook.ops.compatibility import check_host, host_facts
 from ocihook.ops.image_set import check_other_images, dehydrate, discard_packs, is_read_twice, list_packable
 from ocihook.ops.staging import STAGED_NAME, Place, check_can_store, choose_place, finish_staging, stage
@@ -185,6 +186,7 @@ class StoredPages(Participant):
         thin, settings = read_thin(restore.directory), restore.settings
         if thin is None:
             return
+        check_domain(thin.domain, restore.journal.container, settings)
         store = Store.of(settings)
         keep_in_use(store, thin, is_pulled=bool(settings.remote))  # until this session ends
         if not is_here(store, thin):
@@ -236,6 +238,7 @@ class StoredPages(Participant):
         """Find the checkpoint again."""
         thin = read_thin(restore.directory)
         if thin is not None:
+            check_domain(thin.domain, restore.journal.container, restore.settings)
             store = Store.of(restore.settings)
             keep_in_use(store, thin, is_pulled=False)  # also where the agent was killed in between
             domain = store.open(thin.domain)

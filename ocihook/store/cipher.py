@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ocihook.config import Settings
 from ocihook.errors import ConfigError, IntegrityError, KeyMissing
+from ocihook.store.names import check_domain_name
 
 KEY_ID_BYTES = 8
 SALT_BYTES = 16
@@ -64,6 +65,14 @@ class Keyring:
     source: KeySource
     domain: str
     _keys: list[Key] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Refuse what could be more than a domain's name in a path or a command.
+
+        Raises:
+            StoreError: if it is no name for a domain.
+        """
+        check_domain_name(self.domain)
 
     @property
     def is_configured(self) -> bool:

@@ -11,7 +11,6 @@ import dataclasses
 import fcntl
 import mmap
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +27,7 @@ from ocihook.store.frame import read_record
 from ocihook.store.identity import ID_BYTES, PageIds
 from ocihook.store.index import merge_index
 from ocihook.store.marks import Marks
+from ocihook.store.names import check_domain_name
 from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.places import PackDirectory, pack_number
 from ocihook.store.pushes import Push, Pushes
@@ -51,7 +51,6 @@ LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 _MAX_RECORD_BYTES = 64 << 20
 _MAX_LAYOUT_BYTES = 4 << 30
-_NAME = re.compile(r"_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # what is in no pod; or a namespace: RFC 1123 label
 
 
 class Domain:
@@ -84,9 +83,7 @@ class Domain:
             StoreError: if there is none, or it cannot be made.
             KeyMissing: if it is to be made, and the key cannot be got.
         """
-        if not _NAME.fullmatch(name):
-            raise StoreError(f"{name!r} is no name for a domain", hint="use a Kubernetes namespace's name")
-        directory = root / "domains" / name
+        directory = root / "domains" / check_domain_name(name)
         record = directory / "domain"
         keyring = Keyring(keys, name)
         if create and not record.exists():

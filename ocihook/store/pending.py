@@ -1,7 +1,9 @@
 """A checkpoint that is on its way into a domain: its page images are taken, and nothing has been stored yet.
 
 Its directory has hard links to the page images, or, where another file system has them, they are pinned below /run;
-so they outlive the engine's directory and any process. `job`, written last, says that all are there.
+so they outlive the engine's directory and any process. `job`, written last, says that all are there. `failed` says why
+it could not be stored, if that was tried. Where a tmpfs is mounted on the directory, `in-memory` lies below it, on the
+disk: it comes to light when the node has gone down, and the tmpfs with it.
 """
 
 import contextlib
@@ -10,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
@@ -21,7 +23,9 @@ from ocihook.store.manifest import OtherImage
 from ocihook.store.stored import CHECKPOINT_ID
 
 _MAX_BYTES = 64 << 20
+_MAX_FAILURE_BYTES = 1 << 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+IN_MEMORY = "in-memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,16 @@ class Job:
         return sum(self.sizes.values()) + self.region_bytes
 
 
+class Failure(NamedTuple):
+    """Why a pending checkpoint could not be stored."""
+
+    code: str  # of the error
+    reason: str
+    remedy: str
+    attempts: int = 0  # so far; 0 of what was not tried
+    last: str = ""  # RFC 3339, UTC
+
+
 def directory_of(domain: Domain, checkpoint_id: str) -> Path:
     """Return the directory of a pending checkpoint."""
     return domain.pending_dir / checkpoint_id
@@ -56,6 +70,15 @@ def pending_ids(domain: Domain) -> list[str]:
         return []
     return sorted(
         p.name for p in domain.pending_dir.iterdir() if CHECKPOINT_ID.fullmatch(p.name) and (p / "job").exists()
+    )
+
+
+def lost_in_memory(domain: Domain) -> list[str]:
+    """Return the checkpoints that were being taken, or had been, into memory that is gone, the oldest first."""
+    if not domain.pending_dir.exists():
+        return []
+    return sorted(
+        p.name for p in domain.pending_dir.iterdir() if CHECKPOINT_ID.fullmatch(p.name) and (p / IN_MEMORY).exists()
     )
 
 
@@ -137,6 +160,28 @@ def check_taken(job: Job) -> None:
                 f"checkpoint {job.id} of container {job.container} was lost: {name} has {size} bytes of "
                 f"{job.sizes[name]}"
             )
+
+
+def write_failure(domain: Domain, checkpoint_id: str, failure: Failure) -> None:
+    """Keep why it could not be stored, for whoever asks; it goes with the directory once that is done.
+
+    Raises:
+        OSError: if that cannot be written either.
+    """
+    record = encode_frame("failed", 1, json.dumps(failure._asdict()).encode())
+    replace_file(directory_of(domain, checkpoint_id) / "failed", record, mode=0o600, durable=False)
+
+
+def read_failure(domain: Domain, checkpoint_id: str) -> Failure | None:
+    """Return why it could not be stored the last time; None if it has not failed, or that is not known."""
+    with contextlib.suppress(IntegrityError, ValueError, TypeError, KeyError):
+        path = directory_of(domain, checkpoint_id) / "failed"
+        data = read_record(path, _MAX_FAILURE_BYTES, f"failure of {checkpoint_id}")
+        if data is not None:
+            value = load_json(decode_frame("failed", (1,), data)[1])
+            code, reason, remedy, last = (as_text(value[key]) for key in ("code", "reason", "remedy", "last"))
+            return Failure(code, reason, remedy, as_number(value["attempts"]), last)
+    return None
 
 
 def write_progress(domain: Domain, checkpoint_id: str, done_bytes: int) -> None:

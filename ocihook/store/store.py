@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ocihook.config import Settings
 from ocihook.store.cipher import NO_KEYS, KeySource
 from ocihook.store.domain import Domain
+from ocihook.store.names import DOMAIN_NAME
 
 
 class Store(NamedTuple):
@@ -22,7 +23,7 @@ class Store(NamedTuple):
     def names(self) -> list[str]:
         """Return the names of all domains."""
         found = (self.root / "domains").glob("*/domain") if self.root.exists() else iter(())
-        return sorted(path.parent.name for path in found)
+        return sorted(path.parent.name for path in found if DOMAIN_NAME.fullmatch(path.parent.name))
 
     def domains(self) -> list[Domain]:
         """Return all domains."""

@@ -15,6 +15,7 @@ from ocihook.errors import IntegrityError
 from ocihook.model import ContainerRef
 from ocihook.store.frame import as_name, as_number, as_object, as_text, decode_frame, encode_frame, load_json
 from ocihook.store.manifest import PROCESS, OtherImage, as_page_number
+from ocihook.store.names import DOMAIN_NAME
 
 CHECKPOINT_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
 VERSION = 1
@@ -137,7 +138,7 @@ def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JS
         previous=Link(as_name(previous[0], CHECKPOINT_ID), as_name(previous[1], _DIGEST)) if previous else None,
         created=as_text(value["created"]),
         writer=as_text(value["writer"]),
-        domain=as_text(value["domain"]),
+        domain=as_name(value["domain"], DOMAIN_NAME),
         seed=int(as_name(value["seed"], _SEED), 16),
         container=ContainerRef.from_json(value["container"]),
         host={as_text(key): as_text(text) for key, text in as_object(value["host"]).items()},

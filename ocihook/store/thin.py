@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
-from ocihook.store.frame import as_name, as_text, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.frame import as_name, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.names import DOMAIN_NAME
 from ocihook.store.stored import CHECKPOINT_ID
 
 THIN_NAME = "ocihook.thin"
@@ -45,6 +46,6 @@ def decode_thin(data: bytes) -> Thin:
     _, body = decode_frame("thin", (1,), data)
     try:
         value = load_json(body)
-        return Thin(as_text(value["domain"]), as_name(value["checkpoint"], CHECKPOINT_ID))
+        return Thin(as_name(value["domain"], DOMAIN_NAME), as_name(value["checkpoint"], CHECKPOINT_ID))
     except (ValueError, TypeError, KeyError) as error:
         raise IntegrityError(f"the record of a thin checkpoint is malformed: {error!r}") from error

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ocihook.cli import install as module
 from ocihook.cli.install import install, uninstall
-from ocihook.errors import UnsupportedError
+from ocihook.config import Settings
+from ocihook.errors import ConfigError, UnsupportedError
+from ocihook.ops import store as ops
+from ocihook.store.pending import pending_ids
+from tests.unit.test_store_crash import Node, fail_with
 
 
 def test_a_tree_that_is_not_there_is_not_made(tmp_path: Path) -> None:
@@ -26,6 +31,46 @@ def test_only_root_changes_the_node(monkeypatch: pytest.MonkeyPatch, command: ob
     result = CliRunner().invoke(command, [])  # type: ignore[arg-type]
     assert isinstance(result.exception, UnsupportedError)
     assert result.exception.hint == "use sudo, --root DIR, or --dry-run"
+
+
+def test_uninstall_stores_what_is_pending_and_tells_of_what_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path / "node")
+    settings = Settings(store_dir=str(node.store_dir), history_dir=str(tmp_path / "history"), workers=1)
+    monkeypatch.setattr(module, "load_settings", lambda: settings)
+    monkeypatch.setattr(module, "_check_root", lambda _root: None)
+    monkeypatch.setattr(module, "plan_uninstall", lambda *_: [])
+    monkeypatch.setattr(module, "apply_uninstall", lambda *_, **__: None)
+
+    def told(*arguments: str) -> str:
+        result = CliRunner().invoke(uninstall, arguments)
+        assert result.exit_code == 0
+        return result.stderr
+
+    node.dump(node.new)
+    (checkpoint_id,) = pending_ids(node.domain)
+    assert told("--dry-run") == ""
+    assert told("--root", str(tmp_path)) == ""
+    assert "is not complete: it was not stored in time. It stays in the store" in told("--timeout", "0")
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_store", fail_with(OSError(28, "No space left on device")))
+        sentence = told()
+    assert sentence.startswith(f"note: checkpoint {checkpoint_id} of team/pod/trainer is not complete: ")
+    assert (
+        "No space left on device. It stays in the store; nothing completes it unless ocihook is installed" in sentence
+    )
+    assert pending_ids(node.domain) == [checkpoint_id]
+    assert told() == ""
+    assert node.contents() == [node.old, node.new]
+
+    node.dump(node.old)
+    (lost,) = pending_ids(node.domain)
+    (node.domain.pending_dir / lost / "pages-1.img").unlink()
+    assert f"checkpoint {lost} of team/pod/trainer is not complete: checkpoint {lost}" in told()
+    assert pending_ids(node.domain) == [lost]
+    monkeypatch.setattr(module, "load_settings", fail_with(ConfigError("config.toml is not TOML")))
+    assert told() == "note: whether checkpoints are pending cannot be told: config.toml is not TOML\n"
 
 
 def test_scripts_of_others_are_noted_beside_the_result(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from ocihook import errors
 from ocihook.cli.main import EXIT_STATUS
 from ocihook.cli.manual import documents
-from ocihook.config import Policy, Settings
+from ocihook.config import ALLOWED, TABLES, Policy, Settings
 from tests.cli.test_commands import ALL
 
 PROJECT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_every_command_and_option_is_in_its_page(path: tuple[str, ...], command:
 def test_every_setting_is_in_its_page_with_default_and_meaning() -> None:
     page = (PROJECT / "packaging/man/ocihook.toml.5").read_text().replace("\\", "")
     for field in (*dataclasses.fields(Policy), *dataclasses.fields(Settings)):
-        if field.name == "policy":
+        if field.name in TABLES:
             continue
         entry = re.search(rf"^\.B {field.name}\n((?:[^.].*\n)+)\.br\n\((\w+), default (.*)\)", page, re.MULTILINE)
         assert entry, f"{field.name} has no comment in config.py"
@@ -65,8 +65,10 @@ def test_every_exit_status_is_documented() -> None:
 def test_the_readme_has_every_setting_with_its_default() -> None:
     (block,) = re.findall(r"```toml\n(\[policy\].*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
     assert tomllib.loads(block) == {
-        "policy": dataclasses.asdict(Policy()),
-        "agent": {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "policy"},
+        "policy": dataclasses.asdict(Policy())
+        | {"allowed": {key: list(v) if isinstance(v, tuple) else v for key, v in ALLOWED.items()}},
+        "restore_from": {},
+        "agent": {f.name: f.default for f in dataclasses.fields(Settings) if f.name not in TABLES},
     }
 
 

@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 from ocihook.cli import store as module
 from ocihook.cli.main import cli
 from ocihook.config import Settings
+from ocihook.errors import IntegrityError
+from ocihook.store.pending import Failure, write_failure
 from ocihook.store.thin import Thin, write_thin
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.unit.test_store_crash import Node
@@ -53,6 +55,28 @@ def test_list_and_wait(node: Node) -> None:
     assert second["state"] == "complete"
     assert second["added_bytes"] < first["added_bytes"]
     assert node.contents() == [node.old, node.new]
+
+
+def test_what_cannot_be_stored_is_told_with_reason_and_remedy(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ocihook.cli import sessions
+
+    monkeypatch.setattr(sessions, "load_settings", lambda: Settings(store_dir=str(node.store_dir)))
+    monkeypatch.setattr(sessions, "open_journals", list)
+    (pending,) = node.domain.pending_dir.iterdir()
+    failure = Failure("store-full", "No space\x1b left", "make room, then `ocihook wait`", attempts=3)
+    write_failure(node.domain, pending.name, failure)
+    _, row = as_json("store", "list")["checkpoints"]
+    assert (row["state"], row["code"], row["attempts"]) == ("pending", "store-full", 3)
+    sentence = f"{pending.name} is pending (3 attempts): No space\\x1b left. Make room, then `ocihook wait`\n"
+    assert run("store", "list").output.endswith(sentence)
+    assert run("ps").output.endswith(sentence)
+    (row,) = as_json("ps")["pending"]
+    assert row["remedy"] == "make room, then `ocihook wait`"
+    # Neither does damage, or a key that is gone, hide it.
+    next(node.domain.checkpoints_dir.glob("*.manifest")).write_bytes(b"")
+    listed = run("store", "list")
+    assert isinstance(listed.exception, IntegrityError)
+    assert sentence in listed.output
 
 
 def test_waiting_for_what_is_not_there(node: Node) -> None:

@@ -10,7 +10,7 @@ from ocihook.ops.image_set import list_packable
 from ocihook.ops.staging import choose_place, stage
 from ocihook.ops.store import complete
 from ocihook.store.domain import Domain
-from ocihook.store.pending import directory_of
+from ocihook.store.pending import Failure, directory_of, write_failure
 from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
 
@@ -42,7 +42,7 @@ def record(act: str, outcome: str, ended: float) -> dict[str, Any]:
 
 
 def make_node(root: Path) -> Settings:
-    """Make history and store: of one container a checkpoint that is complete, one that is pending, and a lost one."""
+    """Make history and store: of a container a complete checkpoint, one that cannot be stored, a lost one."""
     settings = Settings(history_dir=str(root / "history"), store_dir=str(root / "store"), workers=1)
     ended = 1000.0
     for act, outcome in (("dump", "done"), ("dump", "refused"), ("dump", "degraded"), ("restore", "failed")):
@@ -51,6 +51,7 @@ def make_node(root: Path) -> Settings:
     taken = [_take(root) for _ in range(3)]
     domain = Domain.open(root / "store", "ml")
     assert complete(domain, taken[0], workers=1, settings=settings)
+    write_failure(domain, taken[1], Failure("store-full", "no space left", "make room", attempts=2))
     (directory_of(domain, taken[2]) / "pages-1.img").unlink()
     domain.pin(taken[0])
     domain.pushes.note(taken[0])

@@ -1,11 +1,12 @@
 """Configuration: defaults < config.toml < config.d < annotations; every mistake names the file and the key."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from ocihook.config import Policy, Settings, apply_annotations, load_settings
-from ocihook.errors import ConfigError
+from ocihook.config import ALLOWED, CHOICES, Policy, Settings, apply_annotations, load_settings
+from ocihook.errors import AdmissionError, ConfigError
 
 
 def write(root: Path, text: str, name: str = "config.toml") -> Path:
@@ -28,9 +29,9 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert settings.policy == Policy(mode="inline", on_pack_error="fail", quiesce_timeout_s=3.0)
     assert settings.workers == 3
     annotations = {"ocihook.io/mode": "off", "ocihook.io/quiesce-timeout-s": "0.5", "example.org/mode": "x"}
-    assert apply_annotations(settings.policy, annotations) == Policy(
-        mode="off", on_pack_error="fail", quiesce_timeout_s=0.5
-    )
+    policy, refused, unknown = apply_annotations(settings, annotations, in_pod=True)
+    assert policy == Policy(mode="off", on_pack_error="fail", quiesce_timeout_s=0.5)
+    assert (refused, unknown) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,18 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ('[agent]\nkey_file = "keys"', "key_file must be an absolute path"),
         ('[policy]\npush = "always"', r"push is 'always', and no remote is configured. Set remote in \[agent\]"),
         ("[agent]\nmemory_bound_bytes = -1", "memory_bound_bytes must be between"),
+        ("[policy.allowed]\nmoed = true", r"\[policy.allowed\]: unknown key 'moed'. Did you mean 'mode'\?"),
+        ('[policy.allowed]\nmode = ["fast"]', r"\[policy.allowed\]: mode must be one of"),
+        ("[policy.allowed]\nmode = [1]", r"\[policy.allowed\]: mode must be a string, not 1"),
+        ('[policy.allowed]\nmode = "off"', r"\[policy.allowed\]: mode must be a list of its values, not 'off'"),
+        ("[policy.allowed]\nquiesce_timeout_s = 601", "quiesce_timeout_s must be between"),
+        ('[policy.allowed]\nquiesce_timeout_s = "1"', "quiesce_timeout_s must be a number"),
+        ('[policy.allowed]\ngpu_map = ["x"]', "gpu_map must be true or false"),
+        ("[policy]\nallowed = 1", r"allowed must be a table, as in \[allowed\]"),
+        ('[restore_from]\nteam = "other"', r"\[restore_from\]: team must be a list of domains, not 'other'"),
+        ('[restore_from]\nteam = ["../x"]', r"\[restore_from\]: '../x' is no namespace"),
+        ("[restore_from]\nTeam = []", r"\[restore_from\]: 'Team' is no namespace"),
+        ("[restore_from]\nteam = [1]", r"\[restore_from\]: 1 is no namespace"),
         ("[policy", "is not TOML"),
         ("a = \x80", "is not TOML|cannot be read"),
     ],
@@ -79,8 +92,6 @@ def test_a_directory_in_the_place_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("ocihook.io/moed", "off", "unknown key 'moed'"),
-        ("ocihook.io/workers", "9", "unknown key 'workers'"),  # a pod does not decide about the node
         ("ocihook.io/mode", "fast", "annotation ocihook.io/mode: mode must be one of"),
         ("ocihook.io/quiesce-timeout-s", "soon", "annotation ocihook.io/quiesce-timeout-s: 'soon' is not a number"),
         ("ocihook.io/quiesce-timeout-s", "inf", "must be between"),
@@ -88,9 +99,79 @@ def test_a_directory_in_the_place_of_the_file(tmp_path: Path) -> None:
         ("ocihook.io/quiesce-signal", "STOP", "must be one of"),
     ],
 )
-def test_mistakes_name_the_annotation(name: str, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        apply_annotations(Policy(), {name: text})
+def test_mistakes_name_the_annotation_and_have_no_effect(name: str, text: str, message: str) -> None:
+    for in_pod in (True, False):
+        policy, refused, unknown = apply_annotations(Settings(), {name: text}, in_pod=in_pod)
+        assert (policy, unknown) == (Policy(), ())
+        (error,) = refused
+        assert isinstance(error, ConfigError)
+        assert re.search(message, str(error))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ocihook.io/moed", "annotation ocihook.io/moed is not known here and has no effect; did you mean 'mode'?"),
+        ("ocihook.io/workers", "known are: mode"),  # a pod does not decide about the node
+        ("ocihook.io/restore-from", "is not known here and has no effect"),  # of another release
+    ],
+)
+def test_what_another_release_may_know_is_told_and_stops_nothing(name: str, message: str) -> None:
+    annotations = {name: "latest", "ocihook.io/mode": "store"}
+    policy, refused, unknown = apply_annotations(Settings(), annotations, in_pod=True)
+    assert (policy, refused) == (Policy(mode="store"), ())
+    assert message in unknown[0]
+
+
+REFUSED_BY_DEFAULT = {
+    "push": "always",
+    "gpu_preflight": "warn",
+    "gpu_map": "GPU-00000000-0000-0000-0000-000000000000=GPU-00000000-0000-0000-0000-000000000001",
+    "quiesce_timeout_s": "61",
+    "gpu_lock_timeout_s": "60.5",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED_BY_DEFAULT.items())
+def test_what_a_pod_may_not_set_unless_it_is_allowed(tmp_path: Path, key: str, value: str) -> None:
+    name = f"ocihook.io/{key.replace('_', '-')}"
+    annotations = {name: value, "ocihook.io/mode": "store"}
+    policy, refused, _ = apply_annotations(Settings(), annotations, in_pod=True)
+    assert policy == Policy(mode="store")  # a restore goes ahead with what is allowed
+    (error,) = refused
+    assert isinstance(error, AdmissionError)
+    assert str(error).startswith(f"annotation {name}: a pod may not set ")
+    assert str(error).endswith(f"allow it in /etc/ocihook/config.toml: [policy.allowed] {key}")
+    assert apply_annotations(Settings(), annotations, in_pod=False).refused == ()  # root's own container
+
+    allowed = {"push": '["always"]', "gpu_preflight": '["refuse", "warn"]', "gpu_map": "true"}.get(key, "600")
+    write(tmp_path, f"[policy.allowed]\n{key} = {allowed}\n")
+    settings = load_settings(tmp_path)
+    policy, refused, _ = apply_annotations(settings, annotations, in_pod=True)
+    assert refused == ()
+    assert str(getattr(policy, key)).startswith(value)
+    write(tmp_path, f"[policy.allowed]\n{key} = false\n", "config.d/1.toml")
+    assert len(apply_annotations(load_settings(tmp_path), annotations, in_pod=True).refused) == 1
+
+
+def test_every_key_has_a_bound_for_pods() -> None:
+    assert set(ALLOWED) == set(Policy.__dataclass_fields__)
+    for key, allowed in ALLOWED.items():
+        assert isinstance(allowed, tuple) == (key in CHOICES)
+        assert not isinstance(allowed, tuple) or set(allowed) <= set(CHOICES[key])
+
+
+def test_what_holds_on_the_node_anyway_a_pod_may_set() -> None:
+    settings = Settings(policy=Policy(gpu_preflight="warn"))
+    assert apply_annotations(settings, {"ocihook.io/gpu-preflight": "warn"}, in_pod=True).refused == ()
+
+
+def test_rules_of_several_files(tmp_path: Path) -> None:
+    write(tmp_path, '[restore_from]\nteam-b = ["team-a"]\n"*" = ["shared"]\n[policy.allowed]\nmode = ["store"]\n')
+    write(tmp_path, '[restore_from]\n_node = ["*"]\nteam-b = []\n[policy.allowed]\npush = true\n', "config.d/1.toml")
+    settings = load_settings(tmp_path)
+    assert settings.restore_from == {"team-b": (), "*": ("shared",), "_node": ("*",)}
+    assert settings.allowed == {**ALLOWED, "mode": ("store",), "push": True}
 
 
 @pytest.mark.parametrize(

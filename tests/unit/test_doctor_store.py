@@ -7,6 +7,7 @@ import pytest
 from ocihook.config import Settings
 from ocihook.ops.doctor import store as module
 from ocihook.ops.doctor.finding import Status
+from ocihook.store.pending import Failure, write_failure
 from tests.fakes.keys import make_keys
 from tests.unit.test_store_crash import Node
 
@@ -55,4 +56,16 @@ def test_what_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (pending / "pages-1.img").unlink()
     status, text = findings(monkeypatch, node)["store"]
     assert status is Status.WARN
-    assert f"had stored {pending.name}" in text
+    assert text.startswith(f"checkpoint {pending.name} is lost: ")
+    assert text.endswith(": a restore of it fails. ocihook store prune")
+
+
+def test_what_cannot_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path / "node")
+    node.dump(node.new)
+    assert findings(monkeypatch, node) == {}
+    (pending,) = node.domain.pending_dir.iterdir()
+    write_failure(node.domain, pending.name, Failure("key-missing", "no key", "see key_file", attempts=1))
+    status, text = findings(monkeypatch, node)["store pending"]
+    assert status is Status.FAIL
+    assert text == f"checkpoint {pending.name} of team/pod/trainer could not be stored: no key. see key_file"

@@ -1,13 +1,20 @@
 """The hook starts fast because it imports next to nothing."""
 
+import contextlib
+import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ocihook.hook.client import _without_agent
+from ocihook import wire
+from ocihook.hook import client
+from ocihook.hook.client import _without_agent, main
 
 PROJECT = Path(__file__).parents[2]
 # What an interpreter without `site` has loaded by itself, and what the hook adds.
@@ -31,9 +38,16 @@ def test_the_hook_imports_nothing_slow() -> None:
     ("stage", "names", "status", "message"),
     [
         ("pre-restore", ["ocihook.manifest"], 1, "cannot be unpacked here"),
+        ("pre-restore", ["ocihook.thin"], 1, "cannot be unpacked here"),
+        ("pre-restore", ["pages-1.img", "ocihook-0.pack"], 1, "cannot be unpacked here"),
         ("pre-restore", ["pages-1.img"], 0, "nothing was done"),
         ("post-dump", ["pages-1.img"], 0, "complete but not packed"),
         ("post-dump", ["pages-1.img", "ocihook-region-3.pack"], 1, "incomplete.*the dump fails, the container runs on"),
+        ("post-dump", ["pages-1.img", "ocihook-0.pack"], 1, "incomplete.*the dump fails, the container runs on"),
+        ("post-dump", ["pages-1.img", "ocihook.manifest.partial"], 1, "incomplete"),
+        ("post-dump", ["ocihook.manifest", "ocihook-0.pack"], 1, "incomplete"),
+        ("post-dump", ["ocihook.thin"], 1, "incomplete"),
+        ("post-dump", ["ocihook.staged"], 1, "incomplete"),
         ("post-restore", ["ocihook-region-0.pack"], 1, "GPU memory cannot be written.*the restore fails"),
         ("post-resume", [], 0, "nothing was done"),
     ],
@@ -46,6 +60,61 @@ def test_without_an_agent_nothing_is_taken_for_complete(
     found, text = _without_agent(stage, str(tmp_path), OSError("gone"))
     assert found == status
     assert re.search(message, text)
+
+
+@pytest.mark.parametrize("names", [[], ["pages-1.img"], ["pages-1.img", "ocihook-0.pack"]])
+@pytest.mark.parametrize("stage", ["post-dump", "pre-restore"])
+def test_an_agent_that_is_still_at_work_fails_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, names: list[str]
+) -> None:
+    """Nobody knows what it has done a moment later."""
+    image_dir = make_image_dir(tmp_path, names)
+    with listening(tmp_path, monkeypatch, stage, image_dir):
+        monkeypatch.setattr(client, "VERDICT_S", 0.1)
+        assert main() == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "status"), [(["pages-1.img"], 0), (["pages-1.img", "ocihook-0.pack", "ocihook-1.pack"], 1)]
+)
+def test_agents_that_die_over_a_dump_leave_it_whole_or_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], status: int
+) -> None:
+    image_dir = make_image_dir(tmp_path, names)
+    monkeypatch.setattr(client, "RETRY_S", 0)
+    with listening(tmp_path, monkeypatch, "post-dump", image_dir) as listener:
+
+        def die(number: int) -> None:
+            for _ in range(number):
+                listener.accept()[0].close()
+
+        agent = threading.Thread(target=die, args=(client.ATTEMPTS,))
+        agent.start()
+        assert main() == status
+        agent.join()
+
+
+def make_image_dir(tmp_path: Path, names: list[str]) -> Path:
+    directory = tmp_path / "images"
+    directory.mkdir()
+    for name in names:
+        (directory / name).touch()
+    return directory
+
+
+@contextlib.contextmanager
+def listening(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, stage: str, image_dir: Path
+) -> Iterator[socket.socket]:
+    """Give the socket of an agent that says nothing; the environment is a hook's at a stage."""
+    monkeypatch.setattr(wire, "RUNTIME_DIR", str(runtime_dir))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("CRTOOLS_SCRIPT_ACTION", stage)
+    monkeypatch.setenv("CRTOOLS_IMAGE_DIR", str(image_dir))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(runtime_dir / wire.SOCKET_NAME))
+        listener.listen()
+        yield listener
 
 
 @pytest.mark.parametrize("stage", ["setup-namespaces", "post-restore"])

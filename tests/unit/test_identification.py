@@ -1,5 +1,6 @@
 """From CRIU's pid to the container: command lines of runtimes, their state, and the annotations of engines."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from ocihook.errors import IdentificationError
 from ocihook.model import ContainerRef
 from ocihook.oci import runtime
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, parse_runtime_call, read_annotations
+from ocihook.ops.staging import domain_name
 
 ID = "ab" * 32
 
@@ -123,7 +125,9 @@ def test_annotations_of_a_bundle(tmp_path: Path) -> None:
     ("annotations", "engine", "name"),
     [
         ({"io.container.manager": "libpod"}, "podman", ID[:12]),
-        ({"io.podman.annotations.autoremove": "FALSE"}, "podman", ID[:12]),
+        ({"io.podman.annotations.autoremove": "FALSE"}, "", ID[:12]),
+        # podman's pods have CRI-O's marks of a sandbox, for Kata
+        ({"io.container.manager": "libpod", "io.kubernetes.cri-o.SandboxID": ID}, "podman", ID[:12]),
         (
             {
                 "io.kubernetes.cri.container-type": "container",
@@ -153,6 +157,69 @@ def test_engines(annotations: dict[str, str], engine: str, name: str) -> None:
     container = container_ref(annotations, container_id=ID, runtime="runc", bundle="/b")
     assert (container.engine, str(container)) == (engine, name)
     assert ContainerRef.from_json(container.to_json()) == container
+
+
+CONTAINERD = {
+    "io.kubernetes.cri.container-type": "container",
+    "io.kubernetes.cri.container-name": "c",
+    "io.kubernetes.cri.sandbox-name": "p",
+    "io.kubernetes.cri.sandbox-namespace": "team",
+}
+CRIO = {
+    "io.container.manager": "cri-o",
+    "io.kubernetes.cri-o.ContainerType": "container",
+    "io.kubernetes.container.name": "c",
+    "io.kubernetes.pod.name": "p",
+    "io.kubernetes.pod.namespace": "team",
+}
+# What a pod, or on CRI-O an archive, can say beside, or in place of, what its engine says. Only what CRI-O writes last,
+# the kubelet's labels, and what containerd writes last, its own keys, stays as it is.
+FORGED = [
+    {"io.podman.annotations.autoremove": "FALSE"},
+    {"io.container.manager": "libpod"},
+    {"io.container.manager": "cri-o"},
+    {"io.container.manager": ""},
+    {"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.cri-o.Namespace": "victim"},
+    {"io.kubernetes.cri.container-type": "container"},
+    {"io.kubernetes.cri.sandbox-namespace": "victim"},
+    {"io.kubernetes.cri.sandbox-namespace": ""},
+    {"io.kubernetes.pod.namespace": "victim"},
+    {"io.kubernetes.pod.namespace": ""},
+]
+
+
+@pytest.mark.parametrize(("engine", "written"), [("containerd", CONTAINERD), ("cri-o", CRIO)])
+def test_what_a_pod_says_changes_neither_its_engine_nor_its_namespace(engine: str, written: dict[str, str]) -> None:
+    kept = {key: value for key, value in written.items() if key != "io.container.manager"}
+    refused = 0
+    for size in (1, 2, 3):
+        for forgeries in itertools.combinations(FORGED, size):
+            annotations = {**written, **{k: v for forged in forgeries for k, v in forged.items()}, **kept}
+            is_twofold = {"io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace"} <= annotations.keys()
+            if is_twofold:
+                refused += 1
+                with pytest.raises(IdentificationError, match="nobody can tell whose it is"):
+                    container_ref(annotations, container_id=ID, runtime="runc", bundle="/b")
+                assert engine_of(annotations) == ""
+                continue
+            container = container_ref(annotations, container_id=ID, runtime="runc", bundle="/b")
+            assert (container.engine, str(container)) == (engine, "team/p/c")
+            assert (container.is_in_pod, domain_name(container)) == (True, "team")
+    assert refused
+
+
+@pytest.mark.parametrize("namespace", ["", "_node", "../x", "Team"])
+@pytest.mark.parametrize("key", ["io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace"])
+def test_a_pod_has_a_namespace(key: str, namespace: str) -> None:
+    with pytest.raises(IdentificationError, match="nobody can tell whose it is"):
+        container_ref({key: namespace}, container_id=ID, runtime="runc", bundle="/b")
+
+
+def test_a_container_of_cri_o_is_never_the_nodes() -> None:
+    container = container_ref({"io.container.manager": "cri-o"}, container_id=ID, runtime="runc", bundle="/b")
+    assert container.is_in_pod
+    with pytest.raises(IdentificationError, match="a pod whose namespace its engine does not tell"):
+        domain_name(container)
 
 
 @pytest.mark.parametrize("value", [None, [], {}, {"id": 1}, {"id": "x", "name": 5}])

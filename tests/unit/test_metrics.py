@@ -73,6 +73,7 @@ def test_history_and_store_in_numbers(tmp_path: Path) -> None:
     taken = sum(value(found, f"store_{name}_bytes", domain="ml") for name in ("stored", "index"))
     assert value(found, "retention_bytes", kind="store") == taken
     assert value(found, "retention_max_bytes", kind="store") == 0
+    assert value(found, "store_failing_checkpoints", domain="ml", code="store-full") == 1
     ratio = value(found, "store_raw_bytes", domain="ml") / value(found, "store_stored_bytes", domain="ml")
     assert value(found, "store_dedup_ratio", domain="ml") == ratio > 1
     assert 0 < value(found, "store_filesystem_free_bytes") < value(found, "store_filesystem_size_bytes")
@@ -84,6 +85,8 @@ def test_a_damaged_domain_is_a_metric_and_not_an_error(tmp_path: Path) -> None:
     next(domain.checkpoints_dir.glob("*.manifest")).write_bytes(b"")
     found = samples(settings, tmp_path / "run")
     assert value(found, "store_readable", domain="ml") == 0
+    assert value(found, "store_pending_checkpoints", domain="ml") == 1  # what waits shows nevertheless
+    assert value(found, "store_failing_checkpoints", domain="ml", code="store-full") == 1
     assert value(found, "sessions_total", act="dump", outcome="done") == 1
 
 

@@ -16,7 +16,7 @@ from ocihook.agent.session import Session
 from ocihook.config import Policy, Settings, apply_annotations
 from ocihook.engine.conmon import conmon_name
 from ocihook.engine.identity import container_ref
-from ocihook.errors import ConfigError, StoreError
+from ocihook.errors import StoreError
 from ocihook.linux import workers
 from ocihook.model import ContainerRef
 from ocihook.ops import store as ops
@@ -138,9 +138,9 @@ def test_an_owner_by_annotation() -> None:
     container = container_ref(annotations, container_id="c", runtime="runc", bundle="/b")
     assert lineage(container) == "team/experiment/main"
     assert ContainerRef.from_json(container.to_json()) == container
-    assert apply_annotations(Policy(), annotations) == Policy()
-    with pytest.raises(ConfigError, match="unknown key 'owners'"):
-        apply_annotations(Policy(), {"ocihook.io/owners": "x"})
+    assert apply_annotations(Settings(), annotations, in_pod=True) == (Policy(), (), ())
+    (unknown,) = apply_annotations(Settings(), {"ocihook.io/owners": "x"}, in_pod=True).unknown
+    assert unknown.startswith("annotation ocihook.io/owners is not known here")
 
 
 def test_podman_by_name() -> None:

@@ -13,7 +13,7 @@ import pytest
 from ocihook import wire
 from ocihook.agent.session import Session
 from ocihook.config import Policy, Settings
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.errors import ConfigError, IdentificationError, OcihookError
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.oci.runtime import RuntimeCall
@@ -24,6 +24,7 @@ from ocihook.session.journal import Journal, open_journals
 from ocihook.session.undo import undo_all
 from ocihook.stages import dump, page_images, restore
 from ocihook.stages.page_images import Rehydrated
+from ocihook.stages.participant import CallFacts
 from ocihook.stages.recover import recover
 from tests.fakes.images import make_image_set, mixed_pages
 
@@ -38,11 +39,12 @@ class Node:
         make_image_set(self.directory, MEMORY)
         self.runtime_dir = tmp_path / "run"
         self.history_dir = tmp_path / "history"
+        self.store_dir = tmp_path / "store"
         self.policy = Policy()
         self.annotations: dict[str, str] = {"io.container.manager": "libpod"}
         call = RuntimeCall(runtime="runc", verb="checkpoint", container_id="ef" * 32, bundle="/b", leave_running=False)
-        for module in (dump, restore):
-            monkeypatch.setattr(module, "find_runtime_call", lambda _pid: call)
+        monkeypatch.setattr(dump, "find_runtime_call", lambda _pid: call)
+        monkeypatch.setattr(restore, "find_runtime_call", lambda _pid: dataclasses.replace(call, verb="restore"))
         monkeypatch.setattr(dump, "read_annotations", lambda _pid, _bundle: self.annotations)
         monkeypatch.setattr(dump, "criu_version", lambda _pid: "4.1.1")
         criu = Process.find(os.getpid())
@@ -52,7 +54,8 @@ class Node:
         self.image_fd = os.open(self.directory, os.O_RDONLY)
 
     def settings(self) -> Settings:
-        return Settings(policy=self.policy, workers=1, history_dir=str(self.history_dir))
+        places = {"history_dir": str(self.history_dir), "store_dir": str(self.store_dir)}
+        return Settings(policy=self.policy, workers=1, **places)  # type: ignore[arg-type]
 
     def stage(self, name: str) -> tuple[int, str]:
         image_dir = f"/proc/{os.getpid()}/fd/{self.image_fd}"
@@ -181,6 +184,57 @@ def test_images_of_a_newer_criu_are_refused(
     assert verdict == status
     if status:
         assert "made by CRIU 4.2.1, this node's CRIU 4.1.1 cannot read it. Install CRIU 4.2 or later" in message
+
+
+def of_namespace(namespace: str) -> dict[str, str]:
+    return {"io.kubernetes.cri.sandbox-namespace": namespace, "io.kubernetes.cri.sandbox-name": "pod"}
+
+
+def test_a_restore_takes_only_its_own_domain(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.annotations = of_namespace("team") | {"ocihook.io/mode": "store"}
+    assert node.stage("pre-dump") == (0, "")
+    status, message = node.stage("post-dump")
+    assert (status, "on their way into the store" in message) == (0, True)
+
+    def restored(annotations: dict[str, str]) -> tuple[int, str]:
+        node.annotations = annotations
+        node.journal._data["stages"].clear()
+        node.journal._data["container"] = None
+        return node.stage("pre-restore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "is_here", fail_with(AssertionError("looked into the store")))
+        status, message = restored(of_namespace("other"))
+        assert (status, "the checkpoint is in domain team of the store, the container's own is other" in message) == (
+            1,
+            True,
+        )
+        assert restored({"io.container.manager": "libpod"})[0] == 1
+        status, message = restored(of_namespace("other") | {"io.kubernetes.pod.namespace": "team"})
+        assert (status, "whose container this is cannot be told" in message) == (1, True)
+        patch.setattr(restore, "find_runtime_call", fail_with(IdentificationError("no")))
+        assert restored(of_namespace("team"))[0] == 1
+        assert not list(node.directory.glob("pages-*"))
+    assert restored(of_namespace("team"))[0] == 0
+    assert (node.directory / "pages-1.img").read_bytes() == MEMORY[1]
+
+
+def test_what_a_pod_may_not_set_refuses_its_dump_and_not_its_restore(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.annotations |= {"ocihook.io/gpu-preflight": "warn", "ocihook.io/of-next-year": "x"}
+    assert node.stage("pre-dump") == (0, "")  # podman's, root's own
+    assert "annotation ocihook.io/of-next-year is not known here" in caplog.text
+    assert node.stage("post-dump")[0] == 0
+    node.annotations = of_namespace("team") | {"ocihook.io/gpu-preflight": "warn", "ocihook.io/resume-signal": "USR1"}
+    assert node.stage("pre-restore")[0] == 0
+    assert "annotation ocihook.io/gpu-preflight: a pod may not set 'warn' on this node" in caplog.text
+    assert node.journal.facts(CallFacts).policy == Policy(resume_signal="USR1")
+    node.journal._data["stages"].clear()
+    status, message = node.stage("pre-dump")
+    assert status == 1
+    assert message.startswith("pre-dump of container team/pod/efefefefefef: annotation ocihook.io/gpu-preflight")
+    assert message.endswith("[policy.allowed] gpu_preflight. The dump is refused, the container runs on")
 
 
 class Killed(BaseException):

@@ -11,13 +11,16 @@ from typing import Any, NoReturn
 
 import pytest
 
+from ocihook.config import Settings
+from ocihook.errors import KeyMissing, OcihookError
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
+from ocihook.ops import staging
 from ocihook.ops import store as ops
 from ocihook.ops.image_set import list_packable
 from ocihook.ops.prune import Keep, prune
-from ocihook.ops.staging import stage
+from ocihook.ops.staging import stage, stage_in_memory
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all
 from ocihook.stages.stored_pages import begin
@@ -271,6 +274,106 @@ def test_a_full_disk_leaves_what_was_taken(node: Node, monkeypatch: pytest.Monke
     node.complete()
     assert node.contents() == [node.old, node.new]
     node.assert_clean()
+
+
+def test_why_a_checkpoint_is_not_complete_is_kept_until_it_is(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ocihook.store import pack
+
+    settings = Settings(store_dir=str(node.store_dir), history_dir=str(node.root / "history"), workers=1)
+    node.dump(node.new)
+    (checkpoint_id,) = pending_ids(node.domain)
+    (waiting,) = ops.list_pending(node.store)
+    assert (waiting.state, waiting.code, waiting.reason, waiting.attempts) == ("pending", "", "", 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack.os, "writev", fail_with(OSError(28, "No space left on device")))  # type: ignore[attr-defined]
+        for attempts in (1, 2):
+            ops.complete_all(settings)
+            (row,) = ops.list_pending(node.store)
+            assert (row.state, row.code, row.attempts) == ("pending", "store-full", attempts)
+            assert "No space left on device" in row.reason
+            assert row.remedy == f"make room in {node.domain.directory}, then `ocihook wait`"
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_store", fail_with(KeyMissing("the key is gone", hint="bring it back")))
+        with pytest.raises(KeyMissing):
+            ops.wait_complete(node.domain, checkpoint_id, workers=1)
+        (row,) = ops.list_pending(node.store)
+        assert (row.code, row.reason, row.remedy, row.attempts) == (
+            "key-missing",
+            "the key is gone",
+            "bring it back",
+            3,
+        )
+        # A restore that ends while it waits is no fault of the checkpoint.
+        with pytest.raises(OcihookError, match="CRIU was killed"):
+            ops.wait_complete(node.domain, checkpoint_id, workers=1, check=after_first(OcihookError("CRIU was killed")))
+        assert ops.list_pending(node.store)[0].attempts == 3
+    (node.domain.pending_dir / checkpoint_id / "failed").write_bytes(b"torn")
+    assert ops.list_pending(node.store)[0].reason == ""
+    ops.complete_all(settings)
+    assert ops.list_pending(node.store) == []
+    assert node.contents() == [node.old, node.new]
+    node.assert_clean()
+
+
+def fail_with(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    return fail
+
+
+def after_first(error: Exception) -> Callable[[], None]:
+    calls = iter((None,))
+
+    def check() -> None:
+        if next(calls, error) is error:
+            raise error
+
+    return check
+
+
+def test_what_was_in_memory_when_the_node_went_down_is_told(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted: list[Path] = []
+    monkeypatch.setattr(staging, "mount_memory", lambda place, _size: mounted.append(place))
+    monkeypatch.setattr(staging, "available_bytes", lambda: 1 << 40)
+    criu = Process.find(os.getpid())
+    assert criu is not None
+    journal = Journal.create(node.root / "run", criu)
+    place = begin(journal, CONTAINER, node.images, node.images, node.store).place.pending
+    assert stage_in_memory(place, 4096, 1 << 30)
+    assert mounted == [place]
+    # Here it is not mounted: as after a boot.
+    (row,) = ops.list_pending(node.store)
+    assert (row.id, row.state, row.code) == (place.name, "lost", "integrity")
+    assert row.reason == "it was in memory when the node went down, and not stored yet"
+    assert ops.has_pending(node.store)
+    ops.complete_all(Settings(store_dir=str(node.store_dir), history_dir=str(node.root / "history"), workers=1))
+    assert f"checkpoint {place.name} in domain team is lost: it was in memory" in caplog.text
+    undo_all(journal, Patience())
+    assert not place.exists()
+    assert ops.list_pending(node.store) == []
+    journal.finish()
+
+    def refuse(_place: Path, _size: int) -> NoReturn:
+        raise OSError(1, "may not mount")
+
+    monkeypatch.setattr(staging, "mount_memory", refuse)
+    place = begin(journal, CONTAINER, node.images, node.images, node.store).place.pending
+    assert not stage_in_memory(place, 4096, 1 << 30)
+    assert list(place.iterdir()) == []
+
+
+def test_a_job_that_cannot_be_read_hides_no_other(node: Node) -> None:
+    node.dump(node.new)
+    (checkpoint_id,) = pending_ids(node.domain)
+    (node.domain.pending_dir / checkpoint_id / "job").write_bytes(b"torn")
+    (row,) = ops.list_pending(node.store)
+    assert (row.id, row.state, row.code) == (checkpoint_id, "lost", "integrity")
+    assert "does not begin as one" in row.reason
+    assert row.remedy == "`ocihook store prune` removes what is left of it"
 
 
 def test_a_node_that_went_down_says_what_is_lost(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,10 @@ def test_a_manifest_that_is_none(change: dict[str, object]) -> None:
         decode_stored(data)
 
 
+def thin_of(domain: object) -> bytes:
+    return encode_frame("thin", 1, json.dumps({"domain": domain, "checkpoint": ID}).encode())
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -139,6 +143,10 @@ def test_a_manifest_that_is_none(change: dict[str, object]) -> None:
         (lambda data: data.replace(b"ocihook-thin", b"ocihook-head"), "does not begin"),
         (lambda _data: encode_frame("thin", 1, b"[]"), "malformed"),
         (lambda _data: encode_frame("thin", 1, b'{"domain": "a", "checkpoint": "../b"}'), "malformed"),
+        *(
+            (lambda _data, name=name: thin_of(name), "malformed")
+            for name in ("", "..", "../x", "a/b", "a b", "-x", "A", "a\n", "a" * 64, "$(id)", "_node2", "\0", 5, None)
+        ),
         (lambda _data: b"", "does not begin"),
     ],
 )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ocihook.config import Settings, apply_annotations, load_settings
 from ocihook.cuda.driver import CudaDriver, CudaState, has_driver
-from ocihook.engine.identity import engine_of
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.engine.identity import container_ref, engine_of
+from ocihook.errors import ConfigError, IdentificationError, OcihookError
 from ocihook.linux.open_files import Mount, mounts, namespaces, resolve_inside
 from ocihook.linux.procfs import Process
 from ocihook.ops.criu_files import loaded_plugin
@@ -136,11 +136,18 @@ def _check_policy(workload: Workload) -> Iterator[Finding]:
     if named:
         detail = f"org.criu.config has CRIU read {named} in place of ocihook's configuration"
         yield Finding("org.criu.config", Status.WARN, detail, "take the annotation away")
+    annotations = workload.container.annotations
     try:
-        policy = apply_annotations(_settings().policy, workload.container.annotations)
-    except ConfigError as error:
-        yield Finding("policy", Status.FAIL, str(error.args[0]), error.hint or "mend the annotation")
-    else:
+        container = container_ref(annotations, container_id=workload.container.id, runtime="", bundle="")
+    except IdentificationError as error:
+        yield Finding("policy", Status.FAIL, str(error.args[0]), error.hint)
+        return
+    policy, refused, unknown = apply_annotations(_settings(), annotations, in_pod=container.is_in_pod)
+    for reason in refused:
+        yield Finding("policy", Status.FAIL, str(reason.args[0]), reason.hint or "mend the annotation")
+    for sentence in unknown:
+        yield Finding("policy", Status.WARN, sentence, "mend the annotation, or have the same ocihook on all nodes")
+    if not refused:
         yield Finding("policy", Status.OK, f"mode {policy.mode}; CRIU's options come from {workload.options.file}")
 
 

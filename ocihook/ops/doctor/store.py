@@ -41,15 +41,14 @@ def _check_store() -> Iterator[Finding]:
         status = Status.WARN if waiting else Status.OK
         detail = f"{settings.remote}; {waiting} checkpoints are to be pushed" if waiting else settings.remote
         yield Finding("remote", status, detail, "ocihook store push" if waiting else "")
-    try:
-        lost = [row for row in list_pending(store) if row.state == "lost"]
-    except (OcihookError, OSError) as error:
-        yield Finding("store", Status.FAIL, str(error), "ocihook store verify")
-        return
-    if lost:
-        names = ", ".join(row.id for row in lost)
-        detail = f"the node went down before it had stored {names}: restores of them fail"
-        yield Finding("store", Status.WARN, detail, "ocihook store prune")
+    for row in list_pending(store):
+        if row.state == "lost":
+            detail = f"checkpoint {row.id} is lost: {row.reason}: a restore of it fails"
+            yield Finding("store", Status.WARN, detail, "ocihook store prune")
+        elif row.reason:
+            tried = f" in {row.attempts} attempts" if row.attempts > 1 else ""
+            detail = f"checkpoint {row.id} of {row.container} could not be stored{tried}: {row.reason}"
+            yield Finding("store pending", Status.FAIL, detail, row.remedy)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_check_store,)
