@@ -6,11 +6,14 @@
  *   managed      with managed memory
  *   fork         with a child that was forked after CUDA was initialised
  *   nccl         with a socket as NCCL has one for each communicator
+ *   ghost=KIB    with a deleted file of so many KiB in /dev/shm, mapped, as NCCL has them
+ *   renamed      with a deleted file in /dev/shm that has another name
  *   watch        with a thread that asks for an event again and again, as NCCL's watchdog does
  *   uffd, uring  with a descriptor that CRIU cannot dump
  *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; a kernel of S seconds again and again
  */
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -61,6 +64,21 @@ static void *disturb(void *unused)
     return NULL;
 }
 
+static void map_ghost(size_t size)
+{
+    int fd = open("/dev/shm/ghost", O_RDWR | O_CREAT | O_EXCL, 0600);
+    CHECK(fd < 0 || ftruncate(fd, (off_t)size) || unlink("/dev/shm/ghost"));
+    char *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(memory == MAP_FAILED || close(fd));
+    memset(memory, 7, size);
+}
+
+static void keep_renamed(void)
+{
+    CHECK(open("/dev/shm/first", O_RDWR | O_CREAT | O_EXCL, 0600) < 0);
+    CHECK(link("/dev/shm/first", "/dev/shm/second") || unlink("/dev/shm/first"));
+}
+
 static int kernel_s;
 
 static void *kernels(void *unused)
@@ -102,6 +120,10 @@ int main(int argc, char **argv)
             kernel_s = atoi(argv[i] + 5);
         if (!strncmp(argv[i], "child=", 6))
             child = atoi(argv[i] + 6);
+        if (!strncmp(argv[i], "ghost=", 6))
+            map_ghost((size_t)atoi(argv[i] + 6) << 10);
+        if (!strcmp(argv[i], "renamed"))
+            keep_renamed();
         if (!strcmp(argv[i], "uffd"))
             CHECK(syscall(SYS_userfaultfd, 1 /* user mode only */) < 0);
         if (!strcmp(argv[i], "uring"))

@@ -69,6 +69,38 @@ def test_what_could_not_be_restored_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("words", "option", "message"),
+    [
+        (["ghost=3072"], "ghost-limit 4M", "uses /dev/shm/ghost, which is deleted and has 3 MiB.*echo ghost-limit 16M"),
+        (["renamed"], "link-remap", "by a name that it no longer has: /dev/shm/first.*echo link-remap >> .*runc.conf"),
+    ],
+)
+def test_what_criu_will_refuse_costs_no_gpu(gpu_podman: Podman, words: list[str], option: str, message: str) -> None:
+    """It is said before a process is locked; CRIU itself says the same, and takes it with the option."""
+    gpu_podman.start_cuda("c", 16, *words)
+    assert re.search(message, refused(gpu_podman))
+    assert phases(gpu_podman) == ["gpu preflight"]
+    gpu_podman.remove("c")
+    gpu_podman.start_cuda("c", 16, *words, gpu_preflight="warn")
+    dump_fails(gpu_podman)
+    configuration = gpu_podman.namespace.path("/etc/criu/runc.conf")
+    configuration.write_text(f"{configuration.read_text()}{option}\n")
+    gpu_podman.remove("c")
+    gpu_podman.start_cuda("c", 16, *words)
+    round_trip(gpu_podman)
+
+
+def test_a_small_deleted_file_is_no_reason(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "ghost=1000")
+    round_trip(gpu_podman)
+
+
+def phases(podman: Podman) -> list[str]:
+    """Return what the last dump came to."""
+    return [str(phase["name"]) for phase in last_session(podman.namespace, "pre-dump")["phases"]]
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("driver 565.57.01", "driver 565.57.01 cannot checkpoint: install 570 or later"),

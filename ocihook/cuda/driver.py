@@ -20,10 +20,11 @@ _REMEDIES: Mapping[str, str] = {
     "memory on the GPU (restore)",
     "CUDA_ERROR_NOT_SUPPORTED": "the process uses what a checkpoint cannot hold (managed memory, CUDA IPC, NCCL over "
     "P2P or cuMem, MIG, MPS), or the GPUs here are not those that it had",
-    "CUDA_ERROR_INVALID_VALUE": "the GPU map (ocihook.io/gpu-map) must name every GPU that the process has open",
+    "CUDA_ERROR_INVALID_VALUE": "the process had opened GPU memory of another one (CUDA IPC, as vLLM's custom "
+    "all-reduce does: --disable-custom-all-reduce), which drivers before 610 cannot restore",
     "CUDA_ERROR_OPERATING_SYSTEM": "the process is gone or lost to CUDA; end the container, restore its checkpoint",
 }
-
+_REMEDY_OF_A_MAP = "the GPU map (ocihook.io/gpu-map) must name every GPU that the process has open"
 
 GpuMap = Sequence[tuple[str, str]]
 
@@ -120,7 +121,7 @@ class CudaDriver:
             pairs = [self._pair(old, new) for old, new in gpu_map]
             arguments = self._api.CUcheckpointRestoreArgs()
             arguments.gpuPairs, arguments.gpuPairsCount = pairs, len(pairs)
-        self._check(self._api.cuCheckpointProcessRestore(pid, arguments)[0], "restore", pid)
+        self._check(self._api.cuCheckpointProcessRestore(pid, arguments)[0], "restore", pid, has_map=bool(gpu_map))
 
     def _pair(self, old: str, new: str) -> Any:  # noqa: ANN401 - CUcheckpointGpuPair of cuda-bindings
         pair = self._api.CUcheckpointGpuPair()
@@ -142,7 +143,7 @@ class CudaDriver:
         return value
 
     @staticmethod
-    def _check(code: Any, verb: str, pid: int) -> None:  # noqa: ANN401 - CUresult of cuda-bindings
+    def _check(code: Any, verb: str, pid: int, *, has_map: bool = False) -> None:  # noqa: ANN401 - CUresult
         name = str(code.name)
         if name == "CUDA_SUCCESS":
             return
@@ -151,7 +152,8 @@ class CudaDriver:
             raise CudaLockTimeout(what, result=name, hint="the GPU is busy with long work; raise the lock's time")
         if name == "CUDA_ERROR_ILLEGAL_STATE":
             raise CudaStateError(what, result=name, hint="somebody else, such as CRIU's CUDA plugin, handles it, too")
-        raise CudaError(what, result=name, hint=_REMEDIES.get(name, ""))
+        is_of_map = has_map and name == "CUDA_ERROR_INVALID_VALUE"
+        raise CudaError(what, result=name, hint=_REMEDY_OF_A_MAP if is_of_map else _REMEDIES.get(name, ""))
 
 
 def _load_bindings() -> ModuleType:

@@ -4,6 +4,7 @@ CRIU's parent is `runc|crun [--root R] checkpoint|restore ... ID`. runc keeps R/
 both name the bundle. All paths are the caller's, so they are read below /proc/<criu>/root.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -31,6 +32,7 @@ class RuntimeCall:
     container_id: str
     bundle: str  # "" if it is not known
     leave_running: bool
+    options: frozenset[str] = frozenset()  # their names, as in --link-remap: link-remap
 
 
 def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
@@ -57,6 +59,7 @@ def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
         container_id=options[-1],
         bundle=_option(options, "--bundle", "-b"),
         leave_running="--leave-running" in options or "-R" in options,
+        options=frozenset(o.removeprefix("--").partition("=")[0] for o in options if o.startswith("--")),
     )
     return call, root
 
@@ -82,13 +85,7 @@ def find_runtime_call(criu_pid: int) -> RuntimeCall | None:
             bundle = call.bundle or _bundle_from_state(criu_pid, call, root)
             if call.verb == "restore" and not bundle:
                 bundle = os.readlink(f"/proc/{pid}/cwd")
-            return RuntimeCall(
-                runtime=call.runtime,
-                verb=call.verb,
-                container_id=call.container_id,
-                bundle=bundle,
-                leave_running=call.leave_running,
-            )
+            return dataclasses.replace(call, bundle=bundle)
     return None
 
 

@@ -86,7 +86,7 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, node_policy:
     image_dir = os.readlink(request.image_dir)
     journal.identify(container, image_dir, verb=call.verb, leave_running=call.leave_running)
     policy = apply_annotations(node_policy, annotations)
-    journal.note(policy=dataclasses.asdict(policy))
+    journal.note(policy=dataclasses.asdict(policy), criu_asked=sorted(call.options))
     if named := annotations.get("org.criu.config"):
         journal.note(criu_config=named)
     return policy

@@ -1,7 +1,6 @@
 """The GPU part of a dump: lock, checkpoint and move out before CRIU begins, give back and resume when it is done."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.model import ContainerRef
 from ocihook.ops import gpu_memory
-from ocihook.ops.criu_files import loaded_plugin
+from ocihook.ops.criu_files import CriuOptions, loaded_plugin, options_for
+from ocihook.ops.deleted_files import file_refusals
 from ocihook.ops.gpu import (
     CheckpointedProcess,
     check_contents,
@@ -80,10 +80,10 @@ def checkpoint_gpus(
     with journal.phase("gpu preflight"):
         known = states(driver, processes)
         in_packs = policy.mode != "off" and policy.gpu_memory == "packs"
-        room = _free_bytes(directory) if policy.mode != "off" else None
-        situation = Situation.read(init_pid, signs, known, free_disk_bytes=room, plugin=_plugin(journal))
+        packs_dir = directory if policy.mode != "off" else None
+        situation = Situation.read(init_pid, signs, known, packs_dir=packs_dir, plugin=_plugin(journal))
         gpus = situation.gpus
-        heed(refusals(situation), policy.gpu_preflight)
+        heed([*refusals(situation), *file_refusals(init_pid, _criu_options(journal))], policy.gpu_preflight)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
     if not ours:
@@ -126,6 +126,12 @@ def checkpoint_gpus(
 def _plugin(journal: Journal) -> Path | None:
     """Return CRIU's own CUDA plugin, if CRIU is about to load it."""
     return loaded_plugin(journal.container.runtime if journal.container else "", journal.facts.get("criu_config", ""))
+
+
+def _criu_options(journal: Journal) -> CriuOptions:
+    """Return what CRIU is told for this dump."""
+    runtime = journal.container.runtime if journal.container else ""
+    return options_for(runtime, journal.facts.get("criu_config", ""), frozenset(journal.facts.get("criu_asked", ())))
 
 
 def need_by_gpu(gpus: Sequence[Gpu], pids: list[int]) -> dict[str, int]:
@@ -274,8 +280,3 @@ def _give_back(journal: Journal, alive: Mapping[str, Process], spans: Spans) -> 
             if len(left) == len(alive):
                 raise OcihookError(f"GPU memory cannot be given back: {error}") from error
             alive = left
-
-
-def _free_bytes(directory: Path) -> int:
-    file_system = os.statvfs(directory)
-    return file_system.f_bavail * file_system.f_frsize

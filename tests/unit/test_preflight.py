@@ -13,10 +13,11 @@ import pytest
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
 from ocihook.errors import PreflightError
+from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.procfs import Process
-from ocihook.ops import restore
+from ocihook.ops import preflight, restore
 from ocihook.ops.journal import Journal
-from ocihook.ops.preflight import Situation, driver_major, refusals, restore_refusals
+from ocihook.ops.preflight import Situation, driver_major, memory_refusals, refusals, restore_refusals
 
 RECORDED = Path(__file__).parents[2] / "integration/gpu/results/driver-limits-580.json"
 GIB = 1 << 30
@@ -29,6 +30,7 @@ SURVIVING = {
 GPU = Gpu(uuid="GPU-a", name="H200", minor=0, total_bytes=140 * GIB, free_bytes=100 * GIB, held_bytes={7: 40 * GIB})
 PROCESS = Signs(pid=7, has_driver=True, device_files=38, gpu_minors=frozenset({0}))
 FINE = Situation(
+    init_pid=7,
     driver_version="580.159.04",
     machine="x86_64",
     processes=(PROCESS,),
@@ -36,6 +38,7 @@ FINE = Situation(
     gpus=(GPU,),
     available_ram_bytes=41 * GIB,
     cgroup_room_bytes=None,
+    packs_dir=Path("/packs"),
     free_disk_bytes=41 * GIB,
 )
 
@@ -47,6 +50,7 @@ def with_process(**changes: Any) -> dict[str, Any]:
 def test_nothing_is_refused_without_a_reason() -> None:
     assert refusals(FINE) == []
     assert refusals(dataclasses.replace(FINE, free_disk_bytes=None, cgroup_room_bytes=40 * GIB)) == []
+    assert refusals(dataclasses.replace(FINE, packs_in_memory=True, available_ram_bytes=80 * GIB)) == []
 
 
 @pytest.mark.parametrize(
@@ -90,12 +94,20 @@ def test_a_restore_without_room_is_refused(
         ({"available_ram_bytes": 39 * GIB}, r"copies 40.0 GiB .* has 39.0 GiB left: free memory on the node"),
         ({"cgroup_room_bytes": 39 * GIB}, r"the kernel would kill it: raise the container's memory limit"),
         ({"free_disk_bytes": 39 * GIB}, r"has 39.0 GiB free: free space there"),
+        (
+            {"packs_in_memory": True, "available_ram_bytes": 79 * GIB},
+            "has 79.0 GiB left, and packs may take as much again .* tmpfs: free memory",
+        ),
+        ({"packs_in_memory": True, "available_ram_bytes": 39 * GIB}, r"has 39.0 GiB left: free memory on the node"),
         (with_process(has_mig=True), "process 7 uses a MIG instance"),
         ({"gpus": (dataclasses.replace(GPU, mig=True),)}, "process 7 uses a MIG instance"),
         ({"gpus": (dataclasses.replace(GPU, mps_pids=frozenset({7})),)}, "process 7 is a client of MPS"),
         (with_process(environment={"CUDA_MPS_PIPE_DIRECTORY": "/x"}), "process 7 is a client of MPS"),
         ({"cuda_pids": frozenset()}, "process 7 holds 38 of NVIDIA's device files without a CUDA context"),
-        (with_process(has_io_uring=True), "process 7 uses io_uring.*USE_LIBUV=0"),
+        (
+            with_process(has_io_uring=True),
+            "process 7 uses io_uring.*: keep it away by a seccomp filter .podman's default",
+        ),
         (with_process(has_ipc=True), "process 7 shares GPU memory .* by CUDA IPC.* install driver 610"),
         (with_process(has_nccl=True), "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_NVLS_EN"),
     ],
@@ -103,6 +115,33 @@ def test_a_restore_without_room_is_refused(
 def test_refusals(changes: dict[str, Any], reason: str) -> None:
     (found,) = refusals(dataclasses.replace(FINE, **changes))
     assert re.search(reason, found)
+
+
+def test_what_is_held_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less is no reason any more to refuse, more is one; nothing but room is judged anew."""
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(preflight, "memory_headroom_bytes", lambda pid: 55 * GIB if pid == os.getpid() else None)
+    situation = dataclasses.replace(FINE, packs_dir=tmp_path, driver_version="none", init_pid=os.getpid())
+
+    def again(held_bytes: int) -> Situation:
+        gpu = dataclasses.replace(GPU, held_bytes={7: held_bytes})
+        monkeypatch.setattr(preflight, "read_node", lambda: ("580", [gpu]))
+        found = situation.read_again()
+        assert found.free_disk_bytes not in (None, FINE.free_disk_bytes)
+        return dataclasses.replace(found, free_disk_bytes=80 * GIB)
+
+    less, more = again(GIB), again(60 * GIB)
+    assert (less.held_bytes, more.held_bytes) == (GIB, 60 * GIB)
+    assert memory_refusals(less) == []
+    assert len(refusals(less)) == 1
+    assert ["node's, which" in memory_refusals(more)[0], "container's" in memory_refusals(more)[1]] == [True, True]
+
+
+def test_where_packs_go_may_be_memory(tmp_path: Path) -> None:
+    assert is_in_memory(Path("/dev/shm"))
+    assert not is_in_memory(Path("/proc"))
+    with pytest.raises(FileNotFoundError):
+        is_in_memory(tmp_path / "none")
 
 
 def test_nccl_that_survives_is_not_refused() -> None:
