@@ -8,6 +8,7 @@
  *   nccl         with a socket as NCCL has one for each communicator
  *   ghost=KIB    with a deleted file of so many KiB in /dev/shm, mapped, as NCCL has them
  *   renamed      with a deleted file in /dev/shm that has another name
+ *   pool[=kept]  with a thread that allocates from a pool (cudaMallocAsync) and frees; the pool keeps the memory
  *   watch        with a thread that asks for an event again and again, as NCCL's watchdog does
  *   uffd, uring  with a descriptor that CRIU cannot dump
  *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; a kernel of S seconds again and again
@@ -33,6 +34,8 @@
 int cuInit(unsigned), cuDeviceGetCount(int *), cuDeviceGet(int *, int), cuDevicePrimaryCtxRetain(void **, int),
     cuCtxSetCurrent(void *), cuMemAlloc_v2(uint64_t *, size_t), cuMemAllocManaged(uint64_t *, size_t, unsigned),
     cuMemcpyHtoD_v2(uint64_t, const void *, size_t), cuMemcpyDtoH_v2(void *, uint64_t, size_t), cuCtxSynchronize(void),
+    cuDeviceGetDefaultMemPool(void **, int), cuMemPoolSetAttribute(void *, int, uint64_t *),
+    cuMemAllocAsync(uint64_t *, size_t, void *), cuMemFreeAsync(uint64_t, void *),
     cuEventCreate(void **, unsigned), cuEventRecord(void *, void *), cuEventQuery(void *);
 
 #define CHECK(call) do { int code_ = (call); if (code_) { printf("%s: %d\n", #call, code_); fflush(stdout); _exit(1); } } while (0)
@@ -87,6 +90,24 @@ static void *kernels(void *unused)
     for (;; usleep(1000))
         call_stand_in("ocihook_fake_cuda_kernel", 1000 * kernel_s);
     return NULL;
+}
+
+static void *use_pool(void *context)
+{
+    CHECK(cuCtxSetCurrent(context));
+    for (;; usleep(1000)) {
+        uint64_t memory;
+        CHECK(cuMemAllocAsync(&memory, PIECE, NULL));
+        CHECK(cuMemFreeAsync(memory, NULL));
+    }
+    return NULL;
+}
+
+static void keep_in_pool(void)
+{
+    void *pool;
+    CHECK(cuDeviceGetDefaultMemPool(&pool, 0));
+    CHECK(cuMemPoolSetAttribute(pool, 4 /* release threshold */, &(uint64_t){ UINT64_MAX }));
 }
 
 static void *watch(void *context)
@@ -166,7 +187,11 @@ int main(int argc, char **argv)
             pause();
     CHECK(pthread_create(&thread, NULL, disturb, NULL));
     for (int i = 2; i < argc; i++)
-        if (!strcmp(argv[i], "watch"))
+        if (!strncmp(argv[i], "pool", 4)) {
+            if (!strcmp(argv[i], "pool=kept"))
+                keep_in_pool();
+            CHECK(pthread_create(&thread, NULL, use_pool, contexts[0]));
+        } else if (!strcmp(argv[i], "watch"))
             CHECK(pthread_create(&thread, NULL, watch, contexts[0]));
     if (kernel_s)
         CHECK(pthread_create(&thread, NULL, kernels, NULL));

@@ -57,7 +57,8 @@ def locked_children(podman: Podman) -> list[str]:
         (["nccl"], (), "NCCL communicator.*start the container with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0"),
         (["fork"], (), "of NVIDIA's device files without a CUDA context of its own.*'spawn'"),
         (["uring"], NO_SECCOMP, "uses io_uring, which CRIU cannot dump"),
-        (["managed"], (), "CUDA checkpoint of process.*NOT_SUPPORTED.*managed memory"),
+        (["managed"], (), "has managed memory .* which the driver cannot checkpoint"),
+        (["pool"], (), "CUDA checkpoint of process.*NOT_SUPPORTED.*cudaMemPoolAttrReleaseThreshold"),
         ([], ("--env=CUDA_MPS_PIPE_DIRECTORY=/tmp/mps",), "client of MPS"),
     ],
 )
@@ -123,6 +124,22 @@ def test_a_driver_that_refuses_costs_nothing(gpu_podman: Podman, line: str, mess
 
 def test_the_preflight_can_be_overruled(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "nccl", gpu_preflight="warn")
+    round_trip(gpu_podman)
+
+
+def test_managed_memory_that_is_not_refused_the_driver_refuses(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "managed", gpu_preflight="warn")
+    assert re.search("CUDA checkpoint of process.*NOT_SUPPORTED.*managed memory", refused(gpu_podman))
+
+
+def test_a_pool_that_gives_memory_back_is_checkpointed_never_more(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "pool")
+    assert "cudaMallocAsync" in refused(gpu_podman)
+    assert re.search("UNKNOWN.*has failed before, .*: start it anew", refused(gpu_podman))
+
+
+def test_a_pool_that_keeps_its_memory(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "pool=kept")
     round_trip(gpu_podman)
 
 

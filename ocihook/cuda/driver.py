@@ -15,12 +15,18 @@ from ocihook.errors import CudaError, CudaLockTimeout, CudaStateError, CudaUnsup
 
 FIRST_DRIVER_VERSION = 12080  # as cuDriverGetVersion tells it: the first with this API, driver 570
 
+# Of a verb, or of any: what integration/gpu/results/{driver-limits,probes}-580.json were seen to end so.
 _REMEDIES: Mapping[str, str] = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the node, or raise the limits of the container (checkpoint); free "
     "memory on the GPU (restore)",
-    "CUDA_ERROR_NOT_SUPPORTED": "the process uses what a checkpoint cannot hold (managed memory, CUDA IPC, NCCL over "
-    "P2P or cuMem, MIG, MPS), or the GPUs here are not those that it had",
-    "CUDA_ERROR_INVALID_VALUE": "the process had opened GPU memory of another one (CUDA IPC, as vLLM's custom "
+    "checkpoint CUDA_ERROR_NOT_SUPPORTED": "the process has managed memory, or a pool (cudaMallocAsync) that gives "
+    "memory back to the driver at work: start it anew with a pool that keeps it (cudaMemPoolAttrReleaseThreshold), or "
+    "have it come to rest before a checkpoint (ocihook.io/quiesce-signal)",
+    "checkpoint CUDA_ERROR_UNKNOWN": "a checkpoint of this process has failed before, and the driver makes no other "
+    "one of it: start it anew",
+    "CUDA_ERROR_NOT_SUPPORTED": "the process used what a checkpoint cannot hold (NCCL over P2P or cuMem, CUDA IPC, "
+    "MIG, MPS), or the GPUs here are not those that it had",
+    "restore CUDA_ERROR_INVALID_VALUE": "the process had opened GPU memory of another one (CUDA IPC, as vLLM's custom "
     "all-reduce does: --disable-custom-all-reduce), which drivers before 610 cannot restore",
     "CUDA_ERROR_OPERATING_SYSTEM": "the process is gone or lost to CUDA; end the container, restore its checkpoint",
 }
@@ -152,8 +158,10 @@ class CudaDriver:
             raise CudaLockTimeout(what, result=name, hint="the GPU is busy with long work; raise the lock's time")
         if name == "CUDA_ERROR_ILLEGAL_STATE":
             raise CudaStateError(what, result=name, hint="somebody else, such as CRIU's CUDA plugin, handles it, too")
-        is_of_map = has_map and name == "CUDA_ERROR_INVALID_VALUE"
-        raise CudaError(what, result=name, hint=_REMEDY_OF_A_MAP if is_of_map else _REMEDIES.get(name, ""))
+        hint = _REMEDIES.get(f"{verb} {name}") or _REMEDIES.get(name, "")
+        if has_map and name == "CUDA_ERROR_INVALID_VALUE":
+            hint = _REMEDY_OF_A_MAP
+        raise CudaError(what, result=name, hint=hint)
 
 
 def _load_bindings() -> ModuleType:

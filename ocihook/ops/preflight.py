@@ -1,7 +1,8 @@
 """What is known before a dump to come back never: refused while the container still runs and nothing is touched.
 
 A checkpoint of CUDA can succeed whose restore fails, and the job is lost then, left running or not. What is checked
-here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json) or is NVIDIA's own word.
+here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json, probes-580.json) or is NVIDIA's
+own word.
 """
 
 import dataclasses
@@ -215,6 +216,11 @@ def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
         yield (
             f"{who} shares GPU memory with another one by CUDA IPC; the checkpoint would succeed, its restore fail: "
             f"install driver {FIRST_DRIVER_WITH_IPC}, or share by the processor's memory (torch: tensors on the CPU)"
+        )
+    if signs.has_managed_memory:
+        yield (
+            f"{who} has managed memory (cudaMallocManaged, __managed__), which the driver cannot checkpoint: have it "
+            "allocated on the GPU"
         )
     if signs.has_io_uring:
         yield f"{who} uses io_uring, which CRIU cannot dump: {IO_URING_REMEDY}"

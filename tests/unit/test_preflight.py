@@ -19,6 +19,7 @@ from ocihook.ops import preflight, restore
 from ocihook.ops.journal import Journal
 from ocihook.ops.preflight import Situation, driver_major, memory_refusals, refusals, restore_refusals
 
+PROBED = Path(__file__).parents[2] / "integration/gpu/results/probes-580.json"
 RECORDED = Path(__file__).parents[2] / "integration/gpu/results/driver-limits-580.json"
 GIB = 1 << 30
 SURVIVING = {
@@ -109,6 +110,7 @@ def test_a_restore_without_room_is_refused(
             "process 7 uses io_uring.*: keep it away by a seccomp filter .podman's default",
         ),
         (with_process(has_ipc=True), "process 7 shares GPU memory .* by CUDA IPC.* install driver 610"),
+        (with_process(has_managed_memory=True), "process 7 has managed memory .*: have it allocated on the GPU"),
         (with_process(has_nccl=True), "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_NVLS_EN"),
     ],
 )
@@ -182,6 +184,26 @@ def test_ipc_is_refused_until_the_driver_restores_it() -> None:
     for signs in cases["torch ipc"]["signs"]:
         assert any(re.fullmatch("rw-s /dev/shm/cuda.shm.[0-9a-f.]+", mapped) for mapped in signs["mapped"])
     assert refusals(dataclasses.replace(FINE, driver_version="610.1", **with_process(has_ipc=True))) == []
+
+
+def test_managed_memory_is_told_from_what_the_driver_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As recorded: whatever has managed memory cannot be checkpointed; torch, pools, VMM and pinned memory can."""
+    cases = {name: case for name, case in json.loads(PROBED.read_text())["cases"].items() if name.startswith("maps: ")}
+    read_text = Path.read_text
+    verdicts = {}
+    for name, case in cases.items():
+        libcuda = "7f0000000000-7f0000001000 r-xp 0 08:01 9 /usr/lib/libcuda.so.580.159.04\n"
+        lines = re.sub(r"(?m)^(\S+) (\S+) \S+ offset (\S+) (\S+)$", r"\1 \2 \3 00:05 449   \4", "\n".join(case["uvm"]))
+        maps = f"{libcuda}{lines}\n"
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, maps=maps, **how: maps if path.name == "maps" else read_text(path, **how)
+        )
+        could = any("checkpoint: CUDA_SUCCESS" in answer for answer in case["answers"])
+        verdicts[name] = (read_signs(os.getpid()).has_managed_memory, could)
+    assert len(verdicts) == 16
+    assert all(managed != could for managed, could in verdicts.values()), verdicts
+    assert verdicts["maps: torch"] == (False, True)
+    assert verdicts["maps: managed variable of a module"] == (True, False)
 
 
 def test_driver_major() -> None:
