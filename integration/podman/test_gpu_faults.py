@@ -127,6 +127,25 @@ def test_the_preflight_can_be_overruled(gpu_podman: Podman) -> None:
     round_trip(gpu_podman)
 
 
+@pytest.mark.parametrize("before_the_lock", [1, 1 << 28])
+def test_memory_that_changes_until_the_lock(gpu_podman: Podman, before_the_lock: int) -> None:
+    """What NVML says of a process that runs is old when it is locked: what it says then is held against the copy."""
+    gpu_podman.start_cuda("c", 16)
+    fake_driver.script(gpu_podman.namespace, f"running {before_the_lock}")
+    dump = round_trip(gpu_podman)
+    assert [device["held_bytes"] for device in dump["facts"]["gpu"]["devices"]] == [16 << 20]
+
+
+def test_memory_that_grows_beyond_the_room(gpu_podman: Podman) -> None:
+    """Locked already, it is let go."""
+    gpu_podman.start_cuda("c", 32, "children=1")
+    fake_driver.script(gpu_podman.namespace, "running 1")
+    with memory_limit(gpu_podman, ROOM_FOR_ONE_BYTES, processes(gpu_podman)):
+        assert re.search("whose memory limit leaves .* the kernel would kill it", refused(gpu_podman))
+    assert phases(gpu_podman)[:3] == ["gpu preflight", "gpu lock", "gpu read again"]
+    assert "gpu checkpoint" not in phases(gpu_podman)
+
+
 def test_managed_memory_that_is_not_refused_the_driver_refuses(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "managed", gpu_preflight="warn")
     assert re.search("CUDA checkpoint of process.*NOT_SUPPORTED.*managed memory", refused(gpu_podman))

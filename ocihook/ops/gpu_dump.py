@@ -32,7 +32,7 @@ from ocihook.ops.gpu import (
 )
 from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions
 from ocihook.ops.journal import Journal
-from ocihook.ops.preflight import Situation, heed, refusals
+from ocihook.ops.preflight import Situation, heed, memory_refusals, refusals
 from ocihook.ops.spans import Spans
 from ocihook.ops.staging import stage_in_memory
 from ocihook.ops.standstill import Hold, standing_still
@@ -82,7 +82,6 @@ def checkpoint_gpus(
         in_packs = policy.mode != "off" and policy.gpu_memory == "packs"
         packs_dir = directory if policy.mode != "off" else None
         situation = Situation.read(init_pid, signs, known, packs_dir=packs_dir, plugin=_plugin(journal))
-        gpus = situation.gpus
         heed([*refusals(situation), *file_refusals(init_pid, _criu_options(journal))], policy.gpu_preflight)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
@@ -92,18 +91,20 @@ def checkpoint_gpus(
     journal.push(
         EFFECT,
         processes=[[*process, names[process]] for process in ours],
-        need=need_by_gpu(gpus, [process.pid for process in ours]),
+        need={},
         directory=image_dir,
         identity=identity(directory),
         moved=False,
     )
-    held = {names[process]: held_on(gpus, process.pid) for process in ours}
-    pids = {name: process.pid for process, name in names.items()}
-    journal.note(gpu={**_gpu_facts(situation), "held": held}, pids=pids)
+    journal.note(pids={name: process.pid for process, name in names.items()})
     try:
         with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
             lock_all(driver, ours, policy.gpu_lock_timeout_s, spans)
-        held_bytes = held_by(gpus, [process.pid for process in ours])
+        with journal.phase("gpu read again"):  # what they hold is what is restored from now on, and not before
+            situation = situation.read_again()
+            heed(memory_refusals(situation), policy.gpu_preflight)
+            _note_held(journal, situation, names)
+        held_bytes = held_by(situation.gpus, [process.pid for process in ours])
         threads = driver_threads(driver, ours)
         journal.amend(EFFECT, threads=[threads[process] for process in ours])
         inner = {names[process]: pid_below(init_pid, thread) for process, thread in threads.items()}
@@ -121,6 +122,13 @@ def checkpoint_gpus(
         _bring_back(effect, journal, None)
         journal.pop(EFFECT)
         raise
+
+
+def _note_held(journal: Journal, situation: Situation, names: Mapping[Process, str]) -> None:
+    """Record the GPU memory that locked processes hold: what has to be free before they get it back."""
+    journal.amend(EFFECT, need=need_by_gpu(situation.gpus, [process.pid for process in names]))
+    held = {name: held_on(situation.gpus, process.pid) for process, name in names.items()}
+    journal.note(gpu={**_gpu_facts(situation), "held": held})
 
 
 def _plugin(journal: Journal) -> Path | None:
