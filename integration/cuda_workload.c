@@ -6,11 +6,15 @@
  *   managed      with managed memory
  *   fork         with a child that was forked after CUDA was initialised
  *   nccl         with a socket as NCCL has one for each communicator
+ *   ghost=KIB    with a deleted file of so many KiB in /dev/shm, mapped, as NCCL has them
+ *   renamed      with a deleted file in /dev/shm that has another name
+ *   pool[=kept]  with a thread that allocates from a pool (cudaMallocAsync) and frees; the pool keeps the memory
  *   watch        with a thread that asks for an event again and again, as NCCL's watchdog does
  *   uffd, uring  with a descriptor that CRIU cannot dump
  *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; a kernel of S seconds again and again
  */
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -30,6 +34,8 @@
 int cuInit(unsigned), cuDeviceGetCount(int *), cuDeviceGet(int *, int), cuDevicePrimaryCtxRetain(void **, int),
     cuCtxSetCurrent(void *), cuMemAlloc_v2(uint64_t *, size_t), cuMemAllocManaged(uint64_t *, size_t, unsigned),
     cuMemcpyHtoD_v2(uint64_t, const void *, size_t), cuMemcpyDtoH_v2(void *, uint64_t, size_t), cuCtxSynchronize(void),
+    cuDeviceGetDefaultMemPool(void **, int), cuMemPoolSetAttribute(void *, int, uint64_t *),
+    cuMemAllocAsync(uint64_t *, size_t, void *), cuMemFreeAsync(uint64_t, void *),
     cuEventCreate(void **, unsigned), cuEventRecord(void *, void *), cuEventQuery(void *);
 
 #define CHECK(call) do { int code_ = (call); if (code_) { printf("%s: %d\n", #call, code_); fflush(stdout); _exit(1); } } while (0)
@@ -61,6 +67,21 @@ static void *disturb(void *unused)
     return NULL;
 }
 
+static void map_ghost(size_t size)
+{
+    int fd = open("/dev/shm/ghost", O_RDWR | O_CREAT | O_EXCL, 0600);
+    CHECK(fd < 0 || ftruncate(fd, (off_t)size) || unlink("/dev/shm/ghost"));
+    char *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(memory == MAP_FAILED || close(fd));
+    memset(memory, 7, size);
+}
+
+static void keep_renamed(void)
+{
+    CHECK(open("/dev/shm/first", O_RDWR | O_CREAT | O_EXCL, 0600) < 0);
+    CHECK(link("/dev/shm/first", "/dev/shm/second") || unlink("/dev/shm/first"));
+}
+
 static int kernel_s;
 
 static void *kernels(void *unused)
@@ -69,6 +90,24 @@ static void *kernels(void *unused)
     for (;; usleep(1000))
         call_stand_in("ocihook_fake_cuda_kernel", 1000 * kernel_s);
     return NULL;
+}
+
+static void *use_pool(void *context)
+{
+    CHECK(cuCtxSetCurrent(context));
+    for (;; usleep(1000)) {
+        uint64_t memory;
+        CHECK(cuMemAllocAsync(&memory, PIECE, NULL));
+        CHECK(cuMemFreeAsync(memory, NULL));
+    }
+    return NULL;
+}
+
+static void keep_in_pool(void)
+{
+    void *pool;
+    CHECK(cuDeviceGetDefaultMemPool(&pool, 0));
+    CHECK(cuMemPoolSetAttribute(pool, 4 /* release threshold */, &(uint64_t){ UINT64_MAX }));
 }
 
 static void *watch(void *context)
@@ -102,6 +141,10 @@ int main(int argc, char **argv)
             kernel_s = atoi(argv[i] + 5);
         if (!strncmp(argv[i], "child=", 6))
             child = atoi(argv[i] + 6);
+        if (!strncmp(argv[i], "ghost=", 6))
+            map_ghost((size_t)atoi(argv[i] + 6) << 10);
+        if (!strcmp(argv[i], "renamed"))
+            keep_renamed();
         if (!strcmp(argv[i], "uffd"))
             CHECK(syscall(SYS_userfaultfd, 1 /* user mode only */) < 0);
         if (!strcmp(argv[i], "uring"))
@@ -144,7 +187,11 @@ int main(int argc, char **argv)
             pause();
     CHECK(pthread_create(&thread, NULL, disturb, NULL));
     for (int i = 2; i < argc; i++)
-        if (!strcmp(argv[i], "watch"))
+        if (!strncmp(argv[i], "pool", 4)) {
+            if (!strcmp(argv[i], "pool=kept"))
+                keep_in_pool();
+            CHECK(pthread_create(&thread, NULL, use_pool, contexts[0]));
+        } else if (!strcmp(argv[i], "watch"))
             CHECK(pthread_create(&thread, NULL, watch, contexts[0]));
     if (kernel_s)
         CHECK(pthread_create(&thread, NULL, kernels, NULL));

@@ -57,7 +57,8 @@ def locked_children(podman: Podman) -> list[str]:
         (["nccl"], (), "NCCL communicator.*start the container with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0"),
         (["fork"], (), "of NVIDIA's device files without a CUDA context of its own.*'spawn'"),
         (["uring"], NO_SECCOMP, "uses io_uring, which CRIU cannot dump"),
-        (["managed"], (), "CUDA checkpoint of process.*NOT_SUPPORTED.*managed memory"),
+        (["managed"], (), "has managed memory .* which the driver cannot checkpoint"),
+        (["pool"], (), "CUDA checkpoint of process.*NOT_SUPPORTED.*cudaMemPoolAttrReleaseThreshold"),
         ([], ("--env=CUDA_MPS_PIPE_DIRECTORY=/tmp/mps",), "client of MPS"),
     ],
 )
@@ -66,6 +67,38 @@ def test_what_could_not_be_restored_is_refused(
 ) -> None:
     gpu_podman.start_cuda("c", 16, *words, options=options)
     assert re.search(message, refused(gpu_podman))
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "message"),
+    [
+        (["ghost=3072"], "ghost-limit 4M", "uses /dev/shm/ghost, which is deleted and has 3 MiB.*echo ghost-limit 16M"),
+        (["renamed"], "link-remap", "by a name that it no longer has: /dev/shm/first.*echo link-remap >> .*runc.conf"),
+    ],
+)
+def test_what_criu_will_refuse_costs_no_gpu(gpu_podman: Podman, words: list[str], option: str, message: str) -> None:
+    """It is said before a process is locked; CRIU itself says the same, and takes it with the option."""
+    gpu_podman.start_cuda("c", 16, *words)
+    assert re.search(message, refused(gpu_podman))
+    assert phases(gpu_podman) == ["gpu preflight"]
+    gpu_podman.remove("c")
+    gpu_podman.start_cuda("c", 16, *words, gpu_preflight="warn")
+    dump_fails(gpu_podman)
+    configuration = gpu_podman.namespace.path("/etc/criu/runc.conf")
+    configuration.write_text(f"{configuration.read_text()}{option}\n")
+    gpu_podman.remove("c")
+    gpu_podman.start_cuda("c", 16, *words)
+    round_trip(gpu_podman)
+
+
+def test_a_small_deleted_file_is_no_reason(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "ghost=1000")
+    round_trip(gpu_podman)
+
+
+def phases(podman: Podman) -> list[str]:
+    """Return what the last dump came to."""
+    return [str(phase["name"]) for phase in last_session(podman.namespace, "pre-dump")["phases"]]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +124,41 @@ def test_a_driver_that_refuses_costs_nothing(gpu_podman: Podman, line: str, mess
 
 def test_the_preflight_can_be_overruled(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "nccl", gpu_preflight="warn")
+    round_trip(gpu_podman)
+
+
+@pytest.mark.parametrize("before_the_lock", [1, 1 << 28])
+def test_memory_that_changes_until_the_lock(gpu_podman: Podman, before_the_lock: int) -> None:
+    """What NVML says of a process that runs is old when it is locked: what it says then is held against the copy."""
+    gpu_podman.start_cuda("c", 16)
+    fake_driver.script(gpu_podman.namespace, f"running {before_the_lock}")
+    dump = round_trip(gpu_podman)
+    assert [device["held_bytes"] for device in dump["facts"]["gpu"]["devices"]] == [16 << 20]
+
+
+def test_memory_that_grows_beyond_the_room(gpu_podman: Podman) -> None:
+    """Locked already, it is let go."""
+    gpu_podman.start_cuda("c", 32, "children=1")
+    fake_driver.script(gpu_podman.namespace, "running 1")
+    with memory_limit(gpu_podman, ROOM_FOR_ONE_BYTES, processes(gpu_podman)):
+        assert re.search("whose memory limit leaves .* the kernel would kill it", refused(gpu_podman))
+    assert phases(gpu_podman)[:3] == ["gpu preflight", "gpu lock", "gpu read again"]
+    assert "gpu checkpoint" not in phases(gpu_podman)
+
+
+def test_managed_memory_that_is_not_refused_the_driver_refuses(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "managed", gpu_preflight="warn")
+    assert re.search("CUDA checkpoint of process.*NOT_SUPPORTED.*managed memory", refused(gpu_podman))
+
+
+def test_a_pool_that_gives_memory_back_is_checkpointed_never_more(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "pool")
+    assert "cudaMallocAsync" in refused(gpu_podman)
+    assert re.search("UNKNOWN.*has failed before, .*: start it anew", refused(gpu_podman))
+
+
+def test_a_pool_that_keeps_its_memory(gpu_podman: Podman) -> None:
+    gpu_podman.start_cuda("c", 16, "pool=kept")
     round_trip(gpu_podman)
 
 

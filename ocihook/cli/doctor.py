@@ -18,8 +18,8 @@ from ocihook.stages.recover import recover
 @click.option("--pid", type=click.IntRange(min=1), help="Look into this process and its descendants.")
 @click.option(
     "--archive",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Look whether this checkpoint can be restored here.",
+    type=click.Path(exists=True, path_type=Path),
+    help="Look whether this checkpoint, an archive or an image directory, can be restored here.",
 )
 @click.option("--fix", is_flag=True, help="Do what is safe: complete the installation, recover what was left behind.")
 @json_option

@@ -10,6 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _CONF = "/etc/criu/runc.conf (for crun see `ocihook doctor`)"
+# libuv takes io_uring wherever it may: torchrun, its agent, does so with USE_LIBUV=0, too.
+IO_URING_REMEDY = (
+    "keep it away by a seccomp filter (podman's default, RuntimeDefault in Kubernetes) or sysctl "
+    "kernel.io_uring_disabled=2; UV_USE_IO_URING=0 does for Node, USE_LIBUV=0 does not for torchrun"
+)
 
 
 class Cause(NamedTuple):
@@ -117,7 +122,7 @@ _CAUSES: Sequence[Cause] = tuple(
             "io-uring",
             r"send_fds failed \(-22\)|anon_inode:\[io_uring\]",  # criu#2131; Linux 6.8 and later pass none on
             "{who} uses io_uring, which CRIU cannot dump",
-            "turn it off: UV_USE_IO_URING=0 (Node), USE_LIBUV=0 (torch), or sysctl kernel.io_uring_disabled=2",
+            IO_URING_REMEDY,
         ),
         (
             "anonymous-file",

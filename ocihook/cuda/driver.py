@@ -15,15 +15,22 @@ from ocihook.errors import CudaError, CudaLockTimeout, CudaStateError, CudaUnsup
 
 FIRST_DRIVER_VERSION = 12080  # as cuDriverGetVersion tells it: the first with this API, driver 570
 
+# Of a verb, or of any: what integration/gpu/results/{driver-limits,probes}-580.json were seen to end so.
 _REMEDIES: Mapping[str, str] = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the node, or raise the limits of the container (checkpoint); free "
     "memory on the GPU (restore)",
-    "CUDA_ERROR_NOT_SUPPORTED": "the process uses what a checkpoint cannot hold (managed memory, CUDA IPC, NCCL over "
-    "P2P or cuMem, MIG, MPS), or the GPUs here are not those that it had",
-    "CUDA_ERROR_INVALID_VALUE": "the GPU map (ocihook.io/gpu-map) must name every GPU that the process has open",
+    "checkpoint CUDA_ERROR_NOT_SUPPORTED": "the process has managed memory, or a pool (cudaMallocAsync) that gives "
+    "memory back to the driver at work: start it anew with a pool that keeps it (cudaMemPoolAttrReleaseThreshold), or "
+    "have it come to rest before a checkpoint (ocihook.io/quiesce-signal)",
+    "checkpoint CUDA_ERROR_UNKNOWN": "a checkpoint of this process has failed before, and the driver makes no other "
+    "one of it: start it anew",
+    "CUDA_ERROR_NOT_SUPPORTED": "the process used what a checkpoint cannot hold (NCCL over P2P or cuMem, CUDA IPC, "
+    "MIG, MPS), or the GPUs here are not those that it had",
+    "restore CUDA_ERROR_INVALID_VALUE": "the process had opened GPU memory of another one (CUDA IPC, as vLLM's custom "
+    "all-reduce does: --disable-custom-all-reduce), which drivers before 610 cannot restore",
     "CUDA_ERROR_OPERATING_SYSTEM": "the process is gone or lost to CUDA; end the container, restore its checkpoint",
 }
-
+_REMEDY_OF_A_MAP = "the GPU map (ocihook.io/gpu-map) must name every GPU that the process has open"
 
 GpuMap = Sequence[tuple[str, str]]
 
@@ -120,7 +127,7 @@ class CudaDriver:
             pairs = [self._pair(old, new) for old, new in gpu_map]
             arguments = self._api.CUcheckpointRestoreArgs()
             arguments.gpuPairs, arguments.gpuPairsCount = pairs, len(pairs)
-        self._check(self._api.cuCheckpointProcessRestore(pid, arguments)[0], "restore", pid)
+        self._check(self._api.cuCheckpointProcessRestore(pid, arguments)[0], "restore", pid, has_map=bool(gpu_map))
 
     def _pair(self, old: str, new: str) -> Any:  # noqa: ANN401 - CUcheckpointGpuPair of cuda-bindings
         pair = self._api.CUcheckpointGpuPair()
@@ -142,7 +149,7 @@ class CudaDriver:
         return value
 
     @staticmethod
-    def _check(code: Any, verb: str, pid: int) -> None:  # noqa: ANN401 - CUresult of cuda-bindings
+    def _check(code: Any, verb: str, pid: int, *, has_map: bool = False) -> None:  # noqa: ANN401 - CUresult
         name = str(code.name)
         if name == "CUDA_SUCCESS":
             return
@@ -151,7 +158,10 @@ class CudaDriver:
             raise CudaLockTimeout(what, result=name, hint="the GPU is busy with long work; raise the lock's time")
         if name == "CUDA_ERROR_ILLEGAL_STATE":
             raise CudaStateError(what, result=name, hint="somebody else, such as CRIU's CUDA plugin, handles it, too")
-        raise CudaError(what, result=name, hint=_REMEDIES.get(name, ""))
+        hint = _REMEDIES.get(f"{verb} {name}") or _REMEDIES.get(name, "")
+        if has_map and name == "CUDA_ERROR_INVALID_VALUE":
+            hint = _REMEDY_OF_A_MAP
+        raise CudaError(what, result=name, hint=hint)
 
 
 def _load_bindings() -> ModuleType:

@@ -1,6 +1,6 @@
 """What the kernel shows of a process's use of CUDA, without a call to the driver: it may be frozen or not ours at all.
 
-What the signs mean was recorded on a real node: integration/gpu/results/driver-limits-580.json.
+What the signs mean was recorded on a real node: integration/gpu/results/driver-limits-580.json, probes-580.json.
 """
 
 import contextlib
@@ -14,6 +14,10 @@ from ocihook.linux.files import open_regular
 
 _DRIVER_LIBRARY = re.compile(r"/libcuda\.so[.0-9]*( \(deleted\))?$", re.MULTILINE)
 _IPC_EVENTS = re.compile(r" rw-s .*/dev/shm/cuda\.shm\.[0-9a-f.]+( \(deleted\))?$", re.MULTILINE)
+# The driver maps nvidia-uvm for itself as it does all devices: in a window of its own that begins at 8 GiB. Managed
+# memory is mapped from it in full size, where the kernel puts all mappings.
+_UVM = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ rw-s .*/dev/nvidia-uvm$", re.MULTILINE)
+_DRIVERS_WINDOW_END = 1 << 40
 _DEVICE = re.compile(r"/dev/nvidia([0-9]+|ctl|-uvm|-uvm-tools|-modeset|-caps/nvidia-cap[0-9]+)")
 _GPU = re.compile(r"/dev/nvidia[0-9]+")
 _CAPABILITY = re.compile(r"/dev/nvidia-caps/nvidia-cap[0-9]+")
@@ -36,6 +40,7 @@ class Signs:
     has_mig: bool = False
     has_io_uring: bool = False
     has_ipc: bool = False  # CUDA IPC with events, as torch has it; of memory alone the kernel shows nothing
+    has_managed_memory: bool = False  # of variables in a module, too
     has_nccl: bool = False  # a communicator, not only the library
     environment: Mapping[str, str] = field(default_factory=dict)  # NCCL_*, CUDA_* that it was started with
 
@@ -61,6 +66,7 @@ def read_signs(pid: int) -> Signs:
         has_mig=any(minor > _MIG_MONITOR for minor in capabilities),
         has_io_uring=any(link == _IO_URING for _, link in links),
         has_ipc=bool(_IPC_EVENTS.search(maps)),
+        has_managed_memory=any(int(start, 16) >= _DRIVERS_WINDOW_END for start in _UVM.findall(maps)),
         has_nccl=not sockets.isdisjoint(_nccl_sockets(pid)),
         environment=_environment(pid),
     )

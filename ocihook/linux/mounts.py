@@ -7,6 +7,7 @@ import ctypes
 import os
 from pathlib import Path
 
+_IN_MEMORY = (0x01021994, 0x858458F6)  # linux/magic.h: tmpfs, ramfs
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MNT_DETACH = 2, 4, 8, 4096, 2  # linux/mount.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,6 +40,19 @@ def mount_memory(directory: Path, size_bytes: int) -> None:
             return
     number = ctypes.get_errno()
     raise OSError(number, f"no memory can be mounted at {directory}: {os.strerror(number)}")
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Tell whether the files of a directory are in the node's memory and nowhere else.
+
+    Raises:
+        OSError: if it cannot be looked at.
+    """
+    status = (ctypes.c_long * 64)()  # struct statfs begins with f_type
+    if _libc.statfs(os.fsencode(directory), ctypes.byref(status)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(directory))
+    return status[0] in _IN_MEMORY
 
 
 def unmount(directory: Path) -> None:

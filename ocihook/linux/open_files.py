@@ -74,6 +74,16 @@ def open_files(pid: int) -> Iterator[OpenFile]:
             yield _file(pid, int(fd), f"/proc/{pid}/fd/{fd}")
 
 
+def deleted_files(pid: int) -> Iterator[OpenFile]:
+    """Yield the files that a process has open or mapped by a name that they lost; only at these it takes a look."""
+    for fd in _listed(f"/proc/{pid}/fd"):
+        link = f"/proc/{pid}/fd/{fd}"
+        with contextlib.suppress(OSError):
+            if os.readlink(link).endswith(_DELETED):
+                yield _file(pid, int(fd), link)
+    yield from mapped_files(pid)
+
+
 def mapped_files(pid: int) -> Iterator[OpenFile]:
     """Yield the files that a process has mapped by a name that they lost, each once; without root, none."""
     seen = set()

@@ -33,6 +33,7 @@ class RuntimeCall:
     bundle: str  # "" if it is not known
     leave_running: bool
     cgroup: str = ""  # name of the one that the runtime gave the container; "" if it is not known
+    options: frozenset[str] = frozenset()  # their names, as in --link-remap: link-remap
 
 
 def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
@@ -59,6 +60,7 @@ def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
         container_id=options[-1],
         bundle=_option(options, "--bundle", "-b"),
         leave_running="--leave-running" in options or "-R" in options,
+        options=frozenset(o.removeprefix("--").partition("=")[0] for o in options if o.startswith("--")),
     )
     return call, root
 

@@ -85,14 +85,15 @@ def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float,
     """Lock every process, or none.
 
     Ranks of a job wait for one another inside CUDA: one that is locked can keep another from coming to its lock. So
-    the attempts are short, and when one fails all are unlocked for a moment.
+    the attempts are short, and when one fails all are unlocked for a moment. One process alone waits for nobody: it is
+    given all time at once, since a lock that is tried again begins anew behind the work that came meanwhile.
 
     Raises:
         CudaLockTimeout: if they do not come to rest in time.
         CudaError: on anything else. All are unlocked again.
     """
     deadline = time.monotonic() + timeout_s
-    attempt_s = min(_FIRST_LOCK_S, timeout_s)
+    attempt_s = timeout_s if len(processes) == 1 else min(_FIRST_LOCK_S, timeout_s)
 
     def lock(process: Process) -> None:
         with measured(spans, "lock", process):

@@ -1,21 +1,26 @@
 """What is known before a dump to come back never: refused while the container still runs and nothing is touched.
 
 A checkpoint of CUDA can succeed whose restore fails, and the job is lost then, left running or not. What is checked
-here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json) or is NVIDIA's own word.
+here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json, probes-580.json) or is NVIDIA's
+own word.
 """
 
+import dataclasses
 import logging
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ocihook.criu.explain import IO_URING_REMEDY
 from ocihook.cuda.driver import CudaState
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs
 from ocihook.errors import PreflightError
 from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.memory import available_bytes
+from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.procfs import Process
 from ocihook.ops.gpu import read_node
 
@@ -40,6 +45,7 @@ log = logging.getLogger(__name__)
 class Situation:
     """A container with CUDA processes, and the node that it is on."""
 
+    init_pid: int
     driver_version: str  # as in 580.159.04
     machine: str
     processes: Sequence[Signs]  # that have to do with NVIDIA
@@ -47,7 +53,9 @@ class Situation:
     gpus: Sequence[Gpu]
     available_ram_bytes: int
     cgroup_room_bytes: int | None  # None: no limit
-    free_disk_bytes: int | None  # where packs go; None: there are none
+    packs_dir: Path | None  # where packs go; None: there are none
+    free_disk_bytes: int | None  # there
+    packs_in_memory: bool = False  # that place is a tmpfs
     plugin: Path | None = None  # CRIU's own for CUDA, if CRIU would load it
 
     @classmethod
@@ -56,7 +64,7 @@ class Situation:
         init_pid: int,
         processes: Sequence[Signs],
         states: Mapping[Process, CudaState | None],
-        free_disk_bytes: int | None = None,
+        packs_dir: Path | None = None,
         plugin: Path | None = None,
     ) -> "Situation":
         """Read what there is to know of the node and a container.
@@ -65,14 +73,16 @@ class Situation:
             init_pid: of the container.
             processes: its processes that have to do with NVIDIA.
             states: what the driver says of them.
-            free_disk_bytes: where packs go.
+            packs_dir: where packs go.
             plugin: of CRIU for CUDA, that it would load.
 
         Raises:
             CudaUnsupported: if NVML does not answer.
+            OSError: if `packs_dir` cannot be looked at.
         """
         version, gpus = read_node()
         return cls(
+            init_pid=init_pid,
             driver_version=version,
             machine=platform.machine(),
             processes=processes,
@@ -80,8 +90,27 @@ class Situation:
             gpus=gpus,
             available_ram_bytes=available_bytes(),
             cgroup_room_bytes=memory_headroom_bytes(init_pid),
-            free_disk_bytes=free_disk_bytes,
+            packs_dir=packs_dir,
+            free_disk_bytes=_free_bytes(packs_dir),
+            packs_in_memory=packs_dir is not None and is_in_memory(packs_dir),
             plugin=plugin,
+        )
+
+    def read_again(self) -> "Situation":
+        """Return the same with what the processes hold by now, and what room there is: for when they are locked.
+
+        What they hold changes until then: it may be less than was read before, or more.
+
+        Raises:
+            CudaUnsupported: if NVML does not answer.
+            OSError: if `packs_dir` cannot be looked at.
+        """
+        return dataclasses.replace(
+            self,
+            gpus=read_node()[1],
+            available_ram_bytes=available_bytes(),
+            cgroup_room_bytes=memory_headroom_bytes(self.init_pid),
+            free_disk_bytes=_free_bytes(self.packs_dir),
         )
 
     @property
@@ -93,6 +122,11 @@ class Situation:
 def refusals(situation: Situation) -> list[str]:
     """Return every reason not to dump, each with what to do about it; [] if none is seen."""
     return [*_about_node(situation), *(r for signs in situation.processes for r in _about_process(signs, situation))]
+
+
+def memory_refusals(situation: Situation) -> list[str]:
+    """Return those of them that are about room, on the node, in the container's limit and on the disk."""
+    return [*_about_room(situation)]
 
 
 def restore_refusals(need_bytes: int, available_ram_bytes: int, cgroup_room_bytes: int | None) -> list[str]:
@@ -129,8 +163,18 @@ def _about_node(situation: Situation) -> Iterator[str]:
             f"CRIU would load {situation.plugin}, which lets threads run whose GPU memory has been taken, and such a "
             f"thread can end the job: {KEEP_PLUGIN_OUT}"
         )
+    yield from _about_room(situation)
+
+
+def _about_room(situation: Situation) -> Iterator[str]:
     need = situation.held_bytes
-    yield from _about_memory("the driver", need, situation.available_ram_bytes, situation.cgroup_room_bytes)
+    ram, room = situation.available_ram_bytes, situation.cgroup_room_bytes
+    if situation.packs_in_memory and need <= ram < 2 * need:
+        yield (
+            f"the driver copies {_gib(need)} of GPU memory into the node's, which has {_gib(ram)} left, and packs may "
+            "take as much again where the engine puts them, a tmpfs: free memory on the node, or have them on a disk"
+        )
+    yield from _about_memory("the driver", need, ram, room)
     if situation.free_disk_bytes is not None and need > situation.free_disk_bytes:
         yield (
             f"{_gib(need)} of GPU memory may not fit where the engine puts checkpoints, which has "
@@ -173,8 +217,20 @@ def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
             f"{who} shares GPU memory with another one by CUDA IPC; the checkpoint would succeed, its restore fail: "
             f"install driver {FIRST_DRIVER_WITH_IPC}, or share by the processor's memory (torch: tensors on the CPU)"
         )
+    if signs.has_managed_memory:
+        yield (
+            f"{who} has managed memory (cudaMallocManaged, __managed__), which the driver cannot checkpoint: have it "
+            "allocated on the GPU"
+        )
     if signs.has_io_uring:
-        yield f"{who} uses io_uring, which CRIU cannot dump: turn it off (torch's TCPStore: USE_LIBUV=0)"
+        yield f"{who} uses io_uring, which CRIU cannot dump: {IO_URING_REMEDY}"
+
+
+def _free_bytes(directory: Path | None) -> int | None:
+    if directory is None:
+        return None
+    file_system = os.statvfs(directory)
+    return file_system.f_bavail * file_system.f_frsize
 
 
 def driver_major(version: str) -> int:

@@ -16,7 +16,7 @@ def to_json(value: Any) -> Any:  # noqa: ANN401 - whatever a field may hold
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | frozenset):
         return [to_json(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
@@ -45,6 +45,8 @@ def _read(kind: Any, value: Any) -> Any:  # noqa: ANN401, PLR0911 - one return a
     if origin in (Union, types.UnionType):
         rest = [argument for argument in arguments if argument is not types.NoneType]
         return None if value is None else _read(rest[0], value)
+    if origin is frozenset:
+        return frozenset(_read(arguments[0], item) for item in value)
     if origin in (tuple, list):
         kinds = arguments if len(arguments) == len(value) and ... not in arguments else arguments[:1] * len(value)
         return origin(_read(inner, item) for inner, item in zip(kinds, value, strict=True))

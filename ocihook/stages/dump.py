@@ -104,6 +104,7 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Se
             facts,
             leave_running=call.leave_running,
             cgroup=call.cgroup,
+            criu_asked=call.options,
             criu_config=annotations.get("org.criu.config", ""),
             memory_room_bytes=max(0, settings.bound_bytes - AGENT_BYTES) if call.leave_running else 0,
         )

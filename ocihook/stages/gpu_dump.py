@@ -1,7 +1,6 @@
 """The GPU part of a dump: lock, checkpoint and move out before CRIU begins, give back and resume when it is done."""
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.ops import gpu_memory
-from ocihook.ops.criu_files import loaded_plugin
+from ocihook.ops.criu_files import loaded_plugin, options_for
+from ocihook.ops.deleted_files import file_refusals
 from ocihook.ops.gpu import (
     CheckpointedProcess,
     check_contents,
@@ -31,7 +31,7 @@ from ocihook.ops.gpu import (
     wait_for_room,
 )
 from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions
-from ocihook.ops.preflight import Situation, heed, refusals
+from ocihook.ops.preflight import Situation, heed, memory_refusals, refusals
 from ocihook.ops.staging import stage_in_memory
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
@@ -172,20 +172,25 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
     driver = CudaDriver()
     with journal.phase("gpu preflight"):
         known = states(driver, processes)
-        room = _free_bytes(dump.place) if policy.mode != "off" else None
-        plugin = loaded_plugin(dump.container.runtime, dump.call().criu_config)
-        situation = Situation.read(dump.init_pid, signs, known, free_disk_bytes=room, plugin=plugin)
-        heed(refusals(situation), policy.gpu_preflight)
+        runtime, call = dump.container.runtime, dump.call()
+        packs_dir = dump.place if policy.mode != "off" else None
+        plugin = loaded_plugin(runtime, call.criu_config)
+        situation = Situation.read(dump.init_pid, signs, known, packs_dir=packs_dir, plugin=plugin)
+        criu = options_for(runtime, call.criu_config, call.criu_asked)
+        heed([*refusals(situation), *file_refusals(dump.init_pid, criu)], policy.gpu_preflight)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
     if not ours:
         return None
     names = {process: pid_below(dump.init_pid, process.pid) for process in ours}
-    held = {process: held_on(situation.gpus, process.pid) for process in ours}
-    effect = GpuCheckpointed(processes=[Taken(process, names[process], 0, held[process]) for process in ours])
+    effect = GpuCheckpointed(processes=[Taken(process, names[process], 0, {}) for process in ours])
     journal.add(effect)
     with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
         lock_all(driver, ours, policy.gpu_lock_timeout_s, spans)
+    with journal.phase("gpu read again"):  # what they hold is what is restored from now on, and not before
+        situation = situation.read_again()
+        heed(memory_refusals(situation), policy.gpu_preflight)
+    held = {process: held_on(situation.gpus, process.pid) for process in ours}
     threads = driver_threads(driver, ours)
     effect.processes = [Taken(process, names[process], threads[process], held[process]) for process in ours]
     inner = {names[process]: pid_below(dump.init_pid, thread) for process, thread in threads.items()}
@@ -291,8 +296,3 @@ def moved_regions(journal: Journal) -> MovedRegions | None:
     # One that has ended since is in CRIU's images at most as a zombie, which could not be given its memory.
     regions = tuple(region for region in moved.regions if region.process in effect.alive)
     return MovedRegions(regions, moved.packs if regions else (), gpu)
-
-
-def _free_bytes(directory: Path) -> int:
-    file_system = os.statvfs(directory)
-    return file_system.f_bavail * file_system.f_frsize

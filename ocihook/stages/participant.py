@@ -31,6 +31,7 @@ class CallFacts(Facts):
     cgroup: str = ""  # name of the one that the runtime gave the container
     policy: Policy = field(default_factory=Policy)
     criu_config: str = ""  # that an annotation names
+    criu_asked: frozenset[str] = frozenset()  # names of the options that the runtime was called with
     criu_version: str = ""
     workers: int = 1
     memory_room_bytes: int = 0  # that GPU memory may take on its way

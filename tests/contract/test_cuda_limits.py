@@ -18,6 +18,7 @@ from integration import fake_driver
 PROJECT = Path(__file__).parents[2]
 CONTRACT = PROJECT / "integration/gpu/driver_contract.py"
 RECORDED: dict[str, Any] = json.loads((PROJECT / "integration/gpu/results/driver-limits-580.json").read_text())["cases"]
+PROBED: dict[str, Any] = json.loads((PROJECT / "integration/gpu/results/probes-580.json").read_text())["cases"]
 ANSWER = re.compile(r"(\w+): (\w+) ([0-3]|)(?: |$)")
 
 
@@ -119,6 +120,60 @@ def test_too_little_memory_on_the_gpu_loses_the_process(node: Node) -> None:
     node.script.unlink()
     fake += node.calls(pid, [verb for verb, _, _ in real[6:]])
     assert fake == real
+
+
+def probed(answers: list[str]) -> list[tuple[str, str, str]]:
+    """Return verb, result and state of each call of a probe."""
+    rows = (text.replace(":", "").split(" ") for text in answers)
+    return [(row[0], row[1], row[2] if row[0] == "state" else "") for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("case", "word"), [("churn: pool, 8 threads", "pool"), ("churn: pool, 8 threads, kept", "pool=kept")]
+)
+def test_a_pool_at_work(node: Node, case: str, word: str) -> None:
+    """Where it gives memory back to the driver, no checkpoint is made, now or later; where it keeps it, all are."""
+    pid = node.start(word)
+    for real in map(probed, PROBED[case]["attempts"]["under churn"]):
+        assert node.calls(pid, [verb for verb, _, _ in real]) == real
+    assert node.counts()
+
+
+def test_what_nvml_says_while_a_process_is_locked() -> None:
+    """It is what the checkpoint then maps, a little less; before the lock it is anything, and after it nothing."""
+    rounds = [row for case in ("plain", "vmm") for row in PROBED[f"shrinking: {case}"]["rounds"]]
+    assert len(rounds) == 16
+    for row in rounds:
+        (locked,) = set(row["locked"])
+        (mapped,) = row["mapped"]
+        assert locked <= mapped <= locked + (10 << 20)
+        assert (row["checkpointed"], row["restored"]) == (0, locked)
+    assert any(row["running"][1] > row["locked"][0] for row in rounds)
+    assert any(row["running"][1] < row["locked"][0] for row in rounds)
+
+
+def test_memory_that_shrinks(node: Node) -> None:
+    """The stand-in says what it is told to of a process that runs, and the truth of one that is locked."""
+    pid = node.start()
+    node.script.write_text("running 123\n")
+    program = "from ocihook.cuda.nvml import read_gpus; print([dict(gpu.held_bytes) for gpu in read_gpus()[1]])"
+
+    def held() -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=node.environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        return int(re.findall(rf"\b{pid}: (\d+)", done.stdout + f" {pid}: 0")[0])
+
+    found = [held()]
+    for verb in ("lock", "checkpoint", "restore", "unlock"):
+        node.call(verb, pid)
+        found.append(held())
+    assert found == [123, 8 << 20, 0, 8 << 20, 123]
 
 
 def test_a_fork_has_nothing_to_do_with_cuda(node: Node) -> None:

@@ -52,6 +52,18 @@ def found(path: Path) -> dict[str, Finding]:
     return {finding.check: finding for finding in module.check_archive(path)}
 
 
+def test_an_image_directory(tmp_path: Path) -> None:
+    """It is told the same of it as of the archive, but that nothing is unpacked."""
+    archive = packed(tmp_path, HOST | {"criu": "9.9"})
+    directory = tmp_path / "scratch/checkpoint"
+    of_archive, of_directory = found(archive), found(directory)
+    assert {name: f.status for name, f in of_directory.items()} == {name: f.status for name, f in of_archive.items()}
+    assert of_directory["host"] == of_archive["host"]
+    assert f"; {directory} has" in of_directory["room"].detail
+    with pytest.raises(ArchiveError, match="none of CRIU's images"):
+        found(tmp_path / "scratch")
+
+
 def test_one_that_fits(tmp_path: Path) -> None:
     findings = found(packed(tmp_path, HOST))
     assert {name: finding.status for name, finding in findings.items()} == {

@@ -14,13 +14,16 @@ from ocihook.config import Policy, Settings
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
 from ocihook.errors import PreflightError
+from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.ops.preflight import Situation, driver_major, refusals, restore_refusals
+from ocihook.ops import preflight
+from ocihook.ops.preflight import Situation, driver_major, memory_refusals, refusals, restore_refusals
 from ocihook.session.journal import Journal
 from ocihook.stages import gpu_restore
 from ocihook.stages.participant import CallFacts, Restore
 
+PROBED = Path(__file__).parents[2] / "integration/gpu/results/probes-580.json"
 RECORDED = Path(__file__).parents[2] / "integration/gpu/results/driver-limits-580.json"
 GIB = 1 << 30
 SURVIVING = {
@@ -32,6 +35,7 @@ SURVIVING = {
 GPU = Gpu(uuid="GPU-a", name="H200", minor=0, total_bytes=140 * GIB, free_bytes=100 * GIB, held_bytes={7: 40 * GIB})
 PROCESS = Signs(pid=7, has_driver=True, device_files=38, gpu_minors=frozenset({0}))
 FINE = Situation(
+    init_pid=7,
     driver_version="580.159.04",
     machine="x86_64",
     processes=(PROCESS,),
@@ -39,6 +43,7 @@ FINE = Situation(
     gpus=(GPU,),
     available_ram_bytes=41 * GIB,
     cgroup_room_bytes=None,
+    packs_dir=Path("/packs"),
     free_disk_bytes=41 * GIB,
 )
 
@@ -50,6 +55,7 @@ def with_process(**changes: Any) -> dict[str, Any]:
 def test_nothing_is_refused_without_a_reason() -> None:
     assert refusals(FINE) == []
     assert refusals(dataclasses.replace(FINE, free_disk_bytes=None, cgroup_room_bytes=40 * GIB)) == []
+    assert refusals(dataclasses.replace(FINE, packs_in_memory=True, available_ram_bytes=80 * GIB)) == []
 
 
 @pytest.mark.parametrize(
@@ -101,19 +107,55 @@ def test_a_restore_without_room_is_refused(
         ({"available_ram_bytes": 39 * GIB}, r"copies 40.0 GiB .* has 39.0 GiB left: free memory on the node"),
         ({"cgroup_room_bytes": 39 * GIB}, r"the kernel would kill it: raise the container's memory limit"),
         ({"free_disk_bytes": 39 * GIB}, r"has 39.0 GiB free: free space there"),
+        (
+            {"packs_in_memory": True, "available_ram_bytes": 79 * GIB},
+            "has 79.0 GiB left, and packs may take as much again .* tmpfs: free memory",
+        ),
+        ({"packs_in_memory": True, "available_ram_bytes": 39 * GIB}, r"has 39.0 GiB left: free memory on the node"),
         (with_process(has_mig=True), "process 7 uses a MIG instance"),
         ({"gpus": (dataclasses.replace(GPU, mig=True),)}, "process 7 uses a MIG instance"),
         ({"gpus": (dataclasses.replace(GPU, mps_pids=frozenset({7})),)}, "process 7 is a client of MPS"),
         (with_process(environment={"CUDA_MPS_PIPE_DIRECTORY": "/x"}), "process 7 is a client of MPS"),
         ({"cuda_pids": frozenset()}, "process 7 holds 38 of NVIDIA's device files without a CUDA context"),
-        (with_process(has_io_uring=True), "process 7 uses io_uring.*USE_LIBUV=0"),
+        (
+            with_process(has_io_uring=True),
+            "process 7 uses io_uring.*: keep it away by a seccomp filter .podman's default",
+        ),
         (with_process(has_ipc=True), "process 7 shares GPU memory .* by CUDA IPC.* install driver 610"),
+        (with_process(has_managed_memory=True), "process 7 has managed memory .*: have it allocated on the GPU"),
         (with_process(has_nccl=True), "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_NVLS_EN"),
     ],
 )
 def test_refusals(changes: dict[str, Any], reason: str) -> None:
     (found,) = refusals(dataclasses.replace(FINE, **changes))
     assert re.search(reason, found)
+
+
+def test_what_is_held_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less is no reason any more to refuse, more is one; nothing but room is judged anew."""
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(preflight, "memory_headroom_bytes", lambda pid: 55 * GIB if pid == os.getpid() else None)
+    situation = dataclasses.replace(FINE, packs_dir=tmp_path, driver_version="none", init_pid=os.getpid())
+
+    def again(held_bytes: int) -> Situation:
+        gpu = dataclasses.replace(GPU, held_bytes={7: held_bytes})
+        monkeypatch.setattr(preflight, "read_node", lambda: ("580", [gpu]))
+        found = situation.read_again()
+        assert found.free_disk_bytes not in (None, FINE.free_disk_bytes)
+        return dataclasses.replace(found, free_disk_bytes=80 * GIB)
+
+    less, more = again(GIB), again(60 * GIB)
+    assert (less.held_bytes, more.held_bytes) == (GIB, 60 * GIB)
+    assert memory_refusals(less) == []
+    assert len(refusals(less)) == 1
+    assert ["node's, which" in memory_refusals(more)[0], "container's" in memory_refusals(more)[1]] == [True, True]
+
+
+def test_where_packs_go_may_be_memory(tmp_path: Path) -> None:
+    assert is_in_memory(Path("/dev/shm"))
+    assert not is_in_memory(Path("/proc"))
+    with pytest.raises(FileNotFoundError):
+        is_in_memory(tmp_path / "none")
 
 
 def test_nccl_that_survives_is_not_refused() -> None:
@@ -154,6 +196,26 @@ def test_ipc_is_refused_until_the_driver_restores_it() -> None:
     for signs in cases["torch ipc"]["signs"]:
         assert any(re.fullmatch("rw-s /dev/shm/cuda.shm.[0-9a-f.]+", mapped) for mapped in signs["mapped"])
     assert refusals(dataclasses.replace(FINE, driver_version="610.1", **with_process(has_ipc=True))) == []
+
+
+def test_managed_memory_is_told_from_what_the_driver_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As recorded: whatever has managed memory cannot be checkpointed; torch, pools, VMM and pinned memory can."""
+    cases = {name: case for name, case in json.loads(PROBED.read_text())["cases"].items() if name.startswith("maps: ")}
+    read_text = Path.read_text
+    verdicts = {}
+    for name, case in cases.items():
+        libcuda = "7f0000000000-7f0000001000 r-xp 0 08:01 9 /usr/lib/libcuda.so.580.159.04\n"
+        lines = re.sub(r"(?m)^(\S+) (\S+) \S+ offset (\S+) (\S+)$", r"\1 \2 \3 00:05 449   \4", "\n".join(case["uvm"]))
+        maps = f"{libcuda}{lines}\n"
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, maps=maps, **how: maps if path.name == "maps" else read_text(path, **how)
+        )
+        could = any("checkpoint: CUDA_SUCCESS" in answer for answer in case["answers"])
+        verdicts[name] = (read_signs(os.getpid()).has_managed_memory, could)
+    assert len(verdicts) == 16
+    assert all(managed != could for managed, could in verdicts.values()), verdicts
+    assert verdicts["maps: torch"] == (False, True)
+    assert verdicts["maps: managed variable of a module"] == (True, False)
 
 
 def test_driver_major() -> None:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint archive can be restored on this node, before anybody tries."""
+"""Whether a checkpoint can be restored on this node, before anybody tries: an archive, or an image directory."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -8,29 +8,30 @@ from typing import Any
 from ocihook.config import Settings, load_settings
 from ocihook.criu.version import find_program
 from ocihook.cuda.driver import CudaDriver
-from ocihook.errors import ConfigError, OcihookError
-from ocihook.ops.archive import Inspection, inspect_archive
+from ocihook.errors import ArchiveError, ConfigError, OcihookError
+from ocihook.ops.archive import inspect_archive
 from ocihook.ops.compatibility import check_criu, check_machine, missing_features
 from ocihook.ops.doctor.finding import Finding, Status
 from ocihook.ops.gpu import read_node
 from ocihook.ops.gpu_map import check_gpus, choose_gpu_map
 from ocihook.ops.transfer import find_stored
+from ocihook.store.manifest import Manifest, read_manifest
+from ocihook.store.thin import Thin, read_thin
 
 
 class _Checkpoint:
-    """An archive, and what is in the store of it."""
+    """An archive or an image directory, and what is in the store of it."""
 
     def __init__(self, path: Path) -> None:
         try:
             self.settings = load_settings()
         except ConfigError:  # a restore goes ahead with the defaults, too
             self.settings = Settings()
-        self.inspection: Inspection = inspect_archive(path)
+        manifest, thin = self._read(path)
         self.findings: list[Finding] = []
         self.host: Mapping[str, str] = {}
         self.gpu: Mapping[str, Any] = {}
         self.image_bytes = 0
-        manifest, thin = self.inspection.manifest, self.inspection.thin
         if manifest is not None:
             self.host, self.gpu = manifest.host, manifest.gpu
             self.image_bytes = sum(image.size_bytes for image in manifest.packed_images)
@@ -43,12 +44,29 @@ class _Checkpoint:
                 hint = getattr(error, "hint", "") or "see `ocihook store list`"
                 self.findings.append(Finding("store", Status.FAIL, str(error.args[0]), hint))
 
+    def _read(self, path: Path) -> tuple[Manifest | None, Thin | None]:
+        if path.is_dir():
+            if not (path / "inventory.img").is_file():
+                raise ArchiveError(
+                    f"{path} has none of CRIU's images", hint="name an archive, or what CRIU has written"
+                )
+            self.unpacked_at, self.archive_bytes = path, 0
+            return read_manifest(path), read_thin(path)
+        # Page images are written where the engine unpacks the archive, which is below /var as a rule.
+        places = (Path("/var/lib/containers"), Path("/var/lib/containerd"), Path("/var"))
+        self.unpacked_at = next(place for place in places if place.exists())
+        inspection = inspect_archive(path)
+        self.archive_bytes = inspection.archive_bytes
+        return inspection.manifest, inspection.thin
+
 
 def check_archive(path: Path) -> list[Finding]:
-    """Return what stands against a restore of an archive here. Its memory is not read: `archive verify` does that.
+    """Return what stands against a restore of an archive, or of an image directory, here.
+
+    Its memory is not read: `archive verify` does that.
 
     Raises:
-        ArchiveError: if it is no archive.
+        OcihookError: if it is neither, or damaged.
         OSError: if it cannot be read.
     """
     checkpoint = _Checkpoint(path)
@@ -93,9 +111,9 @@ def _check_gpus(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _check_room(checkpoint: _Checkpoint) -> Iterator[Finding]:
-    """Page images are written where the engine unpacks the archive, which is below /var as a rule."""
-    place = next(p for p in (Path("/var/lib/containers"), Path("/var/lib/containerd"), Path("/var")) if p.exists())
+    place = checkpoint.unpacked_at
     free = shutil.disk_usage(place).free
-    need = checkpoint.inspection.archive_bytes + checkpoint.image_bytes
-    detail = f"{need >> 20} MiB are needed where the engine unpacks it; {place} has {free >> 20} MiB"
+    need = checkpoint.archive_bytes + checkpoint.image_bytes
+    where = "where the engine unpacks it" if checkpoint.archive_bytes else "there for page images"
+    detail = f"{need >> 20} MiB are needed {where}; {place} has {free >> 20} MiB"
     yield Finding("room", Status.OK if free > need else Status.WARN, detail, "" if free > need else "make room there")

@@ -10,16 +10,17 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ocihook.criu.explain import IO_URING_REMEDY
 from ocihook.criu.version import find_program
 from ocihook.engine.identity import engine_of
 from ocihook.linux.open_files import OpenFile, Watch, can_open_handle, locks, mounts, namespaces, watches
 from ocihook.linux.procfs import has_session_outside, is_session_leader, tracer_pid
 from ocihook.linux.sockets import Socket, unix_peers
+from ocihook.ops.deleted_files import has_place, refused_files
 from ocihook.ops.doctor.finding import Finding, Status
 from ocihook.ops.doctor.machine import FIRST_CRIU_FOR_6_16, hides_socket_options
 from ocihook.ops.doctor.workload import Workload
 
-_MIB = 1 << 20
 _ANONYMOUS = "anon_inode:"
 # Kinds that CRIU dumps (criu/files.c); the names are the kernel's.
 _DUMPED_KINDS = ("[eventfd]", "[eventpoll]", "[timerfd]", "[signalfd]", "inotify", "[fanotify]", "bpf-map", "[pidfd]")
@@ -43,8 +44,7 @@ def _check_descriptors(workload: Workload) -> Iterator[Finding]:
         if file.name.startswith(_ANONYMOUS) and (kind := file.name.removeprefix(_ANONYMOUS)) not in _DUMPED_KINDS:
             if kind == "[io_uring]":
                 detail = f"{who} uses io_uring, which CRIU cannot dump"
-                remedy = "UV_USE_IO_URING=0 (Node), USE_LIBUV=0 (torch), or sysctl kernel.io_uring_disabled=2"
-                yield Finding("io-uring", Status.FAIL, detail, remedy)
+                yield Finding("io-uring", Status.FAIL, detail, IO_URING_REMEDY)
             else:
                 detail = f"{who} has {kind.strip('[]')} open (descriptor {file.fd}), which CRIU cannot dump"
                 yield Finding("anonymous-file", Status.FAIL, detail, "have the application close it before the dump")
@@ -71,37 +71,14 @@ def _about_device(file: OpenFile, who: str, workload: Workload) -> Iterator[Find
 
 
 def _check_deleted_files(workload: Workload) -> Iterator[Finding]:
-    limit = workload.options.ghost_limit_bytes
-    seen = set()
-    for file in workload.files:
-        if not file.is_deleted or (file.device, file.inode) in seen or not _has_place(file):
-            continue
-        seen.add((file.device, file.inode))
-        who = workload.who(file.pid)
-        if file.links == 0 and file.is_regular and file.stored_bytes > limit:
-            size = -(-file.stored_bytes // _MIB)
-            detail = f"{who} uses {file.name}, which is deleted and has {size} MiB; CRIU's limit is {limit // _MIB} MiB"
-            remedy = f"echo ghost-limit {_rounded(size)}M >> {workload.options.file}"
-            yield Finding("ghost-file", Status.FAIL, detail, remedy)
-        elif file.links > 0 and not workload.options.has("link-remap"):
-            what = "a POSIX semaphore" if Path(file.name).name.startswith("sem.") else "a file"
-            detail = f"{who} uses {what} by a name that it no longer has: {file.name}"
-            yield Finding("link-remap", Status.FAIL, detail, f"echo link-remap >> {workload.options.file}")
-
-
-def _has_place(file: OpenFile) -> bool:
-    """Tell whether a deleted file was in a file system: shared memory without a name was not, and CRIU knows it."""
-    return file.name.startswith("/") and not file.name.startswith(("/memfd:", "/dev/zero", "/SYSV", "/[aio]", "/anon_"))
-
-
-def _rounded(size_mib: int) -> int:
-    return 1 << max(4, (size_mib - 1).bit_length())
+    for file in refused_files(workload.files, workload.options):
+        yield Finding(file.check, Status.FAIL, f"{workload.who(file.pid)} {file.what}", file.remedy)
 
 
 def _check_lost_mounts(workload: Workload) -> Iterator[Finding]:
     """A file may be open through a mount that its process does not see, as a message queue's is."""
     for file in workload.files:
-        if file.fd >= 0 and file.is_regular and _has_place(file) and not _is_on_mount(file):
+        if file.fd >= 0 and file.is_regular and has_place(file) and not _is_on_mount(file):
             detail = f"{workload.who(file.pid)} has {file.name} open, which is on no mount that it sees"
             yield Finding("lost-mount", Status.FAIL, detail, "have the application close it before the dump")
 

@@ -1,13 +1,16 @@
 /* A stand-in for NVIDIA's libcuda.so.1 and libnvidia-ml.so.1 where there is no GPU: the checkpoint calls, the little that
  * a program needs, and what NVML tells of the GPUs.
  *
- * It answers as driver 580 was seen to (integration/gpu/results/driver-contract-580.json, driver-limits-580.json; a test
- *   compares them):
+ * It answers as driver 580 was seen to (integration/gpu/results/driver-contract-580.json, driver-limits-580.json,
+ *   probes-580.json; tests compare them):
  * - a process is running, locked, checkpointed; any other order of calls is CUDA_ERROR_ILLEGAL_STATE;
  * - one thread of the process itself does the work: a call on a stopped process never returns, one on a process whose
  *   other threads are stopped does. Which thread that is can be asked at any time, as CRIU's CUDA plugin does;
  * - a checkpoint moves all device memory into one new private anonymous mapping and closes the device files, a restore
  *   moves it back to the same addresses; API calls wait while the process is not running;
+ * - /dev/nvidia-uvm is mapped once by the driver, at a low address; each piece of managed memory is another mapping of
+ *   it, in full size (only where there is /dev/nvidia0, and nvidia-uvm is no device: in a container of the tests);
+ * - memory given back to a pool that does not keep it, while others work: the checkpoint is NOT_SUPPORTED, then UNKNOWN;
  * - managed memory: the checkpoint is NOT_SUPPORTED. P2P: it succeeds, and the restore is NOT_SUPPORTED for ever;
  * - no memory for the mapping: OUT_OF_MEMORY, then UNKNOWN, and it can be unlocked. No memory on the GPU for a restore:
  *   OUT_OF_MEMORY, then OPERATING_SYSTEM: the process is lost;
@@ -20,7 +23,8 @@
  *
  * /run/ocihook-fake-cuda (or the file that OCIHOOK_FAKE_CUDA names), read by whoever calls the driver, is what a test wants to go wrong: lines `verb result [delay
  * in ms]` (result -1: do it; one that fails does nothing), `gpus MINOR...`, `total BYTES` of each GPU, `taken BYTES`
- * by somebody unknown, `driver VERSION`, `mps`, `mig`.
+ * by somebody unknown, `running BYTES`, which NVML says that each process holds before it is locked, `driver VERSION`,
+ * `mps`, `mig`.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -50,6 +54,9 @@ static const char *const verbs[] = { "state", "thread", "lock", "checkpoint", "r
 #define MAGIC 0x6f63696875646132ull
 #define MAX_ALLOCATIONS 64
 #define MAX_GPUS 4
+#define UVM "/dev/nvidia-uvm"
+#define OWN_UVM ((char *)0x204a00000)
+#define OWN_UVM_SIZE (2u << 20)
 #define MAPPING_EXTRA (2u << 20) /* the real driver keeps more than the program's memory there, too */
 
 /* How a caller in another process asks the thread below; `asked` differs from `answered` while it works. */
@@ -60,6 +67,7 @@ struct request {
     uint32_t has_room, pairs, old_minors[MAX_GPUS], new_minors[MAX_GPUS];
     int32_t result, value, thread;
     uint32_t gpus, minors[MAX_GPUS]; /* that it has open */
+    uint32_t is_running;
     uint64_t held[MAX_GPUS];         /* bytes on each of them; 0 while checkpointed */
     uint64_t saved[MAX_GPUS];        /* bytes that a restore will take */
 };
@@ -69,12 +77,25 @@ __attribute__((visibility("default"))) volatile struct request ocihook_fake_cuda
 static struct { char *address; size_t size; int fd, gpu; } allocations[MAX_ALLOCATIONS];
 static int state = RUNNING, calls_inside;
 static int is_managed, is_p2p, is_broken, is_lost;
+static uint64_t pool_threshold; /* bytes that the pool keeps */
+static volatile int64_t released_ms; /* when the pool gave memory back to the driver; 0: never */
+static int is_releasing;             /* a lock came in the middle of that */
 static int device_files[2 * MAX_GPUS + 2], files;
 static __thread int current_gpu;
+static char *own_uvm = MAP_FAILED;
 static volatile char *events; /* memory that the device writes to: mapped while there is a device */
 static char *saved; /* the mapping that holds device memory while checkpointed */
 static size_t saved_size;
 static pthread_mutex_t allocating = PTHREAD_MUTEX_INITIALIZER; /* never taken by the thread that serves */
+
+#define RELEASE_MS 500 /* so that a lock that comes while threads allocate and free always does */
+
+static int64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
 
 static void sleep_ms(long ms) { nanosleep(&(struct timespec){ .tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000 }, NULL); }
 
@@ -98,8 +119,11 @@ static int lock(uint32_t timeout_ms)
     if (state != RUNNING)
         return ILLEGAL_STATE;
     __atomic_store_n(&state, LOCKED, __ATOMIC_SEQ_CST);
+    control.is_running = 0;
+    is_releasing = released_ms && now_ms() - released_ms < RELEASE_MS;
     for (uint32_t waited = 0; __atomic_load_n(&calls_inside, __ATOMIC_SEQ_CST); waited++, sleep_ms(1))
         if (timeout_ms && waited >= timeout_ms) {
+            control.is_running = 1;
             __atomic_store_n(&state, RUNNING, __ATOMIC_SEQ_CST);
             return NOT_READY;
         }
@@ -143,6 +167,20 @@ static int open_devices(void)
     return found >= known || (known == 1 && control.minors[0] == 3 && access("/dev/nvidia0", F_OK)) ? SUCCESS : NOT_SUPPORTED;
 }
 
+/* Map the file that stands for nvidia-uvm; MAP_FAILED where there is none. */
+static char *map_uvm(void *address, size_t size)
+{
+    struct stat status;
+    int fd = access("/dev/nvidia0", F_OK) ? -1 : open(UVM, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    char *mapped = MAP_FAILED;
+    if (fd >= 0 && !fstat(fd, &status) && S_ISREG(status.st_mode) &&
+        (status.st_size >= (off_t)size || !ftruncate(fd, (off_t)size)))
+        mapped = mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | (address ? MAP_FIXED_NOREPLACE : 0), fd, 0);
+    if (fd >= 0)
+        close(fd);
+    return mapped;
+}
+
 static int checkpoint(void)
 {
     if (state != LOCKED)
@@ -151,6 +189,10 @@ static int checkpoint(void)
         return NOT_SUPPORTED;
     if (is_broken)
         return UNKNOWN;
+    if (is_releasing) {
+        is_broken = 1;
+        return NOT_SUPPORTED;
+    }
     saved_size = MAPPING_EXTRA;
     for (int i = 0; i < MAX_ALLOCATIONS; i++)
         saved_size += allocations[i].size;
@@ -170,6 +212,8 @@ static int checkpoint(void)
         }
     mmap((void *)events, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     close_devices();
+    if (own_uvm != MAP_FAILED)
+        munmap(own_uvm, OWN_UVM_SIZE);
     for (int i = 0; i < MAX_GPUS; i++)
         control.saved[i] = control.held[i], control.held[i] = 0;
     state = CHECKPOINTED;
@@ -225,6 +269,7 @@ static int restore(void)
     mmap((void *)events, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     munmap(saved, saved_size);
     saved = NULL;
+    own_uvm = map_uvm(OWN_UVM, OWN_UVM_SIZE);
     for (int i = 0; i < MAX_GPUS; i++)
         control.held[i] = control.saved[i];
     state = LOCKED;
@@ -235,6 +280,7 @@ static int unlock(void)
 {
     if (state != LOCKED)
         return ILLEGAL_STATE;
+    control.is_running = 1;
     __atomic_store_n(&state, RUNNING, __ATOMIC_SEQ_CST);
     return SUCCESS;
 }
@@ -269,12 +315,15 @@ int cuInit(unsigned flags)
     (void)flags;
     pthread_mutex_lock(&allocating);
     pthread_t thread;
+    if (own_uvm == MAP_FAILED)
+        own_uvm = map_uvm(OWN_UVM, OWN_UVM_SIZE);
     if (!events)
         events = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (!control.magic && !open_devices() && !pthread_create(&thread, NULL, serve, NULL)) {
         pthread_atfork(NULL, NULL, forget);
         while (!control.thread)
             sleep_ms(1);
+        control.is_running = 1;
         control.magic = MAGIC;
     }
     pthread_mutex_unlock(&allocating);
@@ -320,6 +369,7 @@ int cuMemAllocManaged(uint64_t *pointer, size_t size, unsigned flags)
 {
     (void)flags;
     is_managed = 1;
+    map_uvm(NULL, size); /* beside the memory, which is as any other here */
     return cuMemAlloc_v2(pointer, size);
 }
 
@@ -339,6 +389,26 @@ int cuMemFree_v2(uint64_t pointer)
     pthread_mutex_unlock(&allocating);
     leave();
     return result;
+}
+
+/* One pool, which keeps nothing unless it is told to. */
+int cuDeviceGetDefaultMemPool(void **pool, int device) { (void)device; *pool = &pool_threshold; return SUCCESS; }
+int cuMemPoolSetAttribute(void *pool, int attribute, const uint64_t *value)
+{
+    (void)pool;
+    if (attribute == 4) /* CU_MEMPOOL_ATTR_RELEASE_THRESHOLD */
+        pool_threshold = *value;
+    return SUCCESS;
+}
+
+int cuMemAllocAsync(uint64_t *pointer, size_t size, void *stream) { (void)stream; return cuMemAlloc_v2(pointer, size); }
+
+int cuMemFreeAsync(uint64_t pointer, void *stream)
+{
+    (void)stream;
+    if (!pool_threshold)
+        released_ms = now_ms();
+    return cuMemFree_v2(pointer);
 }
 
 int cuMemsetD8_v2(uint64_t to, unsigned char byte, size_t size) { enter(); memset((void *)(uintptr_t)to, byte, size); leave(); return SUCCESS; }
@@ -411,8 +481,9 @@ static uint64_t held_on(uint32_t minor_number, uint32_t *pids, uint64_t *bytes, 
             continue;
         for (uint32_t i = 0; i < theirs.gpus; i++)
             if (theirs.minors[i] == minor_number && theirs.held[i] && *count < 64) {
-                pids[*count] = (uint32_t)pid, bytes[(*count)++] = theirs.held[i];
-                sum += theirs.held[i];
+                uint64_t held = theirs.is_running ? scripted_number("running", theirs.held[i]) : theirs.held[i];
+                pids[*count] = (uint32_t)pid, bytes[(*count)++] = held;
+                sum += held;
             }
     }
     if (proc)
