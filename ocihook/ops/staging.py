@@ -10,7 +10,7 @@ from typing import Any
 
 from ocihook import __version__, wire
 from ocihook.criu.images import check_page_images
-from ocihook.linux.files import identity, same_directory, sync_directory
+from ocihook.linux.files import identity, same_directory, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
 from ocihook.model import ContainerRef
@@ -107,8 +107,9 @@ def stage(
         write_manifest(pending, _only_regions(moved, container), durable=durable)
     if durable:
         for path in taken.values():
-            _sync(path)
+            sync_file(path)
         sync_directory(pending)
+        sync_directory(pending.parent)
     is_linked = all(path.parent == pending for path in taken.values())
     job = Job(
         id=pending.name,
@@ -177,14 +178,6 @@ def _take(source: Path, pending: Path) -> Path:
     return pins / source.name
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def finish_staging(effect: Mapping[str, Any]) -> None:
     """Bring into order what was interrupted: complete it, or take it back. May run any time."""
     pending = Path(effect["pending"])
@@ -201,6 +194,8 @@ def finish_staging(effect: Mapping[str, Any]) -> None:
 def discard_staged(pending: Path, pins: Path) -> None:
     """Remove what was taken for a checkpoint, its record first. May run any time."""
     (pending / "job").unlink(missing_ok=True)
+    if pending.exists():
+        sync_directory(pending)
     unpin_directory(pins)
     if pending.exists():
         unmount(pending)

@@ -519,8 +519,14 @@ def list_pending(store: Store) -> list[Listed]:
 def _pending_of(domain: Domain) -> Iterator[Listed]:
     complete_ids = set(domain.checkpoint_ids())
     for checkpoint_id in pending_ids(domain):
-        job = read_job(domain, checkpoint_id)
-        if job is None or checkpoint_id in complete_ids:
+        if checkpoint_id in complete_ids:
+            continue
+        try:
+            job = read_job(domain, checkpoint_id)
+        except IntegrityError:  # the node went down before it was on its disk
+            yield Listed(domain.name, checkpoint_id, "lost", "", "", 0, 0, 0)
+            continue
+        if job is None:
             continue
         try:
             check_taken(job)

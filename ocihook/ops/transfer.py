@@ -20,7 +20,7 @@ from ocihook.store.domain import Domain
 from ocihook.store.pack import PackFile, PackInfo, PackReader
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.pending import directory_of, pending_ids
-from ocihook.store.pulled import adopt, index_pack
+from ocihook.store.pulled import adopt, adopt_pack
 from ocihook.store.records import unseal_layout, unseal_manifest
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
@@ -144,11 +144,14 @@ def _fetch(domain: Domain, location: str, info: PackInfo, pending: Path) -> Iter
     if done < info.size_bytes:
         yield from open_remote(location, domain.name).fetch_pack(info, path)
     try:
-        index_pack(domain, path, info)
+        adopt_pack(domain, path, info)
     except IntegrityError as error:
         path.unlink()
-        raise IntegrityError(f"{location} has sent something wrong: {error}", hint="pull again") from error
-    path.replace(domain.packs_dir / info.name)
+        if not done:
+            raise IntegrityError(f"{location} has sent something wrong: {error}", hint="pull again") from error
+        # A power loss leaves of an interrupted attempt what it likes.
+        yield -max(done, info.size_bytes)
+        yield from _fetch(domain, location, info, pending)
 
 
 def _in_parallel(

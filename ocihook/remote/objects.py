@@ -86,6 +86,7 @@ class ObjectRemote:
         Raises:
             RemoteError: if one is not there, or not of its size.
         """
+        self._blobs.settle(f"{self._prefix}packs/")  # some may be of a push that was killed
         there = self._packs()
         for info in packs:
             if info.name not in there or there[info.name].size_bytes != info.size_bytes:
@@ -101,10 +102,13 @@ class ObjectRemote:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
         for checkpoint_id in checkpoint_ids:
             self._blobs.remove(self._of(checkpoint_id, "manifest"))
+        self._blobs.settle(f"{self._prefix}checkpoints/")
+        for checkpoint_id in checkpoint_ids:
             self._blobs.remove(self._of(checkpoint_id, "layout"))
 
     def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
         """Remove packs that are not among those needed, nor by a push that is going on; return the bytes."""
+        self._blobs.settle(f"{self._prefix}checkpoints/")  # another prune may have been killed before
         rubbish = self._rubbish(needed())
         mine = f"{self._prefix}removing/{secrets.token_hex(8)}"
         began_s = time.monotonic()

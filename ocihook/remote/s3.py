@@ -96,6 +96,10 @@ class S3Blobs:
         with self._telling():
             self._client.delete_object(**self._object(name))
 
+    def settle(self, prefix: str) -> None:
+        """Return: whatever is done is there to stay."""
+        del prefix
+
     def sweep(self, prefix: str, before_s: float) -> int:
         """Return 0: what was not put whole is not there."""
         del prefix, before_s

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ocihook.errors import IntegrityError, StoreError
-from ocihook.linux.files import replace_file, sync_directory
+from ocihook.linux.files import make_directory, replace_file, sync_directory, sync_file
 from ocihook.model import ContainerRef
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
 from ocihook.store.deduplicate import Before, Earlier
@@ -84,12 +84,10 @@ class Domain:
         directory = root / "domains" / name
         record = directory / "domain"
         keyring = Keyring(keys, name)
-        if create and not record.exists():
-            for part in ("packs", "index", "checkpoints", "pending", "pushes"):
-                (directory / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-            ids_key = secrets.token_bytes(16) if keyring.is_configured else None
-            write_identity(record, keyring, Identity(secrets.randbits(64), ids_key, is_converting=False))
-            sync_directory(directory.parent)
+        if create:
+            if not record.exists():
+                _make(directory, keyring, within=root.parent)
+            sync_directory(directory)  # whoever wrote the record may have been killed before
         data = read_record(record, _MAX_RECORD_BYTES, "domain")
         if data is None:
             raise StoreError(f"{root} has no domain {name!r}")
@@ -139,7 +137,7 @@ class Domain:
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Hold off whoever removes."""
-        with self._locked("lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
+        with _locked(self.directory / "lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
             yield
 
     @contextlib.contextmanager
@@ -149,25 +147,8 @@ class Domain:
         Raises:
             StoreError: if checkpoints are still being written or read after so long.
         """
-        with self._locked("lock", fcntl.LOCK_EX, timeout_s):
+        with _locked(self.directory / "lock", fcntl.LOCK_EX, timeout_s):
             yield
-
-    @contextlib.contextmanager
-    def _locked(self, name: str, how: int, timeout_s: float) -> Iterator[None]:
-        fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + timeout_s
-        try:
-            while True:
-                try:
-                    fcntl.flock(fd, how | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        raise StoreError(f"domain {self.name} is in use by another process") from None
-                    time.sleep(_POLL_S)
-            yield
-        finally:
-            os.close(fd)
 
     # --- reading
 
@@ -319,7 +300,7 @@ class Domain:
             StoreError: if the index cannot be written.
         """
         self._put_parts(manifest.id, self._sealed(f"layout {manifest.id}", encode_layout(layout)), ids)
-        with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        with _locked(self.directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
             linked = dataclasses.replace(
                 manifest, sequence=head.sequence + 1 if head else 0, previous=head.link if head else None
@@ -345,7 +326,7 @@ class Domain:
             OSError: from the file system, a full one included.
         """
         self._put_parts(checkpoint_id, layout, ids)
-        with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        with _locked(self.directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
             digest = self.page_ids.digest_of_file(self._ids_path(checkpoint_id))
             pulled = encode_pulled(Pulled(head.sequence if head else -1, digest))
@@ -367,6 +348,8 @@ class Domain:
         if identity.ids_key is None:
             for path in [*self.index_dir.iterdir(), *self.checkpoints_dir.glob("*.ids")]:
                 path.unlink()
+            sync_directory(self.index_dir)
+            sync_directory(self.checkpoints_dir)
             identity = Identity(identity.seed, secrets.token_bytes(16), is_converting=True)
         return self._with(identity)
 
@@ -394,20 +377,14 @@ class Domain:
     # --- layouts
 
     def replace_layout(self, manifest: StoredManifest, layout: Layout) -> None:
-        """Say where a checkpoint's pages are now; new packs are on stable storage then. Call it with the lock alone."""
-        sync_directory(self.packs_dir)
+        """Say where a checkpoint's pages are now. Call it with the lock alone."""
         data = self._sealed(f"layout {manifest.id}", encode_layout(layout))
         replace_file(self._layout_path(manifest.id), data, mode=0o600)
 
     def _put_parts(self, checkpoint_id: str, layout: bytes, ids: Path) -> None:
         """Put all that a manifest needs to its place, on stable storage."""
-        sync_directory(self.packs_dir)
-        sync_directory(self.index_dir)
-        fd = os.open(ids, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(self.packs_dir)  # some may be of a pull that was killed before it had
+        sync_file(ids)
         ids.replace(self._ids_path(checkpoint_id))
         replace_file(self._layout_path(checkpoint_id), layout, mode=0o600)
 
@@ -499,6 +476,38 @@ class Domain:
     def pack_bytes(self) -> int:
         """Return what all packs take."""
         return sum(path.stat().st_size for path in self.packs_dir.glob("*.pack"))
+
+
+def _make(directory: Path, keyring: Keyring, *, within: Path) -> None:
+    """Make a domain, all of it on stable storage; of several processes that do so at once, one decides what it is."""
+    make_directory(directory, within=within)
+    with _locked(directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        if not (directory / "domain").exists():
+            for part in ("packs", "index", "checkpoints", "pending", "pushes"):
+                (directory / part).mkdir(mode=0o700, exist_ok=True)
+            sync_directory(directory)
+            ids_key = secrets.token_bytes(16) if keyring.is_configured else None
+            identity = Identity(secrets.randbits(64), ids_key, is_converting=False)
+            write_identity(directory / "domain", keyring, identity)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, how: int, timeout_s: float) -> Iterator[None]:
+    """Hold a lock of the domain whose directory it is in."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, how | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise StoreError(f"domain {path.parent.name} is in use by another process") from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)
 
 
 def lineage(container: ContainerRef) -> str:

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.linux.files import sync_directory
 from ocihook.store.domain import Domain, lineage
 from ocihook.store.index import add_to_index, merge_index
 from ocihook.store.places import keys_of, pack_number
@@ -52,6 +53,7 @@ def remove_rubbish(domain: Domain) -> int:
     Raises:
         IntegrityError: if a checkpoint is damaged; nothing is removed then.
     """
+    sync_directory(domain.checkpoints_dir)  # a prune may have been killed before: what it removed must not come back
     packs, others = rubbish(domain)
     size = sum(path.stat().st_size for path in [*packs, *others])
     if packs:
@@ -60,6 +62,8 @@ def remove_rubbish(domain: Domain) -> int:
         merge_index(domain.index_dir, packs=kept)
     for path in [*packs, *others]:
         path.unlink(missing_ok=True)
+    if packs:  # some may not be encrypted, in a domain that is from now on
+        sync_directory(domain.packs_dir)
     return size
 
 
