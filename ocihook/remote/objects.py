@@ -76,8 +76,9 @@ class ObjectRemote:
         """Store a pack; yield the bytes done, bit by bit."""
         return self._blobs.send(f"{self._prefix}packs/{info.name}", path)
 
-    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+    def fetch_pack(self, checkpoint_id: str, info: PackInfo, path: Path) -> Iterator[int]:
         """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit."""
+        del checkpoint_id
         return self._blobs.fetch(f"{self._prefix}packs/{info.name}", path)
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:

@@ -9,7 +9,7 @@ from ocihook.store.pack import PackInfo
 
 
 class Remote(Protocol):
-    """One domain of a remote. Not shared between processes: each opens its own."""
+    """One domain of a remote. What it has learnt, forked processes know, too; their connections are their own."""
 
     def checkpoint_ids(self) -> list[str]:
         """Return the ids of all complete checkpoints."""
@@ -30,15 +30,15 @@ class Remote(Protocol):
             RemoteError: if the remote cannot be reached, or has stored something else.
         """
 
-    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
-        """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit. What came is not checked.
+    def fetch_pack(self, checkpoint_id: str, info: PackInfo, path: Path) -> Iterator[int]:
+        """Append to `path` what it lacks of a checkpoint's pack; yield the bytes done, bit by bit. None is checked.
 
         Raises:
             RemoteError: if the remote cannot be reached, or has no such pack.
         """
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
-        """Make a checkpoint complete whose packs have been sent from these files."""
+        """Make a checkpoint complete whose packs have been sent from these files, within its `pushing`."""
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
