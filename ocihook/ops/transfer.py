@@ -68,6 +68,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
                 hint="one of them was exchanged: `ocihook store verify --read-data` tells whether it is this one",
             )
         if there is not None:
+            remote.settle()  # whoever sent it may have been killed before
             progress(size)
             return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
         with remote.pushing(checkpoint_id, layout.packs) as known:
@@ -115,6 +116,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     domain = store.open(name, create=True)
     pending = directory_of(domain, checkpoint_id)
     if checkpoint_id in domain.checkpoint_ids():
+        domain.settle()  # whoever pulled it may have been killed before
         progress(size)
         return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
     pending.mkdir(mode=0o700, exist_ok=True)

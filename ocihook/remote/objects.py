@@ -99,17 +99,21 @@ class ObjectRemote:
         self._blobs.write(self._of(checkpoint_id, "layout"), layout)
         self._blobs.write(self._of(checkpoint_id, "manifest"), manifest)
 
+    def settle(self) -> None:
+        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
+        self._blobs.settle(f"{self._prefix}checkpoints/")
+
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
         for checkpoint_id in checkpoint_ids:
             self._blobs.remove(self._of(checkpoint_id, "manifest"))
-        self._blobs.settle(f"{self._prefix}checkpoints/")
+        self.settle()
         for checkpoint_id in checkpoint_ids:
             self._blobs.remove(self._of(checkpoint_id, "layout"))
 
     def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
         """Remove packs that are not among those needed, nor by a push that is going on; return the bytes."""
-        self._blobs.settle(f"{self._prefix}checkpoints/")  # another prune may have been killed before
+        self.settle()  # what another prune removed that was killed must not come back
         rubbish = self._rubbish(needed())
         mine = f"{self._prefix}removing/{secrets.token_hex(8)}"
         began_s = time.monotonic()

@@ -118,6 +118,9 @@ class RegistryRemote:
         }
         self._repository.put_manifest(f"{self._domain}.{checkpoint_id}", json.dumps(body).encode())
 
+    def settle(self) -> None:
+        """Return: what a registry has taken is there to stay."""
+
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; the registry removes their packs."""
         for checkpoint_id in checkpoint_ids:

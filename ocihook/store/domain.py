@@ -313,6 +313,10 @@ class Domain:
         if replaced is not None:  # only the newest is compared with
             self._ids_path(replaced).unlink(missing_ok=True)
 
+    def settle(self) -> None:
+        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
+        sync_directory(self.checkpoints_dir)
+
     def put_pulled(self, checkpoint_id: str, data: bytes, layout: bytes, ids: Path) -> None:
         """Make a checkpoint that came from elsewhere part of the domain; call it with the lock shared.
 

@@ -53,7 +53,7 @@ def remove_rubbish(domain: Domain) -> int:
     Raises:
         IntegrityError: if a checkpoint is damaged; nothing is removed then.
     """
-    sync_directory(domain.checkpoints_dir)  # a prune may have been killed before: what it removed must not come back
+    domain.settle()  # what another prune removed that was killed must not come back
     packs, others = rubbish(domain)
     size = sum(path.stat().st_size for path in [*packs, *others])
     if packs:

@@ -374,7 +374,18 @@ class Disk:
             if change is not None:
                 self._changes.append(change)
         now = Disk(self._root, volatile=self._volatile)
-        assert self._state(self._calls, lambda _: _KEPT) == now._state(0, lambda _: _KEPT)
+        assert self.tree() == now.tree()
+
+    def tree(self) -> Tree:
+        """Return what is there now."""
+        return self._state(self._calls, lambda _: _KEPT)
+
+    def last_state(self) -> State:
+        """Return what is left when power is lost after all, and nothing that was not synced is there."""
+        return State(self._calls, "nothing", self._state(self._calls, lambda _: _LOST), self._promised(self._calls))
+
+    def _promised(self, at: int) -> frozenset[str]:
+        return frozenset(what for when, what in self._marks if when <= at)
 
     def states(self, *, mixed: int = 1, seed: int = 1) -> Iterator[State]:
         """Yield the states that a power loss after any of the calls may leave, each once.
@@ -389,7 +400,7 @@ class Disk:
         chance = random.Random(seed)
         seen = set()
         for at in range(self._calls + 1):
-            marks = frozenset(what for when, what in self._marks if when <= at)
+            marks = self._promised(at)
             kinds: dict[str, Callable[[_Change], int]] = {
                 "nothing": lambda _: _LOST,
                 "names": lambda change: _KEPT if isinstance(change.call, Named) else _LOST,

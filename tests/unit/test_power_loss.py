@@ -25,10 +25,11 @@ from ocihook.store.thin import read_thin
 from ocihook.store.verify import verify
 from tests.fakes.images import make_image_set
 from tests.fakes.keys import make_keys
-from tests.fakes.power_loss import Disk, Mark, run_recorded, write_tree
+from tests.fakes.power_loss import KILLED, Disk, Mark, run_recorded, write_tree
 from tests.unit.test_store_crash import CONTAINER, Node, pages
 from tests.unit.test_transfer import Other
 
+STRIDE = 5  # every call took two minutes, and found no more
 Marks = frozenset[str]
 OLD = pages(12, 1)
 NEW = OLD[: 4 * PAGE_BYTES] + pages(8, 2)
@@ -151,6 +152,25 @@ def dump(tmp_path: Path, *, durable: bool = True, workers: int = 1, first: bool 
         check_goes_on(node, *found)
 
     return Case(root, act, check)
+
+
+def complete(tmp_path: Path) -> Case:
+    """What is done in the background."""
+    node = make_node(tmp_path / "node", OLD)
+    node.dump(NEW)
+
+    def act(mark: Mark) -> None:
+        for checkpoint_id in pending_ids(node.domain):
+            ops.complete(node.domain, checkpoint_id, workers=1)
+        mark("complete")
+
+    def check(marks: Marks) -> None:
+        assert contents(node) == ["old", "new"] or not marks
+        node.complete()
+        assert stored(node) == ["old", "new"]
+        check_goes_on(node, "old", "new")
+
+    return Case(node.root, act, check)
 
 
 def pack(tmp_path: Path, *, are_images_synced: bool) -> Case:
@@ -339,6 +359,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "the first dump": partial(dump, first=True),
     "dump by two workers": partial(dump, workers=2),
     "dump of what goes on running": partial(dump, durable=False),
+    "completion": complete,
     "packing": partial(pack, are_images_synced=True),
     "packing what is not synced": partial(pack, are_images_synced=False),
     "prune": prune_store,
@@ -363,6 +384,33 @@ def test_power_is_lost(case: Case, tmp_path: Path, record_property: Callable[[st
     record_property("states", count)
     print(f"{count} states")
     assert count > 8
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "dump" not in name and "packing" not in name])
+def test_killed_and_done_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process had not synced when it was killed, the next one relies on; then the power is lost."""
+    monkeypatch.setattr("ocihook.ops.transfer.TRANSFERS", 1)
+    case = CASES[name](tmp_path)
+    before = Disk(case.root, volatile=["run"]).tree()
+    for number in range(0, 1000, STRIDE):
+        shutil.rmtree(case.root)
+        write_tree(before, case.root)
+        disk, log = Disk(case.root, volatile=["run"]), tmp_path / f"log-{number}"
+        status = run_recorded(case.root, log, lambda _: case.act(lambda _: None), last=number)
+        assert status in {0, KILLED}
+        assert run_recorded(case.root, log, case.act) == 0
+        disk.replay(log)
+        state = disk.last_state()
+        shutil.rmtree(case.root)
+        write_tree(state.tree, case.root)
+        try:
+            case.check(state.marks)
+        except BaseException as error:
+            error.add_note(f"killed at call {number}")
+            raise
+        if status == 0:
+            break
+    assert number > 3
 
 
 def test_nothing_is_synced(case: Case, tmp_path: Path) -> None:
