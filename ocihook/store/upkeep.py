@@ -62,8 +62,8 @@ def remove_rubbish(domain: Domain) -> int:
         merge_index(domain.index_dir, packs=kept)
     for path in [*packs, *others]:
         path.unlink(missing_ok=True)
-    if packs:  # some may not be encrypted, in a domain that is from now on
-        sync_directory(domain.packs_dir)
+    domain.settle()  # some of it may not be encrypted, in a domain that is from now on
+    sync_directory(domain.packs_dir)
     return size
 
 

@@ -29,7 +29,7 @@ from tests.fakes.power_loss import KILLED, Disk, Mark, run_recorded, write_tree
 from tests.unit.test_store_crash import CONTAINER, Node, pages
 from tests.unit.test_transfer import Other
 
-STRIDE = 5  # every call took two minutes, and found no more
+STRIDE = 5  # a process is killed at every fifth call; at every one takes two minutes
 Marks = frozenset[str]
 OLD = pages(12, 1)
 NEW = OLD[: 4 * PAGE_BYTES] + pages(8, 2)
