@@ -56,6 +56,26 @@ def create_private(path: Path) -> BinaryIO:
     return open(fd, "wb")
 
 
+def make_directory(path: Path, *, within: Path) -> None:
+    """Make a directory for nobody but its owner, and those above it; their names survive a power loss then.
+
+    Names below `within` are synced in any case: whoever made them may have been killed before that.
+    """
+    if within in path.parent.parents or not path.parent.exists():
+        make_directory(path.parent, within=within)
+    path.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` survive a power loss."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

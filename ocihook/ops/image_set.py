@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ocihook import __version__
 from ocihook.criu.images import check_page_images, check_page_sizes, page_images, read_pagemaps
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
-from ocihook.linux.files import sync_directory
+from ocihook.linux.files import sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
 from ocihook.model import ContainerRef
 from ocihook.store.manifest import (
@@ -69,7 +69,7 @@ def pack_image_set(
         container: recorded in the manifest.
         host: recorded in the manifest.
         workers: processes to use.
-        durable: return only when the packs are on stable storage.
+        durable: return only when the packs, and the images that are not packed, are on stable storage.
         moved: memory that is in packs already; the image set is complete only with it.
         with_images: else page images stay as they are, and the manifest is about the moved memory alone.
         progress: told the bytes of image done.
@@ -101,6 +101,10 @@ def pack_image_set(
             regions=moved.regions if moved else (),
             gpu=moved.gpu if moved else {},
         )
+        if durable:
+            for image in manifest.other_images:
+                sync_file(directory / image.name)
+            sync_directory(directory)
         write_manifest(directory, manifest, durable=durable)
     except BaseException as error:
         finish_packing(directory)
@@ -131,7 +135,12 @@ def discard_packs(directory: Path) -> None:
 
     So goes the record of a thin checkpoint.
     """
-    for name in (THIN_NAME, MANIFEST_NAME, f"{MANIFEST_NAME}.partial", *_image_packs(directory)):
+    records = [directory / name for name in (THIN_NAME, MANIFEST_NAME) if os.path.lexists(directory / name)]
+    for path in records:
+        path.unlink(missing_ok=True)
+    if records:  # else a power loss may bring them back without what they speak of
+        sync_directory(directory)
+    for name in (f"{MANIFEST_NAME}.partial", *_image_packs(directory)):
         (directory / name).unlink(missing_ok=True)
 
 

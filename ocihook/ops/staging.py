@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ocihook import __version__, wire
 from ocihook.errors import IdentificationError, StoreFull
-from ocihook.linux.files import replace_file, sync_directory
+from ocihook.linux.files import replace_file, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
 from ocihook.model import ContainerRef
@@ -131,8 +131,9 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
         write_manifest(pending, _only_regions(moved, container), durable=durable)
     if durable:
         for path in taken.values():
-            _sync(path)
+            sync_file(path)
         sync_directory(pending)
+        sync_directory(pending.parent)
     is_linked = all(path.parent == pending for path in taken.values())
     job = Job(
         id=pending.name,
@@ -203,14 +204,6 @@ def _take(source: Path, pending: Path) -> Path:
     return pins / source.name
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def finish_staging(place: Place, names: Sequence[str], directory: Path | None) -> None:
     """Bring into order what was interrupted: complete it, or take it back. May run any time.
 
@@ -231,6 +224,8 @@ def finish_staging(place: Place, names: Sequence[str], directory: Path | None) -
 def discard_staged(pending: Path, pins: Path) -> None:
     """Remove what was taken for a checkpoint, its record first. May run any time."""
     (pending / "job").unlink(missing_ok=True)
+    if pending.exists():
+        sync_directory(pending)
     unpin_directory(pins)
     if pending.exists():
         unmount(pending)

@@ -125,6 +125,7 @@ def complete(
                 if job.is_pushed:
                     domain.pushes.note(checkpoint_id)
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
+        domain.settle()  # whoever completed it may have been killed before
         discard_staged(pending, pins_of(checkpoint_id))
     return True
 
@@ -410,6 +411,7 @@ def wait_complete(
                 done = read_progress(domain, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
             time.sleep(_POLL_S)
+    domain.settle()  # whoever completed it may have been killed before
     return domain.read(checkpoint_id)
 
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +16,13 @@ from ocihook.ops.prune import Keep, Pruned, choose
 from ocihook.ops.staging import discard_staged, pins_of
 from ocihook.ops.store import Listed, claimed
 from ocihook.remote.location import open_remote, remote_domains
+from ocihook.remote.remote import Remote
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.store.domain import Domain
 from ocihook.store.pack import PackFile, PackInfo, PackReader
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.pending import directory_of, pending_ids
-from ocihook.store.pulled import adopt, index_pack
+from ocihook.store.pulled import adopt, adopt_pack
 from ocihook.store.pushes import Push
 from ocihook.store.records import unseal_layout, unseal_manifest
 from ocihook.store.store import Store
@@ -69,24 +71,25 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
                 hint="one of them was exchanged: `ocihook store verify --read-data` tells whether it is this one",
             )
         if there is not None:
+            remote.settle()  # whoever sent it may have been killed before
             progress(size)
             return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
         with remote.pushing(checkpoint_id, layout.packs) as known:
             lacking = [info for info in layout.packs if info.name not in known]
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
-            _in_parallel(lacking, lambda info: _send(domain, location, info), progress)
+            _in_parallel(lacking, lambda info: _send(domain, remote, info), progress)
             files = {info: domain.packs_dir / info.name for info in layout.packs}
             remote.commit(checkpoint_id, data, domain.layout_bytes(checkpoint_id), files)
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
 
 
-def _send(domain: Domain, location: str, info: PackInfo) -> Iterator[int]:
+def _send(domain: Domain, remote: Remote, info: PackInfo) -> Iterator[int]:
     path = domain.packs_dir / info.name
     with contextlib.closing(PackReader(PackFile(path), info, domain.keyring)) as reader:
         for chunk in reader.chunks(0, info.chunks):
             reader.read_stored(chunk)  # verifies it: no damage travels
-    yield from open_remote(location, domain.name).send_pack(info, path)
+    yield from remote.send_pack(info, path)
 
 
 def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress: Progress = no_progress) -> Moved:
@@ -116,6 +119,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     domain = store.open(name, create=True)
     pending = directory_of(domain, checkpoint_id)
     if checkpoint_id in domain.checkpoint_ids():
+        domain.settle()  # whoever pulled it may have been killed before
         progress(size)
         return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
     pending.mkdir(mode=0o700, exist_ok=True)
@@ -126,7 +130,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
             lacking = [info for info in layout.packs if not _has(domain, info)]
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
-            _in_parallel(lacking, lambda info: _fetch(domain, location, info, pending), progress)
+            _in_parallel(lacking, lambda info: _fetch(domain, remote, location, info, pending), progress)
             adopt(domain, checkpoint_id, data, layout_data)
         discard_staged(pending, pins_of(checkpoint_id))
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
@@ -140,18 +144,21 @@ def _has(domain: Domain, info: PackInfo) -> bool:
     return True
 
 
-def _fetch(domain: Domain, location: str, info: PackInfo, pending: Path) -> Iterator[int]:
+def _fetch(domain: Domain, remote: Remote, location: str, info: PackInfo, pending: Path) -> Iterator[int]:
     path = pending / info.name
     done = path.stat().st_size if path.exists() else 0
     yield done
     if done < info.size_bytes:
-        yield from open_remote(location, domain.name).fetch_pack(info, path)
+        yield from remote.fetch_pack(pending.name, info, path)
     try:
-        index_pack(domain, path, info)
+        adopt_pack(domain, path, info)
     except IntegrityError as error:
         path.unlink()
-        raise IntegrityError(f"{location} has sent something wrong: {error}", hint="pull again") from error
-    path.replace(domain.packs_dir / info.name)
+        if not done:
+            raise IntegrityError(f"{location} has sent something wrong: {error}", hint="pull again") from error
+        # A power loss leaves of an interrupted attempt what it likes.
+        yield -max(done, info.size_bytes)
+        yield from _fetch(domain, remote, location, info, pending)
 
 
 def _in_parallel(
@@ -265,6 +272,10 @@ class RemoteCheckpoints:
     _known: dict[str, StoredManifest] = field(default_factory=dict)
     _packs: dict[str, list[str]] = field(default_factory=dict)
 
+    @cached_property
+    def _remote(self) -> Remote:
+        return open_remote(self.location, self.keyring.domain)
+
     def all(self) -> list[StoredManifest]:
         """Return their manifests in the order in which they were made: of one node's by their sequence, else by clocks.
 
@@ -272,11 +283,10 @@ class RemoteCheckpoints:
             RemoteError: if the remote cannot be reached.
             IntegrityError: if one is damaged.
         """
-        remote = open_remote(self.location, self.keyring.domain)
         found = {}
-        for checkpoint_id in remote.checkpoint_ids():
+        for checkpoint_id in self._remote.checkpoint_ids():
             if checkpoint_id not in self._known:
-                data = remote.manifest(checkpoint_id)
+                data = self._remote.manifest(checkpoint_id)
                 if data is None:  # removed meanwhile
                     continue
                 self._known[checkpoint_id] = unseal_manifest(self.keyring, checkpoint_id, data)
@@ -289,11 +299,10 @@ class RemoteCheckpoints:
         Raises:
             IntegrityError: if the layout of one is missing or damaged.
         """
-        remote = open_remote(self.location, self.keyring.domain)
         names: set[str] = set()
         for manifest in self.all():
             if manifest.id not in self._packs:
-                data = remote.layout(manifest.id)
+                data = self._remote.layout(manifest.id)
                 if data is None:
                     raise IntegrityError(f"{self.location} has lost the layout of checkpoint {manifest.id}")
                 self._packs[manifest.id] = [info.name for info in unseal_layout(self.keyring, manifest, data).packs]

@@ -18,6 +18,8 @@ class Blob(NamedTuple):
 class Blobs(Protocol):
     """Keeps blobs. What is written is there whole or not at all, and seen by everybody once a call returns.
 
+    What is removed may be there again after a power loss, until `settle`.
+
     Every call raises a RemoteError if it cannot be done.
     """
 
@@ -41,6 +43,9 @@ class Blobs(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a blob, if it is there."""
+
+    def settle(self, prefix: str) -> None:
+        """Return when a power loss cannot undo any more what was written or removed below `prefix`, by whomever."""
 
     def sweep(self, prefix: str, before_s: float) -> int:
         """Remove what writes have left below `prefix` that were interrupted before a time; return the bytes."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ocihook.errors import RemoteError
-from ocihook.linux.files import open_regular, sync_directory
+from ocihook.linux.files import make_directory, open_regular, sync_directory
 from ocihook.remote.blobs import PIECE_BYTES, Blob
 
 _PARTIAL = ".partial"
@@ -98,6 +98,13 @@ class DirectoryBlobs:
         with self._telling():
             (self._directory / name).unlink(missing_ok=True)
 
+    def settle(self, prefix: str) -> None:
+        """Return when a power loss cannot undo any more what was written or removed below `prefix`, by whomever."""
+        with self._telling():
+            self._check()
+            with contextlib.suppress(FileNotFoundError):
+                sync_directory(self._directory / prefix)
+
     def sweep(self, prefix: str, before_s: float) -> int:
         """Remove what writes have left below `prefix` that were interrupted before a time; return the bytes."""
         freed = 0
@@ -114,7 +121,7 @@ class DirectoryBlobs:
         """Give the path for a new file, which takes its name when it is complete."""
         path = self._directory / name
         self._check()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent, within=self._directory)
         partial = path.with_name(f"{secrets.token_hex(8)}{_PARTIAL}")
         try:
             yield partial

@@ -77,8 +77,9 @@ class ObjectRemote:
         """Store a pack; yield the bytes done, bit by bit."""
         return self._blobs.send(f"{self._prefix}packs/{info.name}", path)
 
-    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
+    def fetch_pack(self, checkpoint_id: str, info: PackInfo, path: Path) -> Iterator[int]:
         """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit."""
+        del checkpoint_id
         return self._blobs.fetch(f"{self._prefix}packs/{info.name}", path)
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
@@ -87,6 +88,7 @@ class ObjectRemote:
         Raises:
             RemoteError: if one is not there, or not of its size.
         """
+        self._blobs.settle(f"{self._prefix}packs/")  # some may be of a push that was killed
         there = self._packs()
         for info in packs:
             if info.name not in there or there[info.name].size_bytes != info.size_bytes:
@@ -115,14 +117,21 @@ class ObjectRemote:
         for name in begun.keys() - set(recent) if is_ours else {mine}:
             self._blobs.remove(name)
 
+    def settle(self) -> None:
+        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
+        self._blobs.settle(f"{self._prefix}checkpoints/")
+
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
         for checkpoint_id in checkpoint_ids:
             self._blobs.remove(self._of(checkpoint_id, "manifest"))
+        self.settle()
+        for checkpoint_id in checkpoint_ids:
             self._blobs.remove(self._of(checkpoint_id, "layout"))
 
     def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
         """Remove packs that are not among those needed, nor by a push that is going on; return the bytes."""
+        self.settle()  # what another prune removed that was killed must not come back
         rubbish = self._rubbish(needed())
         mine = f"{self._prefix}removing/{secrets.token_hex(8)}"
         began_s = time.monotonic()

@@ -51,6 +51,7 @@ class RegistryRemote:
         """Take the repository, and the name of the domain."""
         self._repository, self._domain = repository, domain
         self._artifacts: dict[str, _Artifact] = {}
+        self._there: dict[str, _Blob] = {}  # packs of what is being pushed that need not be sent
 
     def checkpoint_ids(self) -> list[str]:
         """Return the ids of all complete checkpoints."""
@@ -76,18 +77,26 @@ class RegistryRemote:
     def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> Iterator[set[str]]:
         """Give the names of packs that are there. A registry keeps what a manifest names, and what was just sent."""
         del checkpoint_id
-        known = self._packs()
-        there = {info.name for info in packs if info.name in known and known[info.name].size_bytes == info.size_bytes}
-        yield {name for name in there if self._repository.exists(known[name].digest)}
+        artifacts = filter(None, map(self._artifact, self.checkpoint_ids()))
+        known = {blob.name: blob for artifact in artifacts for blob in artifact.packs}
+        there = (known[info.name] for info in packs if info.name in known)
+        sizes = {info.name: info.size_bytes for info in packs}
+        self._there = {
+            blob.name: blob
+            for blob in there
+            if blob.size_bytes == sizes[blob.name] and self._repository.exists(blob.digest)
+        }
+        yield set(self._there)
 
     def send_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
         """Store a pack; yield its bytes when it is there."""
         self._repository.upload_file(path, _digest_of_file(path))
         yield info.size_bytes
 
-    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
-        """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit."""
-        blob = self._packs().get(info.name)
+    def fetch_pack(self, checkpoint_id: str, info: PackInfo, path: Path) -> Iterator[int]:
+        """Append to `path` what it lacks of a checkpoint's pack; yield the bytes done, bit by bit."""
+        artifact = self._artifact(checkpoint_id)
+        blob = next((blob for blob in artifact.packs if blob.name == info.name), None) if artifact else None
         if blob is None:
             raise RemoteError(f"{self._repository} has no pack {info.name}")
         with path.open("ab") as target:
@@ -98,12 +107,9 @@ class RegistryRemote:
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
         """Make a checkpoint complete whose packs have been sent. The registry refuses it if one is not there."""
-        known = self._packs()
         rows = [_descriptor("layout", _Blob("layout", digest_of(layout), len(layout)))]
         for info, path in packs.items():
-            blob = known.get(info.name)
-            if blob is None or blob.size_bytes != info.size_bytes or not self._repository.exists(blob.digest):
-                blob = _Blob(info.name, _digest_of_file(path), info.size_bytes)
+            blob = self._there.get(info.name) or _Blob(info.name, _digest_of_file(path), info.size_bytes)
             rows.append(_descriptor("pack", blob))
         self._repository.upload_bytes(manifest)
         self._repository.upload_bytes(layout)
@@ -137,6 +143,9 @@ class RegistryRemote:
             }
             self._repository.put_manifest(tag, json.dumps(body).encode())
 
+    def settle(self) -> None:
+        """Return: what a registry has taken is there to stay."""
+
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; the registry removes their packs."""
         for checkpoint_id in checkpoint_ids:
@@ -150,11 +159,6 @@ class RegistryRemote:
 
     def _tag(self, checkpoint_id: str) -> str:
         return f"{self._domain}.{checkpoint_id}"
-
-    def _packs(self) -> dict[str, _Blob]:
-        """Return the packs that any checkpoint of the domain names."""
-        artifacts = [self._artifact(checkpoint_id) for checkpoint_id in self.checkpoint_ids()]
-        return {blob.name: blob for artifact in artifacts if artifact for blob in artifact.packs}
 
     def _artifact(self, checkpoint_id: str) -> _Artifact | None:
         if checkpoint_id not in self._artifacts:

@@ -9,7 +9,7 @@ from ocihook.store.pack import PackInfo
 
 
 class Remote(Protocol):
-    """One domain of a remote. Not shared between processes: each opens its own."""
+    """One domain of a remote. What it has learnt, forked processes know, too; their connections are their own."""
 
     def checkpoint_ids(self) -> list[str]:
         """Return the ids of all complete checkpoints."""
@@ -30,15 +30,18 @@ class Remote(Protocol):
             RemoteError: if the remote cannot be reached, or has stored something else.
         """
 
-    def fetch_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
-        """Append to `path` what it lacks of a pack; yield the bytes done, bit by bit. What came is not checked.
+    def fetch_pack(self, checkpoint_id: str, info: PackInfo, path: Path) -> Iterator[int]:
+        """Append to `path` what it lacks of a checkpoint's pack; yield the bytes done, bit by bit. None is checked.
 
         Raises:
             RemoteError: if the remote cannot be reached, or has no such pack.
         """
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
-        """Make a checkpoint complete whose packs have been sent from these files."""
+        """Make a checkpoint complete whose packs have been sent from these files, within its `pushing`."""
+
+    def settle(self) -> None:
+        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
 
     def pruning(self, every_s: float) -> contextlib.AbstractContextManager[bool]:
         """Tell whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""

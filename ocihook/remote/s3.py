@@ -1,7 +1,9 @@
 """A remote in S3-compatible object storage."""
 
 import contextlib
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,18 @@ class S3Blobs:
         self._prefix = prefix + "/" if prefix else ""
         with self._telling():
             session = botocore.session.Session(profile=profile or None)
-            self._client = session.create_client(
-                "s3", region_name=region or None, endpoint_url=endpoint or None, config=_CONFIG
+            self._connect = partial(
+                session.create_client, "s3", region_name=region or None, endpoint_url=endpoint or None, config=_CONFIG
             )
+            self._connection = os.getpid(), self._connect()
+
+    @property
+    def _client(self) -> Any:  # noqa: ANN401 - botocore makes its classes when it runs
+        pid, client = self._connection
+        if pid != os.getpid():  # a process that was forked shares no connection
+            client = self._connect()
+            self._connection = os.getpid(), client
+        return client
 
     def below(self, prefix: str) -> Iterator[Blob]:
         """Yield what begins with `prefix`, which ends in a slash."""
@@ -95,6 +106,10 @@ class S3Blobs:
         """Remove a blob, if it is there."""
         with self._telling():
             self._client.delete_object(**self._object(name))
+
+    def settle(self, prefix: str) -> None:
+        """Return: whatever is done is there to stay."""
+        del prefix
 
     def sweep(self, prefix: str, before_s: float) -> int:
         """Return 0: what was not put whole is not there."""

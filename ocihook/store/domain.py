@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ocihook.errors import IntegrityError, StoreError
-from ocihook.linux.files import replace_file, sync_directory
+from ocihook.linux.files import make_directory, replace_file, sync_directory, sync_file
 from ocihook.linux.workers import at_normal_priority
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
 from ocihook.store.deduplicate import Before, Earlier
@@ -86,12 +86,10 @@ class Domain:
         directory = root / "domains" / check_domain_name(name)
         record = directory / "domain"
         keyring = Keyring(keys, name)
-        if create and not record.exists():
-            for part in ("packs", "index", "checkpoints", "pending", "pushes"):
-                (directory / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-            ids_key = secrets.token_bytes(16) if keyring.is_configured else None
-            write_identity(record, keyring, Identity(secrets.randbits(64), ids_key, is_converting=False))
-            sync_directory(directory.parent)
+        if create:
+            if not record.exists():
+                _make(directory, keyring, within=root.parent)
+            sync_directory(directory)  # whoever wrote the record may have been killed before
         data = read_record(record, _MAX_RECORD_BYTES, "domain")
         if data is None:
             raise StoreError(f"{root} has no domain {name!r}")
@@ -142,9 +140,9 @@ class Domain:
     def shared(self, *, in_turn: bool = False) -> Iterator[None]:
         """Hold off whoever removes; `in_turn`, for what has time, after those who wait to be alone."""
         if in_turn:
-            with self._locked("turn.lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
+            with _locked(self.directory / "turn.lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
                 pass
-        with self._locked("lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
+        with _locked(self.directory / "lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
             yield
 
     @contextlib.contextmanager
@@ -155,8 +153,8 @@ class Domain:
             StoreError: if checkpoints are still being written or read after so long.
         """
         with (
-            self._locked("turn.lock", fcntl.LOCK_EX, timeout_s),
-            self._locked("lock", fcntl.LOCK_EX, timeout_s),
+            _locked(self.directory / "turn.lock", fcntl.LOCK_EX, timeout_s),
+            _locked(self.directory / "lock", fcntl.LOCK_EX, timeout_s),
             at_normal_priority(),
         ):
             yield
@@ -168,7 +166,7 @@ class Domain:
         Raises:
             StoreError: if another process is at it after so long.
         """
-        with self._locked("upkeep.lock", fcntl.LOCK_EX, timeout_s):
+        with _locked(self.directory / "upkeep.lock", fcntl.LOCK_EX, timeout_s):
             yield
 
     @contextlib.contextmanager
@@ -189,23 +187,6 @@ class Domain:
     def is_held(self, checkpoint_id: str) -> bool:
         """Tell whether a checkpoint is pinned or in use: then nothing removes it."""
         return self.marks.is_pinned(checkpoint_id) or self.marks.is_used(checkpoint_id)
-
-    @contextlib.contextmanager
-    def _locked(self, name: str, how: int, timeout_s: float) -> Iterator[None]:
-        fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + timeout_s
-        try:
-            while True:
-                try:
-                    fcntl.flock(fd, how | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        raise StoreError(f"domain {self.name} is in use by another process") from None
-                    time.sleep(_POLL_S)
-            yield
-        finally:
-            os.close(fd)
 
     # --- reading
 
@@ -379,7 +360,7 @@ class Domain:
             StoreError: if the index cannot be written.
         """
         self._put_parts(manifest.id, self._sealed(f"layout {manifest.id}", encode_layout(layout)), ids)
-        with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        with _locked(self.directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
             linked = dataclasses.replace(
                 manifest, sequence=head.sequence + 1 if head else 0, previous=head.link if head else None
@@ -391,6 +372,10 @@ class Domain:
         merge_index(self.index_dir)
         if replaced is not None:  # only the newest is compared with
             self._ids_path(replaced).unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
+        sync_directory(self.checkpoints_dir)
 
     def put_pulled(self, checkpoint_id: str, data: bytes, layout: bytes, ids: Path) -> None:
         """Make a checkpoint that came from elsewhere part of the domain; call it with the lock shared.
@@ -405,7 +390,7 @@ class Domain:
             OSError: from the file system, a full one included.
         """
         self._put_parts(checkpoint_id, layout, ids)
-        with self._locked("chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        with _locked(self.directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
             head = self._head()
             digest = self.page_ids.digest_of_file(self._ids_path(checkpoint_id))
             pulled = encode_pulled(Pulled(head.sequence if head else -1, digest))
@@ -427,6 +412,8 @@ class Domain:
         if identity.ids_key is None:
             for path in [*self.index_dir.iterdir(), *self.checkpoints_dir.glob("*.ids")]:
                 path.unlink()
+            sync_directory(self.index_dir)
+            sync_directory(self.checkpoints_dir)
             identity = Identity(identity.seed, secrets.token_bytes(16), is_converting=True)
         return self._with(identity)
 
@@ -471,13 +458,8 @@ class Domain:
 
     def _put_parts(self, checkpoint_id: str, layout: bytes, ids: Path) -> None:
         """Put all that a manifest needs to its place, on stable storage."""
-        sync_directory(self.packs_dir)
-        sync_directory(self.index_dir)
-        fd = os.open(ids, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(self.packs_dir)  # some may be of a pull that was killed before it had
+        sync_file(ids)
         ids.replace(self._ids_path(checkpoint_id))
         replace_file(self._layout_path(checkpoint_id), layout, mode=0o600)
 
@@ -586,6 +568,38 @@ class Domain:
                 with contextlib.suppress(FileNotFoundError):  # merged, or replaced
                     total += path.stat().st_size
         return total
+
+
+def _make(directory: Path, keyring: Keyring, *, within: Path) -> None:
+    """Make a domain, all of it on stable storage; of several processes that do so at once, one decides what it is."""
+    make_directory(directory, within=within)
+    with _locked(directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        if not (directory / "domain").exists():
+            for part in ("packs", "index", "checkpoints", "pending", "pushes"):
+                (directory / part).mkdir(mode=0o700, exist_ok=True)
+            sync_directory(directory)
+            ids_key = secrets.token_bytes(16) if keyring.is_configured else None
+            identity = Identity(secrets.randbits(64), ids_key, is_converting=False)
+            write_identity(directory / "domain", keyring, identity)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, how: int, timeout_s: float) -> Iterator[None]:
+    """Hold a lock of the domain whose directory it is in."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, how | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise StoreError(f"domain {path.parent.name} is in use by another process") from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)
 
 
 def new_checkpoint_id() -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.errors import StoreError
+from ocihook.linux.files import sync_directory
 
 KEY_BYTES = 8
 MAX_RUNS = 8  # each is searched; more are merged
@@ -195,6 +196,8 @@ def merge_index(directory: Path, *, without: Collection[int] = ()) -> None:
                 run.close()
         for path in paths:
             path.unlink()
+        if without:  # others are about to be removed
+            sync_directory(directory)
 
 
 def _is_worth_it(paths: Sequence[Path]) -> bool:
@@ -233,7 +236,7 @@ def _merged(runs: Sequence[Run], without: Collection[int]) -> Iterator[list[byte
 
 
 def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
-    """Write a run of at most so many records, which come in order."""
+    """Write a run of at most so many records, which come in order; it is on stable storage then."""
     bits = max(_LEAST_BITS, (most * _FILTER_PER_RECORD).bit_length())
     table_at, records_at = _offsets(bits)
     written = listed = 0  # records, and entries of the table
@@ -259,6 +262,7 @@ def _write(directory: Path, most: int, parts: Iterator[list[bytes]]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(partial.with_suffix(".run"))
+        sync_directory(directory)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidTag
 from xxhash import xxh3_64_intdigest
 
 from ocihook.errors import IntegrityError, StoreError
-from ocihook.linux.files import open_regular
+from ocihook.linux.files import open_regular, sync_directory
 from ocihook.linux.mapped_file import MappedFile
 from ocihook.store.cipher import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Keyring, PackCipher
 
@@ -108,13 +108,14 @@ class PackWriter:
         self._pending.clear()
 
     def close(self, *, durable: bool) -> PackInfo:
-        """Write table and trailer; with `durable`, return only when all of it is on stable storage."""
+        """Write table and trailer; with `durable`, return only when all of it, and its name, is on stable storage."""
         checksum = xxh3_64_intdigest(self._table)
         trailer = _TRAILER.pack(_TAIL_MAGIC, self._offset, checksum, self.chunks, 0)
         self._pending += (bytes(self._table), trailer)
         self.flush()
         if durable:
             os.fsync(self._fd)
+            sync_directory(self.path.parent)
         self.__exit__()
         size = self._offset + len(self._table) + len(trailer)
         return PackInfo(self.path.name, size, self.chunks, checksum)

@@ -112,11 +112,15 @@ def read_job(domain: Domain, checkpoint_id: str) -> Job | None:
     data = read_record(directory_of(domain, checkpoint_id) / "job", _MAX_BYTES, f"job of {checkpoint_id}")
     if data is None:
         return None
-    _, body = decode_frame("job", (1,), data)
     try:
+        _, body = decode_frame("job", (1,), data)
         return _from_json(load_json(body))
-    except (ValueError, TypeError, KeyError) as error:
-        raise IntegrityError(f"the job of {checkpoint_id} is malformed: {error!r}") from error
+    except (IntegrityError, ValueError, TypeError, KeyError) as error:
+        reason = str(error) if isinstance(error, IntegrityError) else f"it is malformed: {error!r}"
+        raise IntegrityError(
+            f"checkpoint {checkpoint_id} was lost: of what is known of it, {reason}",
+            hint="`ocihook store prune` removes what is left of it",
+        ) from error
 
 
 def _from_json(value: Any) -> Job:  # noqa: ANN401 - anything that JSON can say

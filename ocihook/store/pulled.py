@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 
+from ocihook.linux.files import sync_directory, sync_file
 from ocihook.store.domain import Domain
 from ocihook.store.index import add_to_index
 from ocihook.store.pack import PackInfo
@@ -38,11 +39,16 @@ def adopt(
     return manifest
 
 
-def index_pack(domain: Domain, path: Path, info: PackInfo) -> None:
-    """Verify every byte of a pack that is to become one of the domain, and let its index know the pages.
+def adopt_pack(domain: Domain, path: Path, info: PackInfo) -> None:
+    """Make a pack from elsewhere one of the domain once every byte of it has been verified and is on stable storage.
 
     Raises:
         IntegrityError: if it is damaged, or another one.
+        OSError: from the file system, a full one included.
     """
     with contextlib.closing(domain.packs._replace(path=path.parent).open(info.name, info)) as pack:
-        add_to_index(domain.index_dir, {pack_number(info.name): b"".join(keys_of(pack, domain.page_ids))})
+        keys = b"".join(keys_of(pack, domain.page_ids))
+    sync_file(path)
+    path.replace(domain.packs_dir / info.name)
+    sync_directory(domain.packs_dir)
+    add_to_index(domain.index_dir, {pack_number(info.name): keys})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.linux.files import sync_directory
 from ocihook.store.domain import Domain
 from ocihook.store.index import add_to_index, merge_index
 from ocihook.store.lineage import lineage
@@ -114,10 +115,12 @@ def remove_rubbish(domain: Domain, needs: Needs | None = None, step: Step = cont
     needs = needs or Needs(domain)
     needs.packs()  # so that there is little left to read when others have to wait for it
     freed = 0
+    domain.settle()  # what another prune removed that was killed must not come back
     with step():
         packs, others = rubbish(domain, needs)
         for path in others:
             freed += _remove(domain, path)
+    domain.settle()  # some of it may not be encrypted, in a domain that is from now on
     merge_index(domain.index_dir, without={pack_number(path.name) for path in packs})
     for at in range(0, len(packs), AT_A_TIME):
         with step():
@@ -126,6 +129,7 @@ def remove_rubbish(domain: Domain, needs: Needs | None = None, step: Step = cont
                 if path.name not in needed:
                     freed += path.stat().st_size
                     path.unlink()
+    sync_directory(domain.packs_dir)
     return freed
 
 

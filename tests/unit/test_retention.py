@@ -36,6 +36,7 @@ from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.fakes.keys import make_keys
 from tests.unit.test_domain import CONTAINER, content_of, random_pages, take
 from tests.unit.test_session import Node as SessionNode
+from tests.unit.test_session import of_namespace
 from tests.unit.test_store_crash import Node, in_child, pages
 
 NOW_S = 1_800_000_000.0
@@ -510,6 +511,7 @@ def test_a_restore_uses_its_checkpoint_from_its_first_stage_on(tmp_path: Path, m
     shutil.rmtree(session.directory)
     shutil.copytree(node.images, session.directory)
     session.image_fd = os.open(session.directory, os.O_RDONLY)
+    session.annotations = of_namespace("team")
     settings = Settings(store_dir=str(node.store_dir), workers=1, history_dir=str(tmp_path / "history"))
     monkeypatch.setattr(session, "session", Session(session.journal, lambda: settings))
     (old,) = ids(node.domain)

@@ -5,7 +5,10 @@ import os
 import random
 import re
 import shutil
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +37,7 @@ from ocihook.store.thin import read_thin
 from ocihook.store.upkeep import rubbish
 from ocihook.store.verify import verify
 from tests.fakes.images import make_image_set
+from tests.fakes.keys import make_keys
 
 CONTAINER = ContainerRef(id="c1", name="trainer", pod_name="pod", pod_namespace="team")
 WRITES = ("fsync", "ftruncate", "link", "mkdir", "pwrite", "replace", "rmdir", "unlink", "write", "writev")
@@ -73,9 +77,27 @@ def in_child(act: Callable[[], object]) -> int:
         try:
             act()
             status = 0
+        except BaseException:  # noqa: BLE001 - the exit status tells
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def at_once(*acts: Callable[[], object]) -> list[int]:
+    """Return the exit statuses of acts that begin at the same moment, each in a process of its own."""
+    waiting, begin_now = os.pipe()
+    pids = []
+    for act in acts:
+        pid = os.fork()
+        if pid == 0:
+            os.close(begin_now)
+            os.read(waiting, 1)
+            os._exit(in_child(act))
+        pids.append(pid)
+    os.close(waiting)
+    os.close(begin_now)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def pages(count: int, seed: int) -> bytes:
@@ -254,6 +276,73 @@ def test_a_prune_that_dies_at_any_write(node: Node, tmp_path: Path, *, torn: boo
         if status == 0:
             break
     assert number > 10
+
+
+class Empty(Node):
+    """A node that has dumped nothing into its store yet."""
+
+    def __init__(self, root: Path, store_dir: Path, keys: KeySource = NO_KEYS) -> None:
+        self.root, self.store_dir, self.keys = root, store_dir, keys
+        root.mkdir()
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def keys(request: pytest.FixtureRequest, tmp_path: Path) -> KeySource:
+    return make_keys(tmp_path) if request.param == "encrypted" else NO_KEYS
+
+
+@pytest.fixture
+def slow_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes a domain is not done before others have seen that there is none."""
+
+    def randbits(count: int) -> int:
+        time.sleep(0.01)
+        return int.from_bytes(os.urandom(count // 8), "big")
+
+    monkeypatch.setattr("ocihook.store.domain.secrets.randbits", randbits)
+
+
+@pytest.mark.usefixtures("slow_chance")
+def test_first_dumps_of_a_namespace_at_once(tmp_path: Path, keys: KeySource) -> None:
+    """Whoever is first makes the domain, all others use it."""
+    for number in range(10):
+        store_dir = tmp_path / f"store-{number}"
+        nodes = [Empty(tmp_path / f"{number}-{which}", store_dir, keys) for which in range(3)]
+        contents = [pages(3, 1) + pages(3, 10 + which) for which in range(3)]
+
+        def act(node: Node, content: bytes) -> None:
+            node.dump(content)
+            for checkpoint_id in pending_ids(node.domain):
+                ops.complete(node.domain, checkpoint_id, workers=1)  # or another one is at it
+
+        statuses = at_once(*(partial(act, node, content) for node, content in zip(nodes, contents, strict=True)))
+        assert statuses == [0, 0, 0]
+        nodes[0].complete()  # what another one was at while it was taken
+        assert sorted(nodes[0].contents()) == sorted(contents)
+        assert {manifest.seed for manifest in nodes[0].domain.checkpoints()} == {nodes[0].domain.seed}
+        nodes[0].assert_clean()
+
+
+@pytest.mark.usefixtures("slow_chance")
+def test_one_of_two_that_make_a_domain_dies(tmp_path: Path, keys: KeySource) -> None:
+    """At any write: the other one makes it, or goes on with it."""
+    died = 0
+    for number in range(1, 30):  # more than there are
+        store, told = Store(tmp_path / str(number), keys), tmp_path / f"seed-{number}"
+
+        def dies(store: Store = store, number: int = number) -> None:
+            die_at(number, torn=False)
+            store.open("team", create=True)
+
+        def goes_on(store: Store = store, told: Path = told) -> None:
+            told.write_text(str(store.open("team", create=True).seed))
+
+        status, other = at_once(dies, goes_on)
+        assert status in {0, DIED}
+        assert other == 0
+        assert told.read_text() == str(store.open("team", create=True).seed)
+        died += status == DIED
+    assert died >= 3
 
 
 def test_a_full_disk_leaves_what_was_taken(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

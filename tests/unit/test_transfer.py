@@ -8,6 +8,8 @@ import re
 import secrets
 import shutil
 import socket
+import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,10 +59,15 @@ def bucket(endpoint: str) -> str:
 
 
 @pytest.fixture
-def repository() -> Iterator[str]:
-    registry = Registry()
-    yield f"oci://{registry.address}/team/job?plain_http=yes"
-    registry.close()
+def registry() -> Iterator[Registry]:
+    made = Registry()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def repository(registry: Registry) -> str:
+    return f"oci://{registry.address}/team/job?plain_http=yes"
 
 
 @pytest.fixture(params=["directory", "bucket", "repository"])
@@ -107,6 +114,43 @@ def test_there_and_back(node: Node, remote: str, tmp_path: Path) -> None:
     assert sorted(other.contents()) == sorted([node.old, node.new])
     assert verify(other.domain, read_data=True) == []
     assert other.domain.seed != node.domain.seed
+
+
+def test_a_registry_is_asked_each_question_once(
+    tmp_path: Path, registry: Registry, repository: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a checkpoint of many packs beside many others; each of four workers needs an authorization, if any."""
+    node = Node(tmp_path / "node")
+    for number in range(9):
+        node.dump(pages(1, 100 + number))
+        node.complete()
+    others = ids(node)
+    for checkpoint_id in others:
+        push(node.domain, checkpoint_id, repository)
+    monkeypatch.setattr("ocihook.store.deduplicate.PACK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("ocihook.store.deduplicate._BATCH_PAGES", 1)
+    monkeypatch.setattr("ocihook.store.deduplicate._BATCH_IDS", struct.Struct("16s"))
+    node.dump(node.old[: 8 * PAGE_BYTES] + pages(20, 2))
+    node.complete()
+    last = ids(node)[-1]
+    new_packs = len(node.domain.layout(node.domain.read(last)).packs) - 1
+    assert new_packs == 20
+
+    registry.requests.clear()
+    push(node.domain, last, repository)
+    asked = Counter(registry.requests)
+    gets = {path: count for (method, path), count in asked.items() if method == "GET" and "/uploads/" not in path}
+    assert max(gets.values()) == 1
+    assert sum("/manifests/" in path for path in gets) == len(others) + 1  # it might be there itself
+    assert sum("/tags/" in path for path in gets) == len(others) // 2  # the double tells two at a time
+    # a blob that is sent: is it there, begin, send
+    assert asked.total() == len(gets) + 1 + 3 * (new_packs + 2) + 1
+
+    registry.requests.clear()
+    Other(tmp_path / "other").pull(last, repository)
+    asked = Counter(registry.requests)
+    assert max(asked.values()) == 1
+    assert asked.total() == 1 + 2 + new_packs + 1, "its artifact, its manifest and layout, its packs"
 
 
 def test_a_job_goes_on_elsewhere(node: Node, remote: str, tmp_path: Path) -> None:
