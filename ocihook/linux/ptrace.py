@@ -329,7 +329,8 @@ def _made_anew(machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") ->
     """Return registers with which an interrupted system call is made once more, from its beginning.
 
     rt_sigreturn(2) makes the kernel forget how far it had come. A wait that is longer is better than one that ends with
-    EINTR, which a program without handlers of signals never sees.
+    EINTR, which a program without handlers of signals never sees. Only a wait that had been interrupted before, too,
+    ends so: it goes on as restart_syscall(2), and which call it was shows nowhere.
     """
     anew = list(registers)
     call = _NO_CALL if machine.original is None else anew[machine.original]

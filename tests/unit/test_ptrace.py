@@ -216,6 +216,7 @@ def test_a_tracer_that_is_killed_at_any_moment_is_not_noticed(threads: Threads) 
             try:
                 while True:
                     for action in (fill_mapping, make_calls, drop_in_parts):
+                        wait_until(lambda: not any(map(is_restarted, threads.ids.values())))
                         action(threads)
             finally:
                 os._exit(3)
@@ -254,6 +255,7 @@ def test_calls_are_made_where_there_is_no_frame(threads: Threads, monkeypatch: p
 
 
 PAUSE = {"x86_64": "34", "aarch64": "73"}.get(os.uname().machine)  # pause(2), or ppoll(2) which stands for it
+RESTART_SYSCALL = "219"  # of x86-64
 # Has a handler, and sleeps until a signal comes.
 SLEEPER = """
 import signal, sys, time
@@ -305,6 +307,11 @@ def next_line(program: "subprocess.Popen[bytes]") -> str:
 
 def wait_for_pause(pid: int) -> None:
     wait_until(lambda: Path(f"/proc/{pid}/syscall").read_text().split()[0] == PAUSE)
+
+
+def is_restarted(tid: int) -> bool:
+    """Tell whether a thread waits for the rest of what had been interrupted: the kernel forgets that in a frame."""
+    return Path(f"/proc/{tid}/syscall").read_text().split()[0] == RESTART_SYSCALL
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
