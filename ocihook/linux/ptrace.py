@@ -19,7 +19,7 @@ import re
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ _MOST_STATE_BYTES = 1 << 15  # AVX-512 takes 2.7 KiB, AMX 11
 _WALL = 0x40000000
 _EVENT_STOP = 128
 _ALL_SIGNALS = (1 << 64) - 1
+_NO_CALL = (1 << 64) - 1  # -1
 _POLL_S = 0.001
 # What an interrupted system call returns inside the kernel when it is to be made again: linux/errno.h.
 _RESTARTS = (-512, -513, -514, -516)
@@ -183,9 +184,10 @@ class HeldThread:
                 changed[register] = value
             changed[machine.number] = machine.numbers[name]
             if machine.original is not None:
-                changed[machine.original] = _ALL_SIGNALS
-            if machine.has_frames and instruction.restorer:
-                changed[STACK_POINTER] = self._leave_frame(machine, mask, instruction.restorer)
+                changed[machine.original] = _NO_CALL
+            if machine.has_frames and instruction.restorer and not self._has_shadow_stack():
+                frame = self._leave_frame(_made_anew(machine, saved), mask, instruction.restorer)
+                changed[STACK_POINTER] = frame or saved[STACK_POINTER]
             try:
                 self._set_registers(changed)
                 self._set_signal_mask(_ALL_SIGNALS)
@@ -203,24 +205,23 @@ class HeldThread:
             raise OSError(-result, f"{name} in thread {self.tid}: {os.strerror(-result)}")
         return result
 
-    def _leave_frame(self, machine: _Machine, mask: int, restorer: int) -> int:
-        """Leave a frame on the thread's stack from which it restores itself; return what the stack pointer is to be.
-
-        That is what it is now where there can be none.
-        """
-        registers = self._registers(machine)
-        unchanged = registers[STACK_POINTER]
-        with contextlib.suppress(OSError):  # the kernel knows of none, or there is none: no `ret` goes elsewhere
-            self._register_set(_NT_X86_SHSTK, 8)
-            return unchanged
+    def _has_shadow_stack(self) -> bool:
+        """Tell whether the thread can return to nowhere but where it was called from."""
         try:
-            state = self._register_set(_NT_X86_XSTATE, _MOST_STATE_BYTES)
-            frame = build_frame(list(_made_anew(machine, registers)), mask, state, restorer)
+            self._register_set(_NT_X86_SHSTK, 8)
+        except OSError:  # the kernel knows of none, or the thread has none
+            return False
+        return True
+
+    def _leave_frame(self, registers: Sequence[int], mask: int, restorer: int) -> int:
+        """Leave a frame on the thread's stack from which it restores itself; return its address, 0 if there is none."""
+        try:
+            frame = build_frame(registers, mask, self._register_set(_NT_X86_XSTATE, _MOST_STATE_BYTES), restorer)
             if frame is not None and write_memory(self.tid, [frame.data], frame.address) == len(frame.data):
                 return frame.address
         except OSError:  # no room
             pass
-        return unchanged
+        return 0
 
     def _run_to(self, request: int, is_it: Callable[[int], bool]) -> None:
         """Let it go on until a stop of some kind. A signal that comes before is passed on, to wait or to stop all."""
@@ -325,18 +326,19 @@ def _large_mapping(call: int, arguments: tuple[int, ...], least_bytes: int) -> t
     return size, flags
 
 
-def _made_anew(machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> "ctypes.Array[ctypes.c_uint64]":
+def _made_anew(machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> list[int]:
     """Return registers with which an interrupted system call is made once more, from its beginning.
 
     rt_sigreturn(2) makes the kernel forget how far it had come. A wait that is longer is better than one that ends with
-    EINTR, which a program without handlers of signals never sees.
+    EINTR, which a program without handlers of signals never sees. Only a wait that had been interrupted before, too,
+    ends so: it goes on as restart_syscall(2), and which call it was shows nowhere.
     """
-    if machine.original is not None:
-        result = ctypes.c_int64(registers[machine.result]).value
-        if ctypes.c_int64(registers[machine.original]).value != -1 and result in _RESTARTS:
-            registers[machine.result] = registers[machine.original]
-            registers[machine.program_counter] -= len(machine.instruction)
-    return registers
+    anew = list(registers)
+    call = _NO_CALL if machine.original is None else anew[machine.original]
+    if call != _NO_CALL and ctypes.c_int64(anew[machine.result]).value in _RESTARTS:
+        anew[machine.result] = call
+        anew[machine.program_counter] -= len(machine.instruction)
+    return anew
 
 
 def _machine() -> _Machine:

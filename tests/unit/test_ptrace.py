@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -148,6 +149,9 @@ def fill_mapping(threads: Threads) -> None:
     os.close(writer)
 
 
+has_frames = pytest.mark.skipif(os.uname().machine != "x86_64", reason="no frames there")
+
+
 class Killed:
     """This process is killed before or after its n-th request, wait or write that has to do with the program."""
 
@@ -187,6 +191,7 @@ def run_killed(action: Callable[[Threads], None], threads: Threads, at: int) -> 
     return code != 0
 
 
+@has_frames
 @pytest.mark.parametrize("action", [make_calls, drop_in_parts, fill_mapping])
 def test_a_tracer_that_is_killed_at_any_point_is_not_noticed(
     action: Callable[[Threads], None], threads: Threads
@@ -199,6 +204,7 @@ def test_a_tracer_that_is_killed_at_any_point_is_not_noticed(
     assert at > 30
 
 
+@has_frames
 @pytest.mark.parametrize("threads", [160 << 20], indirect=True)
 def test_a_tracer_that_is_killed_at_any_moment_is_not_noticed(threads: Threads) -> None:
     """The fill is shared by several processes here, which the driver's thread outruns when it goes on."""
@@ -210,6 +216,7 @@ def test_a_tracer_that_is_killed_at_any_moment_is_not_noticed(threads: Threads) 
             try:
                 while True:
                     for action in (fill_mapping, make_calls, drop_in_parts):
+                        wait_until(lambda: not any(map(is_restarted, threads.ids.values())))
                         action(threads)
             finally:
                 os._exit(3)
@@ -225,7 +232,7 @@ def test_a_tracer_that_lives_is_not_noticed(threads: Threads) -> None:
         threads.check()
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="no frames there")
+@has_frames
 def test_code_that_restores_a_thread_is_found(threads: Threads) -> None:
     instruction = find_call_instruction(threads.pid)
     assert instruction.restorer
@@ -247,6 +254,8 @@ def test_calls_are_made_where_there_is_no_frame(threads: Threads, monkeypatch: p
         monkeypatch.setattr(ptrace, "write_memory", lambda *_: 0)  # and then: no room on the stack
 
 
+PAUSE = {"x86_64": "34", "aarch64": "73"}.get(os.uname().machine)  # pause(2), or ppoll(2) which stands for it
+RESTART_SYSCALL = "219"  # of x86-64
 # Has a handler, and sleeps until a signal comes.
 SLEEPER = """
 import signal, sys, time
@@ -258,9 +267,8 @@ while True: signal.pause(); print("interrupted", flush=True)
 
 def test_a_signal_that_comes_during_a_call_ends_what_it_interrupts() -> None:
     """It waits until the call has been made, then the thread's own call ends as if there had been none."""
-    with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
+    with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, bufsize=0) as program:
+        assert next_line(program) == "ready\n"
         wait_for_pause(program.pid)
         instruction = find_call_instruction(program.pid)
         thread = HeldThread(program.pid)
@@ -269,29 +277,45 @@ def test_a_signal_that_comes_during_a_call_ends_what_it_interrupts() -> None:
         thread.make_call("madvise", instruction, 0, 0, MADV_DONTNEED)
         assert int(status(program.pid)["ShdPnd"], 16) == 1 << signal.SIGUSR1 - 1
         thread.release()
-        assert [program.stdout.readline() for _ in range(2)] == ["handled\n", "interrupted\n"]
+        assert [next_line(program) for _ in range(2)] == ["handled\n", "interrupted\n"]
         program.kill()
 
 
 def test_a_stop_that_comes_during_a_call_is_not_lost() -> None:
     """SIGSTOP cannot wait: the call is made all the same, and then the process is stopped."""
-    with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
+    with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, bufsize=0) as program:
+        assert next_line(program) == "ready\n"
         wait_for_pause(program.pid)
         thread = HeldThread(program.pid)
         program.send_signal(signal.SIGSTOP)
         thread.make_call("madvise", find_call_instruction(program.pid), 0, 0, MADV_DONTNEED)
         thread.release()
-        assert os.waitstatus_to_exitcode(os.waitpid(program.pid, os.WUNTRACED)[1] >> 8) == signal.SIGSTOP
-        assert status(program.pid)["State"].startswith("T")
+        wait_until(lambda: status(program.pid)["State"].startswith("T"))
         program.send_signal(signal.SIGCONT)
         program.send_signal(signal.SIGUSR1)
-        assert [program.stdout.readline() for _ in range(2)] == ["handled\n", "interrupted\n"]
+        assert [next_line(program) for _ in range(2)] == ["handled\n", "interrupted\n"]
         program.kill()
 
 
+def next_line(program: "subprocess.Popen[bytes]") -> str:
+    assert program.stdout is not None
+    poll = select.poll()
+    poll.register(program.stdout, select.POLLIN)
+    assert poll.poll(WAIT_S * 1000), "it says nothing"
+    return program.stdout.readline().decode()
+
+
 def wait_for_pause(pid: int) -> None:
+    wait_until(lambda: Path(f"/proc/{pid}/syscall").read_text().split()[0] == PAUSE)
+
+
+def is_restarted(tid: int) -> bool:
+    """Tell whether a thread waits for the rest of what had been interrupted: the kernel forgets that in a frame."""
+    return Path(f"/proc/{tid}/syscall").read_text().split()[0] == RESTART_SYSCALL
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
-    while not Path(f"/proc/{pid}/syscall").read_text().startswith("34 ") and time.monotonic() < deadline:
+    while not is_so():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
