@@ -1,6 +1,6 @@
-"""An agent that kills CRIU in the middle of the long work of one stage, once.
+"""An agent that kills CRIU, or the runtime that called it, in the middle of the long work of one stage, once.
 
-killing_agent.py STAGE
+killing_agent.py STAGE [runtime]
 """
 
 import sys
@@ -23,8 +23,10 @@ def kill_and_go_on(attempt: Attempt, done_bytes: int) -> None:
     journal = attempt.journal
     if journal.stage == STAGE and not MARK.exists():
         MARK.touch()
-        journal.criu.send(SIGKILL)
-        while journal.criu.is_alive():
+        victim = journal.runtime if "runtime" in sys.argv else journal.criu
+        assert victim is not None
+        victim.send(SIGKILL)
+        while victim.is_alive():
             time.sleep(0.001)
     _progress(attempt, done_bytes)
 

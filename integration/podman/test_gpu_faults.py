@@ -457,10 +457,10 @@ def test_agent_killed_at_every_journal_write(gpu_podman: Podman, when: str, *, l
     assert fatal_write > 12, "so few writes were not seen before; does the agent journal at all?"
 
 
-def start_killing_agent(podman: Podman, stage: str) -> None:
-    """Start an agent that kills CRIU in the middle of a stage, once."""
+def start_killing_agent(podman: Podman, stage: str, *victim: str) -> None:
+    """Start an agent that kills CRIU, or another victim, in the middle of a stage, once."""
     end_agent(podman)
-    start_agent(podman, KILLING_AGENT, stage)
+    start_agent(podman, KILLING_AGENT, stage, *victim)
 
 
 def assert_nothing_is_left(podman: Podman) -> None:
@@ -534,6 +534,26 @@ def test_criu_killed_while_memory_is_packed(gpu_podman: Podman, *, leave_running
     message = dump["stages"]["post-dump"]["message"]
     assert re.search(r"container \w+: CRIU \(pid \d+\) was killed meanwhile. .*, the container runs on", message)
     assert next(phase["bytes"] for phase in dump["phases"] if phase["name"] == "gpu give back") >= 32 << 20
+    assert_nothing_is_left(gpu_podman)
+    round_trip(gpu_podman)
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+@pytest.mark.parametrize("stage", ["pre-dump", "post-dump"])
+def test_the_runtime_alone_is_killed_while_memory_is_packed(
+    gpu_podman: Podman, stage: str, *, leave_running: bool
+) -> None:
+    """As by an engine whose patience ends: CRIU waits for the stage, nobody for CRIU."""
+    gpu_podman.start_cuda("c", 16, "children=1")
+    before = gpu_podman.count("c")
+    start_killing_agent(gpu_podman, stage, "runtime")
+    options = ["--leave-running"] if leave_running else []
+    assert "rror" in gpu_podman.checkpoint("c", gpu_podman.scratch / "c.tar", *options, check=False)
+    gpu_podman.assert_goes_on("c", before)
+    dump = last_session(gpu_podman.namespace, stage)
+    message = dump["stages"][stage]["message"]
+    assert re.search(r"the runtime \(pid \d+\) was killed meanwhile.*the container runs on", message)
+    assert dump["given_up"] is not None
     assert_nothing_is_left(gpu_podman)
     round_trip(gpu_podman)
 

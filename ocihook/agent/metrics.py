@@ -105,11 +105,11 @@ def _sessions(acts: dict[str, Any]) -> Iterator[Metric]:
 
 def _open_sessions(runtime_dir: Path) -> Metric:
     """Count sessions that go on, and those whose CRIU is gone and that have still something to undo."""
-    counts = {"running": 0, "undoing": 0}
+    counts = {"running": 0, "undoing": 0, "given-up": 0}
     for path in open_journals(runtime_dir):
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             try:
-                counts["running" if _is_waited_for(read_journal(path)) else "undoing"] += 1
+                counts[_state(read_journal(path))] += 1
             except OcihookError:  # a journal that only a person can tell the meaning of
                 counts["undoing"] += 1
     family = GaugeMetricFamily("ocihook_open_sessions", "Sessions that have not ended.", labels=["state"])
@@ -118,9 +118,12 @@ def _open_sessions(runtime_dir: Path) -> Metric:
     return family
 
 
-def _is_waited_for(journal: dict[str, Any]) -> bool:
-    """Tell whether CRIU and the runtime that called it live."""
-    return all(Process(*ids).is_alive() for ids in (journal["criu"], journal["runtime"]) if ids)
+def _state(journal: dict[str, Any]) -> str:
+    """Return what a session is about: given-up when its engine does not wait for it any more, and nobody else thaws."""
+    criu, runtime = (ids is not None and Process(*ids).is_alive() for ids in (journal["criu"], journal["runtime"]))
+    if journal["given_up"] is not None or (criu and journal["runtime"] is not None and not runtime):
+        return "given-up"
+    return "running" if criu else "undoing"
 
 
 def _store(store: Store) -> Iterator[Metric]:

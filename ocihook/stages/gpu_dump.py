@@ -104,6 +104,7 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
 
     def _bring_back(self, journal: Journal, patience: Patience) -> None:
         alive = self.alive
+        self._tell_of_the_dead(journal)
         if alive and self.progress != RESUMED:
             try:
                 self._resume(journal, alive, patience)
@@ -135,6 +136,19 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
         with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
             wait_for_room(needed(self.processes, states(driver, left)))
             resume_all(driver, left, spans=spans)
+
+    def _tell_of_the_dead(self, journal: Journal) -> None:
+        """Say which processes have ended before they had their GPU back, unless the dump was to end them."""
+        ended = [taken.process.pid for taken in self.processes if not taken.process.is_alive()]
+        verdict = journal.verdict_of("post-dump")
+        is_meant = not journal.facts(CallFacts).leave_running and verdict is not None and verdict[0] == 0
+        if ended and not is_meant and self.progress != RESUMED:
+            error = CudaError(
+                f"process {', '.join(map(str, ended))} of container {journal.container} ended before it had its GPU back",
+                hint="if that was all of it, the container has died: start it anew, or restore a checkpoint of it",
+            )
+            journal.note_error(error, "failed")
+            log.error("%s", error)
 
     def _reached(self, progress: str, journal: Journal) -> None:
         self.progress = progress

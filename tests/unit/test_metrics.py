@@ -57,6 +57,7 @@ def test_history_and_store_in_numbers(tmp_path: Path) -> None:
     assert value(found, "phase_bytes_total", act="store", phase="store") == PAGES * 4096
     assert value(found, "open_sessions", state="undoing") == 1
     assert value(found, "open_sessions", state="running") == 0
+    assert value(found, "open_sessions", state="given-up") == 0
     for name, wanted in (
         ("checkpoints", 1),
         ("raw_bytes", PAGES * 4096),

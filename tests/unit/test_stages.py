@@ -1,0 +1,163 @@
+"""The order of a dump and a restore: whoever takes part gets the same calls, and is undone when one refuses."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from ocihook.errors import GivenUp, OcihookError
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
+from ocihook.session.effect import Effect, Facts
+from ocihook.session.journal import Journal
+from ocihook.session.record import from_json, to_json
+from ocihook.stages import dump, order, restore
+from ocihook.stages.participant import Participant
+from tests.unit.test_session import Node
+
+DUMP = ("refuse", "needs_tasks", "prepare", "hold", "after_images")
+RESTORE = (
+    *("check", "before_processes", "recall", "processes_made"),
+    *("processes_wait", "about_to_run", "running"),
+)
+
+
+@dataclass(kw_only=True)
+class Made(Effect, kind="made"):
+    who: str
+    undone: ClassVar[list[str]] = []
+
+    def undo(self, _journal: Journal, _patience: Patience) -> None:
+        self.undone.append(self.who)
+
+
+class Recorder:
+    """Two participants that note what they are asked; one may fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.failing: tuple[str, str] | None = None
+        self.error: Exception = OcihookError("no")
+
+    def participants(self) -> list[Participant]:
+        return [self._make("outer"), self._make("inner")]
+
+    def _make(self, who: str) -> Participant:
+        def called(name: str, answer: Any) -> Any:
+            def call(attempt: Any) -> Any:
+                self.calls.append((who, name))
+                if name == "prepare":
+                    attempt.journal.add(Made(who=who))
+                if self.failing == (who, name):
+                    raise self.error
+                return answer
+
+            return call
+
+        participant = Participant()
+        texts = {"after_images", "before_processes", "processes_wait"}
+        for name in (*DUMP, *RESTORE):
+            answer = f"{who}'s." if name in texts else name == "needs_tasks" and who == "inner"
+            setattr(participant, name, called(name, answer))
+        return participant
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    for module in (dump, restore):
+        monkeypatch.setattr(module, "participants", found.participants)
+    Made.undone.clear()
+    return found
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    return Node(tmp_path, monkeypatch)
+
+
+def calls(names: tuple[str, ...], *who: str) -> list[tuple[str, str]]:
+    return [(one, name) for name in names for one in who]
+
+
+def test_a_dump_goes_inwards_then_outwards(node: Node, recorder: Recorder) -> None:
+    assert node.stage("pre-dump") == (0, "")
+    assert recorder.calls == [
+        *calls(("refuse", "needs_tasks", "prepare"), "outer", "inner"),
+        *calls(("hold",), "inner", "outer"),
+    ]
+    recorder.calls.clear()
+    assert node.stage("post-dump") == (0, "inner's. outer's.")
+    assert recorder.calls == calls(("after_images",), "inner", "outer")
+    node.session.finish()
+    assert Made.undone == ["inner", "outer"]
+
+
+def test_a_restore_goes_inwards_then_outwards(node: Node, recorder: Recorder) -> None:
+    for stage in ("pre-restore", "setup-namespaces", "post-restore", "pre-resume", "post-resume"):
+        assert node.stage(stage)[0] == 0
+    assert recorder.calls == [
+        *calls(("check", "before_processes"), "outer", "inner"),
+        *calls(("processes_made",), "inner", "outer"),
+        *calls(("recall",), "outer", "inner"),
+        *calls(("processes_wait", "about_to_run", "running"), "inner", "outer"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failing", "undone"),
+    [
+        (("inner", "refuse"), []),
+        (("outer", "prepare"), ["outer"]),
+        (("inner", "prepare"), ["inner", "outer"]),
+        (("outer", "hold"), ["inner", "outer"]),
+    ],
+)
+def test_who_refuses_has_all_undone(
+    node: Node, recorder: Recorder, failing: tuple[str, str], undone: list[str]
+) -> None:
+    recorder.failing = failing
+    assert node.stage("pre-dump")[0] == 1
+    assert Made.undone == undone
+    assert node.journal.effects == []
+    assert recorder.calls[-1] == failing
+
+
+def test_what_can_be_given_is_given_to_a_restored_container(node: Node, recorder: Recorder) -> None:
+    recorder.failing = ("inner", "running")
+    status, message = node.stage("post-resume")
+    assert (status, "no" in message) == (0, True)
+    assert recorder.calls == calls(("running",), "inner", "outer")
+
+
+def test_a_runtime_that_ends_before_criu_has_given_up(node: Node, recorder: Recorder) -> None:
+    recorder.failing, recorder.error = ("inner", "hold"), GivenUp("the runtime (pid 1) was killed meanwhile")
+    node.journal._data["runtime"] = list(Process(node.journal.criu.pid, 1))  # of an earlier process
+    status, message = node.stage("pre-dump")
+    assert status == 1
+    assert "was killed meanwhile. The dump is refused" in message
+    assert Made.undone == ["outer"], "nobody else is asked once nobody waits"
+
+
+def kinds(base: type) -> Iterator[type]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from kinds(kind)
+
+
+def test_facts_have_names_of_their_own() -> None:
+    assert order.participants()
+    names = Counter(field.name for kind in kinds(Facts) for field in fields(kind))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_effects_come_back_as_they_went(node: Node) -> None:
+    for kind in kinds(Effect):
+        if kind.__module__.startswith("ocihook."):
+            assert kind.kind in Effect._kinds  # type: ignore[attr-defined]
+    effect = node.journal.add(Made(who="me"))
+    assert from_json(Made, to_json(effect)) == effect
+    assert node.reload().effects == [effect]
