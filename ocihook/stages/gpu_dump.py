@@ -143,11 +143,11 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
         verdict = journal.verdict_of("post-dump")
         is_meant = not journal.facts(CallFacts).leave_running and verdict is not None and verdict[0] == 0
         if ended and not is_meant and self.progress != RESUMED:
-            error = CudaError(
-                f"process {', '.join(map(str, ended))} of container {journal.container} ended before it had its GPU back",
-                hint="if that was all of it, the container has died: start it anew, or restore a checkpoint of it",
-            )
-            journal.note_error(error, "failed")
+            who = f"processes {', '.join(map(str, ended))} of container {journal.container}"
+            error = CudaError(f"{who} ended before they had their GPUs back")
+            if not self.alive:
+                error.hint = "the container has died: start it anew, or restore a checkpoint of it"
+                journal.note_error(error, "failed")
             log.error("%s", error)
 
     def _reached(self, progress: str, journal: Journal) -> None:
