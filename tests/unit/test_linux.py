@@ -102,7 +102,7 @@ def test_thaw_and_freeze_again(cgroup: Path) -> None:
         assert not freezer.is_frozen()
         freezer.freeze(Patience())
         assert freezer.is_frozen()
-        assert find_freezer(child.pid) == freezer
+        assert find_freezer(child.pid) == find_freezer(child.pid, "no-such-cgroup") == freezer
         freezer.freeze(Patience())
         freezer.thaw(Patience())
         assert not freezer.is_frozen()
