@@ -148,6 +148,8 @@ FAULTS = (criu_killed, agent_killed, somebody_refuses, no_room, packs_damaged, m
 
 
 def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)  # before anything of this machine is changed
     results = Path(sys.argv[1])
     results.mkdir(exist_ok=True)
     program, _, size = (sys.argv[2] if len(sys.argv) > 2 else "hold:8").partition(":")

@@ -498,6 +498,8 @@ COLUMNS = (
 
 
 def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)  # before anything of this machine is changed
     results = Path(sys.argv[1])
     results.mkdir(exist_ok=True)
     set_up()
