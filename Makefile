@@ -54,6 +54,7 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.lint.waits
 
 unit: .venv/.ready
 	$(BIN)/pytest tests

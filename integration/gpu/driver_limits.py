@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.driver_contract import call_apart, looks
 from ocihook.cuda.driver import CudaDriver
 from ocihook.linux.memory import Mapping, ProcessMemory, anonymous_spans, read_mappings, subtract
-from ocihook.linux.patience import Patience
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, thread_ids
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
 from ocihook.ops.gpu import checkpoint_all, driver_threads, lock_all
@@ -539,19 +539,21 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
             processes = [process for rank in ranks if (process := Process.find(rank.pid))]
             pids = [process.pid for process in processes]
             driver = CudaDriver()
-            lock_all(driver, processes, 30)
+            lock_all(driver, processes, ENDLESS, 30)
             held, taken, hold = [], [], None
             before = [read_mappings(pid) for pid in pids]
             if way == "ours":
-                threads = driver_threads(driver, processes)
+                threads = driver_threads(driver, processes, ENDLESS)
                 hold = Hold()
                 stack.callback(hold.release)
-                hold.add(threads, Patience())
-                found["spans"] = [sum(span.size_bytes for span in one.spans) for one in checkpoint_all(driver, threads)]
+                hold.add(threads, ENDLESS)
+                found["spans"] = [
+                    sum(span.size_bytes for span in one.spans) for one in checkpoint_all(driver, threads, ENDLESS)
+                ]
             else:
                 ables = [driver.restore_thread_id(pid) for pid in pids]
                 if way in ("held", "moved"):
-                    held = [HeldThread(tid) for pid in pids for tid in thread_ids(pid) if tid not in ables]
+                    held = [HeldThread(tid, ENDLESS) for pid in pids for tid in thread_ids(pid) if tid not in ables]
                 found["answers"] = verbs(pids, "checkpoint")
                 if way == "moved":
                     taken = [
@@ -582,7 +584,7 @@ def nccl_at_rest(way: str) -> Callable[[], dict[str, Any]]:
 def take(process: Process, able: int, before: list[Mapping]) -> list[tuple[int, memoryview]]:
     """Read what is new in a process's memory, and make it drop that."""
     old = [mapping.span for mapping in before if mapping.is_anonymous]
-    memory, thread, parts = ProcessMemory(process), HeldThread(able), []
+    memory, thread, parts = ProcessMemory(process), HeldThread(able, ENDLESS), []
     for span in subtract(anonymous_spans(process.pid), old):
         data = memoryview(bytearray(span.size_bytes))
         assert memory.read_into(data, span.start) == len(data)

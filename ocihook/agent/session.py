@@ -4,7 +4,6 @@ import logging
 import os
 import select
 import socket
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ class Session:
                 log.exception("session %s", self.journal.session_id)
             else:
                 return
-            time.sleep(RETRY_S)
+            Patience().sleep(RETRY_S)
 
     def _keep(self, session_id: str, record: Mapping[str, Any]) -> None:
         settings = self._settings()
@@ -170,7 +169,7 @@ class Session:
         poll.register(control, select.POLLIN)
         if attempt.runtime >= 0:
             poll.register(attempt.runtime, select.POLLIN)
-        while criu not in (ready := dict(poll.poll())):
+        while criu not in (ready := dict(poll.poll())):  # waits: for CRIU, with whose end it ends
             if attempt.runtime in ready:
                 poll.unregister(attempt.runtime)
                 if is_given_up(self.journal):
@@ -198,7 +197,7 @@ class Session:
         return explanation, text
 
     def _answer(self, control: socket.socket, attempt: Attempt) -> None:
-        packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)
+        packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)  # waits: no, it is ready
         with socket.socket(fileno=fds[0]) as connection:
             request = wire.Request.decode(packet)
             if request.stage == wire.FAILED_STAGE:

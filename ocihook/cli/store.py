@@ -10,6 +10,7 @@ import click
 from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable, progress_bar
 from ocihook.config import Settings, load_settings
 from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError
+from ocihook.linux.patience import Patience
 from ocihook.ops import store as ops
 from ocihook.ops import transfer
 from ocihook.ops.archive import read_thin_archive
@@ -354,12 +355,12 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     complete = []
     for checkpoint_id in ids:
         try:
-            domain = ops.find(found, checkpoint_id)
+            domain = ops.find(found._replace(patience=Patience(timeout_s=timeout_s)), checkpoint_id)
         except StoreError:
             if checkpoint:
                 raise
             continue  # pruned meanwhile
-        manifest = ops.wait_complete(domain, checkpoint_id, workers=workers, timeout_s=timeout_s, settings=settings)
+        manifest = ops.wait_complete(domain, checkpoint_id, workers=workers, settings=settings)
         complete.append(manifest)
     if as_json:
         rows = [{"id": m.id, "domain": m.domain, "added_bytes": m.added_bytes} for m in complete]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -97,6 +98,15 @@ def same_directory(directory: Path, known: list[int]) -> Path | None:
         if identity(directory) == known:
             return directory
     return None
+
+
+def try_lock(fd: int, how: int) -> bool:
+    """Lock an open file, as flock(2) does, or tell that others hold it."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def make_device(pid: int, name: str, device: int) -> bool:

@@ -31,7 +31,10 @@ class Patience:
         """
         self._waiting = {name: (process, process.open()) for name, process in waiting.items()}
         self._deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._poll = _poll(pidfd for _, pidfd in self._waiting.values() if pidfd is not None)
+
+    @property
+    def _pidfds(self) -> list[int]:
+        return [pidfd for _, pidfd in self._waiting.values() if pidfd is not None]
 
     def within(self, timeout_s: float) -> "Patience":
         """Return the same patience with a deadline that is no later than in so many seconds."""
@@ -65,7 +68,7 @@ class Patience:
         Raises:
             GivenUp: as soon as somebody has given up.
         """
-        self._poll.poll(max(0.0, min(seconds, self.left_s)) * 1000)
+        _poll(self._pidfds).poll(max(0.0, min(seconds, self.left_s)) * 1000)
         self.check()
 
     def until(
@@ -90,7 +93,7 @@ class Patience:
         Raises:
             GivenUp: as soon as somebody has given up.
         """
-        poll = _poll([*fds, *(pidfd for _, pidfd in self._waiting.values() if pidfd is not None)])
+        poll = _poll([*fds, *self._pidfds])
         self.check()
         found = {fd for fd, _ in poll.poll(None if self._deadline == math.inf else self.left_s * 1000)}
         if found.isdisjoint(fds):
@@ -100,10 +103,12 @@ class Patience:
 
     def close(self) -> None:
         """Wait no more."""
-        for _, pidfd in self._waiting.values():
-            if pidfd is not None:
-                os.close(pidfd)
-        self._waiting, self._poll = {}, _poll([])
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._waiting = {}
+
+
+ENDLESS = Patience()  # of work that nobody waits for, or that must be done
 
 
 def _poll(fds: Iterable[int]) -> select.poll:

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ocihook.errors import TraceError
+from ocihook.errors import GivenUp, TraceError
 from ocihook.linux.memory import memory_path, read_mappings, write_memory
-from ocihook.linux.patience import Patience
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 from ocihook.linux.sigframe import CALL_AND_RETURN, RESTORERS, STACK_POINTER, build_frame
 from ocihook.linux.workers import outliving_parent
@@ -47,6 +47,8 @@ _EVENT_STOP = 128
 _ALL_SIGNALS = (1 << 64) - 1
 _NO_CALL = (1 << 64) - 1  # -1
 _POLL_S = 0.001
+_SPIN_S = 0.0003  # most stops come within 0.05 ms, and no timer is as fast
+_STOP_TIMEOUT_S = 20.0  # for threads to stop that run
 # What an interrupted system call returns inside the kernel when it is to be made again: linux/errno.h.
 _RESTARTS = (-512, -513, -514, -516)
 _LIBC = re.compile(r"/(libc[.-]|ld-)")
@@ -98,32 +100,49 @@ class CallInstruction(NamedTuple):
 class HeldThread:
     """A thread that this process has stopped, whatever it was doing; `release` lets it go on as if nothing had been."""
 
-    def __init__(self, tid: int, *, waits: bool = True) -> None:
+    def __init__(self, tid: int, patience: Patience | None) -> None:
         """Stop it.
 
         Args:
             tid: of the thread.
-            waits: until it has stopped. One that is frozen (cgroup v1) does so when it is thawed, before it runs.
+            patience: how long to wait until it has stopped; None: do not. One that is frozen (cgroup v1) does so when
+                it is thawed, before it runs.
 
         Raises:
-            OSError: if it is gone, or somebody else traces it.
+            OSError: if it is gone, somebody else traces it, or it does not stop in time.
+            GivenUp: if nobody waits for it any more. One that has not stopped is let go when this process ends.
         """
         self.tid = tid
         _ptrace(_SEIZE, tid, 0, _O_TRACESYSGOOD)
         self._signal, self._has_stopped, self._has_ended = 0, False, False
         try:
             _ptrace(_INTERRUPT, tid)
-            if waits:
-                self._wait()
+            if patience is not None:
+                self._wait(patience.within(_STOP_TIMEOUT_S))
                 self._has_stopped = True
-        except OSError:
+        except (OSError, GivenUp):
             with contextlib.suppress(OSError):
                 _ptrace(_DETACH, tid)
             raise
 
-    def _wait(self) -> int:
-        """Wait for a stop; return its status, and keep the signal that is then to be delivered, 0 for none."""
-        _, status = os.waitpid(self.tid, _WALL)
+    def _wait(self, patience: Patience = ENDLESS) -> int:
+        """Wait for a stop; return its status, and keep the signal that is then to be delivered, 0 for none.
+
+        What was begun with a thread is brought to its end: whoever waits for this process has the patience.
+        """
+        found, status = _poll_stop(self.tid)
+        spun = time.monotonic() + _SPIN_S
+        while not found and time.monotonic() < spun:
+            os.sched_yield()  # it may need this very processor to come to its stop
+            found, status = _poll_stop(self.tid)
+
+        def has_stopped() -> bool:
+            nonlocal found, status
+            found, status = _poll_stop(self.tid)
+            return bool(found)
+
+        if not found and not patience.until(has_stopped, poll_s=_POLL_S, longest_poll_s=_POLL_S):
+            raise TimeoutError(f"thread {self.tid} does not stop")
         if not os.WIFSTOPPED(status):
             raise ProcessLookupError(f"thread {self.tid} has ended")
         self._signal = self._stop_signal(status)
@@ -244,7 +263,7 @@ class HeldThread:
         request, size, flags = _SYSCALL, 0, 0
         _ptrace(request, self.tid, 0, self._signal)
         while True:
-            pid, status = os.waitpid(-1, _WALL)
+            pid, status = os.waitpid(-1, _WALL)  # waits: for the driver; whoever waits for this process has patience
             if pid == child:
                 return
             if pid != self.tid or not os.WIFSTOPPED(status):
@@ -309,6 +328,11 @@ class HeldThread:
 
     def _set_signal_mask(self, mask: int) -> None:
         _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(mask)))
+
+
+def _poll_stop(tid: int) -> tuple[int, int]:
+    """Return what waitpid(2) does: 0 for a thread that has not stopped."""
+    return os.waitpid(tid, os.WNOHANG | _WALL)
 
 
 def _is_system_call(status: int) -> bool:
@@ -391,28 +415,33 @@ def _place(start: int, code: bytes, patterns: Iterable[bytes]) -> int:
 
 
 def release_all(threads: Iterable[HeldThread]) -> None:
-    """Let threads go on, in whatever order they can be: the end of one that was killed may wait for another's."""
+    """Let threads go on, in whatever order they can be: the end of one that was killed may wait for another's.
+
+    There is no end to that but theirs: one that is frozen can be let go only when it is thawed, or by this process's
+    own end.
+    """
     left = list(threads)
-    while left := [thread for thread in left if not thread.try_release()]:
-        time.sleep(_POLL_S)
+
+    def are_released() -> bool:
+        left[:] = [thread for thread in left if not thread.try_release()]
+        return not left
+
+    ENDLESS.until(are_released, poll_s=_POLL_S, longest_poll_s=_POLL_S)
 
 
 @contextlib.contextmanager
-def held(
-    pid: int, patience: Patience | None = None, *, without: int = 0, waits: bool = True
-) -> Iterator[list[HeldThread]]:
+def held(pid: int, patience: Patience | None, *, without: int = 0) -> Iterator[list[HeldThread]]:
     """Hold every thread of a process but one, so that its memory changes by nobody else's hand.
 
     What this process holds already is not touched.
 
     Args:
         pid: of the process.
-        patience: how long to wait until they have stopped; None: as long as it takes.
+        patience: how long to wait until they have stopped; None: do not, as HeldThread.
         without: the thread that goes on.
-        waits: until they have stopped, as HeldThread does.
 
     Raises:
-        TraceError: if a thread cannot be held; all are let go then.
+        TraceError: if a thread cannot be held, or does not stop in time; all are let go then.
         GivenUp: if nobody waits for it any more; likewise.
     """
     threads: dict[int, HeldThread] = {}
@@ -422,18 +451,18 @@ def held(
             for tid in new:
                 passed.add(tid)
                 try:
-                    threads[tid] = HeldThread(tid, waits=False)
+                    threads[tid] = HeldThread(tid, None)
                 except OSError as error:
                     if Process.find(tid) is not None:  # it has not just ended
                         raise TraceError(
                             f"process {pid} cannot be held: {error}",
                             hint="no debugger or tracer may be attached during a dump",
                         ) from error
-            if waits:
-                (patience or Patience()).until(
-                    lambda: not [thread for thread in threads.values() if not thread.has_settled()],
-                    longest_poll_s=_POLL_S,
-                )
+            if patience is not None and not patience.within(_STOP_TIMEOUT_S).until(
+                lambda: not [thread for thread in threads.values() if not thread.has_settled()],
+                longest_poll_s=_POLL_S,
+            ):
+                raise TraceError(f"process {pid} cannot be held: not all of its threads stop")
         yield list(threads.values())
     finally:
         release_all(threads.values())

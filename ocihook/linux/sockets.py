@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ocihook.linux.descriptors import copy_descriptor
 
+_TIMEOUT_S = 10.0  # for the kernel to tell
 _CLONE_NEWNET = 1 << 30
 _SO_DOMAIN, _SO_PROTOCOL = 39, 38
 _TCP_INFO = struct.Struct("<B23xI")  # linux/tcp.h: state, and unacked, which of a listener is its queue
@@ -91,12 +92,13 @@ def unix_peers(pid: int) -> dict[int, int]:
         OSError: if that namespace cannot be entered, or the kernel does not tell.
     """
     with _diag_socket(pid) as diag:
+        diag.settimeout(_TIMEOUT_S)
         request = _UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_PEER, 0, 0)
         size = _HEADER.size + len(request)
         diag.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0) + request)
         peers: dict[int, int] = {}
         while True:
-            data = diag.recv(1 << 16)
+            data = diag.recv(1 << 16)  # waits: as long as the socket's own time-out
             position = 0
             while position + _HEADER.size <= len(data):
                 size, kind, *_ = _HEADER.unpack_from(data, position)
@@ -141,7 +143,7 @@ def _diag_socket(pid: int) -> socket.socket:
 
     thread = threading.Thread(target=make)
     thread.start()
-    thread.join()
+    thread.join()  # waits: for two system calls
     if isinstance(made[0], OSError):
         raise made[0]
     return made[0]

@@ -7,24 +7,23 @@ The caller must be single-threaded, as every process of ocihook that packs is.
 import contextlib
 import ctypes
 import fcntl
-import math
 import os
 import pickle
 import platform
-import select
 import signal
 import struct
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from ocihook.errors import OcihookError
+from ocihook.errors import GivenUp, OcihookError
+from ocihook.linux.patience import ENDLESS, Patience
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _PIPE_BUF = 4096  # writes up to this are atomic, so that all workers may share one pipe (pipe(7))
+_TOO_LATE = "the work was not done in time"
 _MAX_TEXT = 800  # characters of an error that cannot be passed as it is; at 4 bytes each they fit
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 # Keep freed memory instead of handing it back and faulting it in again for the next chunk: a quarter more
@@ -100,16 +99,23 @@ def outliving_parent() -> Iterator[None]:
 
 
 def run_forked(
-    worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: int, workers: int
+    worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: int, workers: int, patience: Patience = ENDLESS
 ) -> Generator[T, None, None]:
     """Run `worker(number, task_numbers)` in forked processes and yield what they yield, as it comes.
 
     Each task number in range(tasks) goes to exactly one worker, the next free one. A yielded object must
     pickle into less than 4 KiB. An error in a worker is raised here; the others are then killed. With one
     worker nothing is forked.
+
+    Raises:
+        GivenUp: if nobody waits any more, or the time is over.
     """
     if workers <= 1 or tasks <= 1:
-        yield from worker(0, iter(range(tasks)))
+        for result in worker(0, iter(range(tasks))):
+            patience.check()
+            if patience.is_over:
+                raise GivenUp(_TOO_LATE)
+            yield result
         return
     # All workers share this open file, so its offset is the head of the queue.
     queue = os.memfd_create("ocihook-tasks", os.MFD_CLOEXEC)
@@ -126,9 +132,9 @@ def run_forked(
             pids[pid] = number
         os.close(sink)
         sink = -1
-        yield from _collect(results)
+        yield from _collect(results, patience)
         while pids:
-            pid, status = os.waitpid(next(iter(pids)), 0)
+            pid, status = os.waitpid(next(iter(pids)), 0)  # waits: it is at its end, having closed its pipe
             number = pids.pop(pid)
             if status != 0:
                 hint = _HINTS.get(os.waitstatus_to_exitcode(status), "")
@@ -139,7 +145,8 @@ def run_forked(
                 os.close(fd)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for pid in pids:
+            os.waitpid(pid, 0)  # waits: it was killed
 
 
 class Call:
@@ -149,9 +156,13 @@ class Call:
         self.pid = pid
         self._reader = reader
 
-    def outcome(self, deadline: float = math.inf) -> Any:  # noqa: ANN401 - what was called decides
-        """Return what came of it, an exception if it raised one; a TimeoutError if that is not there in time."""
-        data = _read_until(self._reader, deadline)
+    def outcome(self, patience: Patience) -> Any:  # noqa: ANN401 - what was called decides
+        """Return what came of it, an exception if it raised one; a TimeoutError if that is not there in time.
+
+        Raises:
+            GivenUp: if nobody waits for it any more.
+        """
+        data = _read_to_end(self._reader, patience)
         if data is None:
             os.kill(self.pid, signal.SIGKILL)
             return TimeoutError("there is no answer")
@@ -166,7 +177,7 @@ class Call:
         with contextlib.suppress(ChildProcessError):  # waited for elsewhere; its pid may be another's by now
             if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
                 os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
+                os.waitpid(self.pid, 0)  # waits: it was killed
 
 
 @contextlib.contextmanager
@@ -185,7 +196,7 @@ def start_call(function: Callable[[A], object], item: A) -> Iterator[Call]:
         call.close()
 
 
-def call_each(function: Callable[[A], T], items: Sequence[A], *, timeout_s: float) -> list[T | Exception]:
+def call_each(function: Callable[[A], T], items: Sequence[A], patience: Patience) -> list[T | Exception]:
     """Call `function` with every item at once, each in a process of its own; return what came of each, in order.
 
     For calls that may not return, or must not be made in this process. What is not there in time is killed, and its
@@ -194,12 +205,15 @@ def call_each(function: Callable[[A], T], items: Sequence[A], *, timeout_s: floa
     Args:
         function: to be called.
         items: one for each call.
-        timeout_s: for all of them together.
+        patience: for all of them together.
+
+    Raises:
+        GivenUp: if nobody waits for them any more; all are killed. What must not be killed half way is called with
+            patience that watches nobody.
     """
-    deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         calls = [stack.enter_context(start_call(function, item)) for item in items]
-        return [call.outcome(deadline) for call in calls]
+        return [call.outcome(patience) for call in calls]
 
 
 def _call(function: Callable[[A], T], item: A, writer: int, parent: int) -> None:
@@ -221,22 +235,23 @@ def _call(function: Callable[[A], T], item: A, writer: int, parent: int) -> None
         os._exit(0)
 
 
-def _read_until(fd: int, deadline: float) -> bytes | None:
+def _read_to_end(fd: int, patience: Patience) -> bytes | None:
     """Read to the end of a pipe; None if that does not come in time."""
     data = bytearray()
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while poll.poll(None if deadline == math.inf else max(0, (deadline - time.monotonic()) * 1000)):
-        part = os.read(fd, 1 << 16)
+    while patience.ready(fd):
+        part = os.read(fd, 1 << 16)  # waits: no, it is ready
         if not part:
             return bytes(data)
         data += part
     return None
 
 
-def _collect(results: int) -> Iterator[T]:
+def _collect(results: int, patience: Patience) -> Iterator[T]:
     pending = bytearray()
-    while data := os.read(results, 1 << 16):
+    while patience.ready(results):
+        data = os.read(results, 1 << 16)  # waits: no, it is ready
+        if not data:
+            return
         pending += data
         while len(pending) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(pending)[0]
@@ -247,6 +262,7 @@ def _collect(results: int) -> Iterator[T]:
             if failed:
                 raise value
             yield value
+    raise GivenUp(_TOO_LATE)
 
 
 def _work(worker: Callable[[int, Iterator[int]], Iterable[T]], number: int, queue: int, sink: int, parent: int) -> None:
@@ -271,8 +287,8 @@ def _work(worker: Callable[[int, Iterator[int]], Iterable[T]], number: int, queu
 def _task_numbers(queue: int) -> Iterator[int]:
     while True:
         # Unlike other files, one from memfd_create does not have its offset locked by the kernel during a read.
-        fcntl.lockf(queue, fcntl.LOCK_EX)
-        record = os.read(queue, _LENGTH.size)
+        fcntl.lockf(queue, fcntl.LOCK_EX)  # waits: for other workers to do the same; the parent has patience
+        record = os.read(queue, _LENGTH.size)  # waits: no, it is memory
         fcntl.lockf(queue, fcntl.LOCK_UN)
         if not record:
             return

@@ -241,6 +241,7 @@ class Transport:
         asked = (headers or {}).get("Retry-After", "")
         pause_s = min(self.access.backoff_s * 2 ** (failures - 1), _MAX_PAUSE_S)
         pause_s *= random.uniform(0.5, 1)  # noqa: S311 - so that many nodes do not come back all at once
+        # waits: a session does so in a process of its own, and has patience with that
         time.sleep(max(pause_s, min(float(asked), _MAX_RETRY_AFTER_S) if asked.isdecimal() else 0))
 
     def _authorize(self, link: _Link, response: urllib3.BaseHTTPResponse, refused: str) -> bool:

@@ -33,11 +33,11 @@ def wait_until_unused(runtime_dir: Path = Path(wire.RUNTIME_DIR), *, timeout_s: 
                 f"in use after {timeout_s:g} s: {', '.join(users)}. New dumps and restores do not call ocihook now",
                 hint="see `ocihook ps`; uninstall again when they have ended",
             )
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # waits: a command, which ends with its user
     while not _end_agent(runtime_dir):
         if time.monotonic() > deadline:
             raise AgentError(f"the agent of {runtime_dir} does not end", hint="kill it, then uninstall again")
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # waits: a command, which ends with its user
 
 
 def _users(runtime_dir: Path) -> list[str]:

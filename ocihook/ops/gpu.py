@@ -1,13 +1,13 @@
 """The CUDA processes of a container: found, locked, checkpointed and resumed, all of them at once.
 
 Every call to the driver is made in a process of its own with a limit on its time: it does not return while the
-process that it is about stands still.
+process that it is about stands still. One that only asks ends with whoever waits for it; one that changes a process is
+not broken off, and whoever has made it asks afterwards whether anybody still waits.
 """
 
 import logging
 import random
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from ocihook.cuda.process import CudaProcess
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
 from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError
 from ocihook.linux.memory import Span, anonymous_spans, prefault, subtract
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
 from ocihook.linux.workers import call_each, start_call
@@ -51,25 +52,27 @@ def find_gpu_processes(init_pid: int) -> list[Signs]:
     return [signs for signs in found if signs.has_driver or signs.device_files]
 
 
-def read_node() -> tuple[str, list[Gpu]]:
+def read_node(patience: Patience) -> tuple[str, list[Gpu]]:
     """Return the driver's version and the node's GPUs.
 
     Raises:
         CudaUnsupported: if NVML does not answer.
+        GivenUp: if nobody waits for it any more.
     """
-    (outcome,) = call_each(lambda _: read_gpus(), [None], timeout_s=CALL_TIMEOUT_S)
+    (outcome,) = call_each(lambda _: read_gpus(), [None], patience.within(CALL_TIMEOUT_S))
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def states(driver: CudaDriver, processes: Sequence[Process]) -> dict[Process, CudaState | None]:
+def states(driver: CudaDriver, processes: Sequence[Process], patience: Patience) -> dict[Process, CudaState | None]:
     """Return the driver's state of each process; None for one without CUDA, or that has ended.
 
     Raises:
         CudaError: if the driver does not tell.
+        GivenUp: if nobody waits for it any more.
     """
-    outcomes = call_each(lambda process: driver.state(process.pid), processes, timeout_s=CALL_TIMEOUT_S)
+    outcomes = call_each(lambda process: driver.state(process.pid), processes, patience.within(CALL_TIMEOUT_S))
     found: dict[Process, CudaState | None] = {}
     for process, outcome in zip(processes, outcomes, strict=True):
         if not isinstance(outcome, Exception):
@@ -81,7 +84,9 @@ def states(driver: CudaDriver, processes: Sequence[Process]) -> dict[Process, Cu
     return found
 
 
-def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float, spans: Spans | None = None) -> None:
+def lock_all(
+    driver: CudaDriver, processes: Sequence[Process], patience: Patience, timeout_s: float, spans: Spans | None = None
+) -> None:
     """Lock every process, or none.
 
     Ranks of a job wait for one another inside CUDA: one that is locked can keep another from coming to its lock. So
@@ -91,8 +96,9 @@ def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float,
     Raises:
         CudaLockTimeout: if they do not come to rest in time.
         CudaError: on anything else. All are unlocked again.
+        GivenUp: if nobody waits for it any more; what is locked by then is left so.
     """
-    deadline = time.monotonic() + timeout_s
+    patience = patience.within(timeout_s)
     attempt_s = timeout_s if len(processes) == 1 else min(_FIRST_LOCK_S, timeout_s)
 
     def lock(process: Process) -> None:
@@ -101,25 +107,27 @@ def lock_all(driver: CudaDriver, processes: Sequence[Process], timeout_s: float,
 
     while True:
         failures = _on_each(lock, processes, attempt_s + CALL_TIMEOUT_S, "lock")
+        patience.check()
         if not failures:
             return
         resume_all(driver, processes)
         worst = next((f for f in failures.values() if not isinstance(f, CudaLockTimeout)), None)
-        left_s = deadline - time.monotonic()
-        if worst or left_s <= 0:
+        if worst or patience.is_over:
             raise worst or next(iter(failures.values()))
-        time.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that ranks meet each other elsewhere
-        attempt_s = max(0.1, min(attempt_s * 1.5, _LONGEST_LOCK_S, left_s))
+        patience.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that ranks meet each other elsewhere
+        attempt_s = max(0.1, min(attempt_s * 1.5, _LONGEST_LOCK_S, patience.left_s))
 
 
-def driver_threads(driver: CudaDriver, processes: Sequence[Process]) -> dict[Process, int]:
+def driver_threads(driver: CudaDriver, processes: Sequence[Process], patience: Patience) -> dict[Process, int]:
     """Return the thread of each process that does the driver's work, and must run for it.
 
     Raises:
         CudaError: if the driver does not tell.
+        GivenUp: if nobody waits for it any more.
         TraceError: if it tells of one that is none of the process's: the driver's call would not return.
     """
-    outcomes = call_each(lambda process: driver.restore_thread_id(process.pid), processes, timeout_s=CALL_TIMEOUT_S)
+    patience = patience.within(CALL_TIMEOUT_S)
+    outcomes = call_each(lambda process: driver.restore_thread_id(process.pid), processes, patience)
     threads = {}
     for process, outcome in zip(processes, outcomes, strict=True):
         if isinstance(outcome, Exception):
@@ -131,28 +139,36 @@ def driver_threads(driver: CudaDriver, processes: Sequence[Process]) -> dict[Pro
 
 
 def checkpoint_all(
-    driver: CudaDriver, threads: Mapping[Process, int], spans: Spans | None = None, *, workers: int = 1
+    driver: CudaDriver,
+    threads: Mapping[Process, int],
+    patience: Patience,
+    spans: Spans | None = None,
+    *,
+    workers: int = 1,
 ) -> list[CheckpointedProcess]:
     """Checkpoint every locked process; return where the driver put what.
 
     Args:
         driver: to ask.
         threads: of the processes, the driver's. All others must be held: what is new in memory is the driver's then.
+        patience: how long to wait until the driver can begin with a process; then it is not broken off.
         spans: gets how long each took.
         workers: how many processes may work at once, for all of them together.
 
     Raises:
         CudaError: if one cannot be checkpointed, keeps device files, or ends. Others may be checkpointed by then.
         TraceError: if the driver's thread is traced by somebody else.
+        GivenUp: if nobody waits for it any more; others may be checkpointed by then.
     """
 
     def checkpoint(process: Process) -> list[Span]:
         with measured(spans, "checkpoint", process) as span:
-            found = _checkpoint(driver, process, threads[process], max(1, workers // len(threads)), spans)
+            found = _checkpoint(driver, process, threads[process], max(1, workers // len(threads)), patience, spans)
             span["bytes"] = sum(part.size_bytes for part in found)
         return found
 
-    outcomes = call_each(checkpoint, list(threads), timeout_s=COPY_TIMEOUT_S)
+    outcomes = call_each(checkpoint, list(threads), Patience(timeout_s=COPY_TIMEOUT_S))
+    patience.check()
     checkpointed = []
     for (process, thread), outcome in zip(threads.items(), outcomes, strict=True):
         if not process.is_alive():
@@ -173,16 +189,16 @@ def checkpoint_all(
 
 
 def _checkpoint(
-    driver: CudaDriver, process: Process, thread: int, workers: int, measurements: Spans | None
+    driver: CudaDriver, process: Process, thread: int, workers: int, patience: Patience, measurements: Spans | None
 ) -> list[Span]:
     before = anonymous_spans(process.pid)
-    _checkpoint_prefaulted(driver, process, thread, workers, measurements)
+    _checkpoint_prefaulted(driver, process, thread, workers, patience, measurements)
     spans = subtract(anonymous_spans(process.pid), before)
     return [span for span in spans if span.size_bytes >= _MIN_REGION_BYTES]
 
 
 def _checkpoint_prefaulted(
-    driver: CudaDriver, process: Process, able: int, workers: int, measurements: Spans | None
+    driver: CudaDriver, process: Process, able: int, workers: int, patience: Patience, measurements: Spans | None
 ) -> None:
     """Checkpoint, and have the driver's mapping filled before the driver writes into it, in huge pages if there are.
 
@@ -190,7 +206,7 @@ def _checkpoint_prefaulted(
     """
     instruction = find_call_instruction(process.pid)
     try:
-        thread = HeldThread(able)
+        thread = HeldThread(able, patience)
     except OSError as error:
         raise TraceError(f"thread {able} of process {process.pid} cannot be held: {error}") from error
 
@@ -210,7 +226,7 @@ def _checkpoint_prefaulted(
         finally:
             thread.stop()
             thread.release()
-        outcome = call.outcome()
+        outcome = call.outcome(ENDLESS)  # it has ended
     if isinstance(outcome, Exception):
         raise outcome
 
@@ -247,28 +263,29 @@ def held_by(gpus: Sequence[Gpu], pids: Sequence[int]) -> dict[int, int]:
     return {pid: sum(gpu.held_bytes.get(pid, 0) for gpu in gpus) for pid in pids}
 
 
-def wait_for_room(need_bytes: Mapping[str, int]) -> None:
+def wait_for_room(need_bytes: Mapping[str, int], patience: Patience) -> None:
     """Wait until every GPU has so much memory free, by UUID.
 
     A process whose restore does not find enough is lost to CUDA for ever, so it is not even tried.
 
     Raises:
         CudaError: if there is not enough in time; nothing has been done then.
+        GivenUp: if nobody waits for it any more; likewise.
     """
-    deadline = time.monotonic() + ROOM_TIMEOUT_S
+    within = patience.within(ROOM_TIMEOUT_S)
     while True:
-        gpus = {gpu.uuid: gpu for gpu in read_node()[1]}
+        gpus = {gpu.uuid: gpu for gpu in read_node(patience)[1]}
         short = [uuid for uuid, need in need_bytes.items() if uuid in gpus and gpus[uuid].free_bytes < need]
         if not short:
             return
-        if time.monotonic() > deadline:
+        if within.is_over:
             gpu = gpus[short[0]]
             others = ", ".join(str(pid) for pid in gpu.held_bytes) or "none that NVML shows"
             raise CudaError(
                 f"GPU {gpu.uuid} has {gpu.free_bytes} bytes free, {need_bytes[gpu.uuid]} are needed",
                 hint=f"end what uses it: processes {others}",
             )
-        time.sleep(_POLL_S)
+        within.sleep(_POLL_S)
 
 
 def resume_all(
@@ -297,8 +314,11 @@ def end(processes: Sequence[Process]) -> None:
 def _on_each(
     function: Callable[[Process], Any], processes: Sequence[Process], timeout_s: float, verb: str
 ) -> dict[Process, OcihookError]:
-    """Call `function` with every process at once; return the errors. One that has ended is no error."""
-    outcomes = call_each(function, processes, timeout_s=timeout_s)
+    """Call `function` with every process at once, and do not break it off; return the errors.
+
+    That a process has ended is no error.
+    """
+    outcomes = call_each(function, processes, Patience(timeout_s=timeout_s))
     return {
         process: _as_cuda_error(outcome, process, verb)
         for process, outcome in zip(processes, outcomes, strict=True)

@@ -13,6 +13,7 @@ from typing import Any
 from ocihook import __version__
 from ocihook.errors import OcihookError, TraceError
 from ocihook.linux.mounts import pin_file
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
 from ocihook.linux.workers import call_each
@@ -36,6 +37,7 @@ def move_out(  # noqa: PLR0913 - what is moved, what is said of it, and how
     gpu: Mapping[str, Any],
     workers: int,
     durable: bool,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
     spans: Spans | None = None,
 ) -> Manifest:
@@ -51,7 +53,13 @@ def move_out(  # noqa: PLR0913 - what is moved, what is said of it, and how
     found = [(process, span) for process, _, its_spans in checkpointed for span in its_spans]
     sources = [Source(opener(spans, process), span.start, span.size_bytes) for process, span in found]
     rows, packs = pack(
-        sources, directory, prefix=REGION_PACK_PREFIX, workers=workers, durable=durable, progress=progress
+        sources,
+        directory,
+        prefix=REGION_PACK_PREFIX,
+        workers=workers,
+        durable=durable,
+        patience=patience,
+        progress=progress,
     )
     for process, _ in found:
         if not process.is_alive():
@@ -85,29 +93,31 @@ def pin(moved: Manifest, directory: Path, pins: Path) -> None:
     write_manifest(pins, moved, durable=False)  # neither they nor the process outlive a power loss
 
 
-def release(checkpointed: Sequence[CheckpointedProcess], spans: Spans | None = None) -> None:
-    """Make every process drop its spans, which read as zeros then.
+def release(checkpointed: Sequence[CheckpointedProcess], patience: Patience, spans: Spans | None = None) -> None:
+    """Make every process drop its spans, which read as zeros then. One that has begun with it is not interrupted.
 
     Raises:
         TraceError: if one cannot be made to; it may have dropped some.
+        GivenUp: if nobody waits for it any more; likewise.
     """
 
     def let_go(one: CheckpointedProcess) -> None:
         with measured(spans, "release", one.process):
-            _release(one)
+            _release(one, patience)
 
-    outcomes = call_each(let_go, checkpointed, timeout_s=COPY_TIMEOUT_S)
+    outcomes = call_each(let_go, checkpointed, Patience(timeout_s=COPY_TIMEOUT_S))
+    patience.check()
     for (process, *_), outcome in zip(checkpointed, outcomes, strict=True):
         if isinstance(outcome, Exception) and process.is_alive():
             raise TraceError(f"process {process.pid} did not give its memory back: {outcome}") from outcome
 
 
-def _release(checkpointed: CheckpointedProcess) -> None:
+def _release(checkpointed: CheckpointedProcess, patience: Patience) -> None:
     process, able, spans = checkpointed
     if not spans:
         return
     instruction = find_call_instruction(process.pid)
-    thread = HeldThread(able)
+    thread = HeldThread(able, patience)
     try:
         for span in spans:
             for start in range(span.start, span.end, _RELEASE_BYTES):
@@ -122,6 +132,7 @@ def write_back(
     processes: Mapping[str, Process],
     *,
     workers: int,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
     spans: Spans | None = None,
 ) -> int:
@@ -131,6 +142,7 @@ def write_back(
         directory: with manifest and packs.
         processes: by the names that the regions have for them. Regions of others are left out.
         workers: processes to use.
+        patience: how long it is waited for.
         progress: told the bytes done.
         spans: gets how long each worker was at each process.
 
@@ -147,7 +159,7 @@ def write_back(
     memory = {r: opener(spans, processes[r.process]) for r in manifest.regions if r.process in processes}
     packs = open_packs(directory, manifest)
     try:
-        packs.write_regions(memory, workers=workers, progress=progress)
+        packs.write_regions(memory, workers=workers, patience=patience, progress=progress)
     finally:
         packs.close()
     return sum(region.size_bytes for region in memory)

@@ -10,13 +10,16 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ocihook.errors import StoreError
-from ocihook.linux.files import replace_file
+from ocihook.linux.files import replace_file, try_lock
+from ocihook.linux.patience import Patience
 
 # Upper bounds in seconds of the totals' buckets: from a lock to the copy of a node full of GPU memory.
+_LOCK_TIMEOUT_S = 60.0
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _TOTALS_NAME = "totals"
 _VERSION = 1
@@ -171,7 +174,8 @@ def _add_phase(phases: dict[str, Any], phase: Mapping[str, Any]) -> None:
 def _locked(directory: Path) -> Iterator[None]:
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        if not Patience(timeout_s=_LOCK_TIMEOUT_S).until(partial(try_lock, fd, fcntl.LOCK_EX)):
+            raise TimeoutError(f"the history in {directory} is in use by another process")
         yield
     finally:
         os.close(fd)

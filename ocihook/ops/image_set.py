@@ -18,6 +18,7 @@ from ocihook.criu.images import check_page_images, check_page_sizes, page_images
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
 from ocihook.linux.files import sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.model import ContainerRef
 from ocihook.store.manifest import (
     MANIFEST_NAME,
@@ -48,7 +49,7 @@ class MovedRegions(NamedTuple):
     gpu: Mapping[str, Any]
 
 
-def pack_image_set(
+def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and how
     directory: Path,
     *,
     container: ContainerRef,
@@ -57,6 +58,7 @@ def pack_image_set(
     durable: bool,
     moved: MovedRegions | None = None,
     with_images: bool = True,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> Manifest | None:
     """Replace the page images in `directory` by packs and a manifest; None if there is nothing to pack.
@@ -72,6 +74,7 @@ def pack_image_set(
         durable: return only when the packs, and the images that are not packed, are on stable storage.
         moved: memory that is in packs already; the image set is complete only with it.
         with_images: else page images stay as they are, and the manifest is about the moved memory alone.
+        patience: how long it is waited for.
         progress: told the bytes of image done.
 
     Raises:
@@ -88,7 +91,13 @@ def pack_image_set(
         return None
     try:
         packed, packs = pack_images(
-            directory, names, prefix=PACK_PREFIX, workers=workers, durable=durable, progress=progress
+            directory,
+            names,
+            prefix=PACK_PREFIX,
+            workers=workers,
+            durable=durable,
+            patience=patience,
+            progress=progress,
         )
         manifest = Manifest(
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -220,6 +229,7 @@ def rehydrate_image_set(
     *,
     with_regions: bool = True,
     workers: int,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
     elsewhere: Mapping[str, PackFile] = _NOWHERE_ELSE,
 ) -> list[str]:
@@ -232,6 +242,7 @@ def rehydrate_image_set(
         with_regions: verify memory that goes elsewhere, too; else only the tables of its packs, and whoever writes it
             into a process verifies it on the way, as always.
         workers: processes to use.
+        patience: how long it is waited for.
         progress: told the bytes done.
         elsewhere: packs that are not in `directory`, by name.
 
@@ -248,7 +259,7 @@ def rehydrate_image_set(
     try:
         dehydrate(directory, names)  # of an earlier attempt
         _check_space(directory, manifest)
-        packs.rehydrate(directory, with_regions=with_regions, workers=workers, progress=progress)
+        packs.rehydrate(directory, with_regions=with_regions, workers=workers, patience=patience, progress=progress)
         check_page_images(directory)
     except BaseException as error:
         dehydrate(directory, names)

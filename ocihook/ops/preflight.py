@@ -21,6 +21,7 @@ from ocihook.errors import PreflightError
 from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import is_in_memory
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.ops.gpu import read_node
 
@@ -64,6 +65,7 @@ class Situation:
         init_pid: int,
         processes: Sequence[Signs],
         states: Mapping[Process, CudaState | None],
+        patience: Patience,
         packs_dir: Path | None = None,
         plugin: Path | None = None,
     ) -> "Situation":
@@ -73,6 +75,7 @@ class Situation:
             init_pid: of the container.
             processes: its processes that have to do with NVIDIA.
             states: what the driver says of them.
+            patience: how long it is waited for.
             packs_dir: where packs go.
             plugin: of CRIU for CUDA, that it would load.
 
@@ -80,7 +83,7 @@ class Situation:
             CudaUnsupported: if NVML does not answer.
             OSError: if `packs_dir` cannot be looked at.
         """
-        version, gpus = read_node()
+        version, gpus = read_node(patience)
         return cls(
             init_pid=init_pid,
             driver_version=version,
@@ -96,7 +99,7 @@ class Situation:
             plugin=plugin,
         )
 
-    def read_again(self) -> "Situation":
+    def read_again(self, patience: Patience) -> "Situation":
         """Return the same with what the processes hold by now, and what room there is: for when they are locked.
 
         What they hold changes until then: it may be less than was read before, or more.
@@ -107,7 +110,7 @@ class Situation:
         """
         return dataclasses.replace(
             self,
-            gpus=read_node()[1],
+            gpus=read_node(patience)[1],
             available_ram_bytes=available_bytes(),
             cgroup_room_bytes=memory_headroom_bytes(self.init_pid),
             free_disk_bytes=_free_bytes(self.packs_dir),

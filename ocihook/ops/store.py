@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from ocihook import __version__
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import IntegrityError, OcihookError, StoreError, StoreFull
+from ocihook.errors import GivenUp, IntegrityError, OcihookError, StoreError, StoreFull
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
@@ -221,6 +222,7 @@ def _store(
         page_ids=domain.page_ids,
         ids_fd=ids_fd,
         workers=workers,
+        patience=domain.patience,
         progress=report,
     )
     try:
@@ -375,42 +377,40 @@ def wait_complete(
     checkpoint_id: str,
     *,
     workers: int,
-    timeout_s: float | None = None,
-    check: Callable[[], None] = lambda: None,
+    progress: Progress = no_progress,
     settings: Settings | None = None,
 ) -> StoredManifest:
     """Wait until a checkpoint is complete, and complete it if nobody else is at it.
 
     Args:
-        domain: where it is.
+        domain: where it is; its patience says how long.
         checkpoint_id: which.
         workers: processes to use.
-        timeout_s: how long to wait for another process; None: as long as it takes.
-        check: called meanwhile; may raise.
+        progress: told the bytes done, if it is completed here.
         settings: tell where the history is that gets a record if it is completed here.
 
     Raises:
         StoreError: if there is no such checkpoint, or it takes too long.
         OcihookError: if it cannot be completed.
+        GivenUp: if nobody waits for it any more.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    patience = domain.patience
     while checkpoint_id not in domain.checkpoint_ids():
-        check()
+        patience.check()
         if checkpoint_id not in pending_ids(domain):
             break  # complete by now, or never was there: read() tells
         try:
-            is_done = complete(
-                domain, checkpoint_id, workers=workers, progress=lambda _size: check(), settings=settings
-            )
+            is_done = complete(domain, checkpoint_id, workers=workers, progress=progress, settings=settings)
+        except GivenUp:  # is no fault of the checkpoint
+            raise
         except (OcihookError, OSError) as error:
-            check()  # whoever waits no longer is no fault of the checkpoint
             _note_failure(domain, checkpoint_id, error)
             raise
         if not is_done:
-            if deadline is not None and time.monotonic() >= deadline:
+            if patience.is_over:
                 done = read_progress(domain, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
-            time.sleep(_POLL_S)
+            patience.sleep(_POLL_S)
     domain.settle()  # whoever completed it may have been killed before
     return domain.read(checkpoint_id)
 
@@ -421,19 +421,10 @@ def complete_pending(settings: Settings, *, timeout_s: float) -> list[Listed]:
     Raises:
         StoreError: if the store cannot be looked into.
     """
-    store, workers = Store.of(settings), store_workers(settings)
-    deadline = time.monotonic() + timeout_s
-
-    def check() -> None:
-        if time.monotonic() > deadline:
-            raise StoreError(f"it was not stored within {timeout_s:g} s")
-
+    store, workers = Store.of(settings, Patience(timeout_s=timeout_s)), store_workers(settings)
     for row in list_pending(store):
-        left_s = max(0.0, deadline - time.monotonic())
         with contextlib.suppress(OcihookError, OSError):  # it is kept with the checkpoint
-            wait_complete(
-                store.open(row.domain), row.id, workers=workers, timeout_s=left_s, check=check, settings=settings
-            )
+            wait_complete(store.open(row.domain), row.id, workers=workers, settings=settings)
     return list_pending(store)
 
 
@@ -463,7 +454,7 @@ def rehydrate_stored(
             targets[image.name] = Target(partial(ImageFile, path, writable=True), 0)
         if with_regions:
             targets |= {region.name: Target(Nowhere, 0) for region in manifest.regions}
-        assemble(layout, domain.packs, targets, workers=workers, progress=progress)
+        assemble(layout, domain.packs, targets, workers=workers, patience=domain.patience, progress=progress)
 
 
 def stored_region_bytes(domain: Domain, manifest: StoredManifest) -> int:
@@ -485,6 +476,7 @@ def write_stored_regions(
     processes: Mapping[str, Process],
     *,
     workers: int,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
     spans: Spans | None = None,
 ) -> int:
@@ -498,7 +490,7 @@ def write_stored_regions(
         region.name: Target(opener(spans, processes[region.process]), region.start) for region in manifest.regions
     }
     with domain.using(manifest.id):
-        assemble(domain.layout(manifest), domain.packs, targets, workers=workers, progress=progress)
+        assemble(domain.layout(manifest), domain.packs, targets, workers=workers, patience=patience, progress=progress)
     return sum(region.size_bytes for region in manifest.regions)
 
 

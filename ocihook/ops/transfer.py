@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ocihook.config import Settings
 from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError, StoreError
+from ocihook.linux.patience import Patience
 from ocihook.linux.workers import run_forked
 from ocihook.ops.prune import Keep, Pruned, choose
 from ocihook.ops.staging import discard_staged, pins_of
@@ -78,7 +79,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
             lacking = [info for info in layout.packs if info.name not in known]
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
-            _in_parallel(lacking, lambda info: _send(domain, remote, info), progress)
+            _in_parallel(lacking, lambda info: _send(domain, remote, info), domain.patience, progress)
             files = {info: domain.packs_dir / info.name for info in layout.packs}
             remote.commit(checkpoint_id, data, domain.layout_bytes(checkpoint_id), files)
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
@@ -96,7 +97,8 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     """Fetch a checkpoint into the store, and verify all of it. What an interrupted attempt has brought is kept an hour.
 
     Args:
-        store: where it comes to.
+        store: where it comes to; its patience is that with workers and locks. A remote may be asked many times before
+            it answers: who cannot wait for that calls this in a process of its own.
         name: the domain, there and here.
         checkpoint_id: which.
         location: of the remote.
@@ -130,7 +132,9 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
             lacking = [info for info in layout.packs if not _has(domain, info)]
             moved = sum(info.size_bytes for info in lacking)
             progress(size - moved)
-            _in_parallel(lacking, lambda info: _fetch(domain, remote, location, info, pending), progress)
+            _in_parallel(
+                lacking, lambda info: _fetch(domain, remote, location, info, pending), store.patience, progress
+            )
             adopt(domain, checkpoint_id, data, layout_data)
         discard_staged(pending, pins_of(checkpoint_id))
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
@@ -162,13 +166,16 @@ def _fetch(domain: Domain, remote: Remote, location: str, info: PackInfo, pendin
 
 
 def _in_parallel(
-    infos: Sequence[PackInfo], move: Callable[[PackInfo], Iterator[int]], progress: Callable[[int], None]
+    infos: Sequence[PackInfo],
+    move: Callable[[PackInfo], Iterator[int]],
+    patience: Patience,
+    progress: Callable[[int], None],
 ) -> None:
     def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
         for task in tasks:
             yield from move(infos[task])
 
-    for size in run_forked(worker, tasks=len(infos), workers=TRANSFERS):
+    for size in run_forked(worker, tasks=len(infos), workers=TRANSFERS, patience=patience):
         progress(size)
 
 

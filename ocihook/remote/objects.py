@@ -67,7 +67,7 @@ class ObjectRemote:
         self._blobs.write(mine, json.dumps(sorted(names)).encode())
         try:
             while self._announced("removing", PRUNE_LASTS_S) & names:
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S)  # waits: a push, which no session makes
             sizes = {info.name: info.size_bytes for info in packs}
             yield {name for name, blob in self._packs().items() if sizes.get(name) == blob.size_bytes}
         finally:

@@ -14,12 +14,13 @@ from ocihook.errors import CudaError, IntegrityError, OcihookError
 from ocihook.linux.cgroup import wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import unpin_directory
-from ocihook.linux.patience import Patience
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.ops import gpu_memory
 from ocihook.ops.criu_files import loaded_plugin, options_for
 from ocihook.ops.deleted_files import file_refusals
 from ocihook.ops.gpu import (
+    COPY_TIMEOUT_S,
     CheckpointedProcess,
     check_contents,
     checkpoint_all,
@@ -134,7 +135,7 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
             wait_until_thawed(process, patience)
         left = [process for process in alive.values() if process.is_alive()]
         with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
-            wait_for_room(needed(self.processes, states(driver, left)))
+            wait_for_room(needed(self.processes, states(driver, left, ENDLESS)), ENDLESS)
             resume_all(driver, left, spans=spans)
 
     def _tell_of_the_dead(self, journal: Journal) -> None:
@@ -160,7 +161,8 @@ def _give_back(journal: Journal, alive: Mapping[str, Process], spans: Spans) -> 
     while True:
         try:
             workers = journal.facts(CallFacts).workers
-            return gpu_memory.write_back(journal.pins, alive, workers=workers, spans=spans)
+            patience = Patience(timeout_s=COPY_TIMEOUT_S)
+            return gpu_memory.write_back(journal.pins, alive, workers=workers, patience=patience, spans=spans)
         except OSError as error:
             left = {name: process for name, process in alive.items() if process.is_alive()}
             if len(left) == len(alive):
@@ -185,11 +187,11 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
     processes = [process for s in signs if (process := Process.find(s.pid))]
     driver = CudaDriver()
     with journal.phase("gpu preflight"):
-        known = states(driver, processes)
+        known = states(driver, processes, dump.patience)
         runtime, call = dump.container.runtime, dump.call()
         packs_dir = dump.place if policy.mode != "off" else None
         plugin = loaded_plugin(runtime, call.criu_config)
-        situation = Situation.read(dump.init_pid, signs, known, packs_dir=packs_dir, plugin=plugin)
+        situation = Situation.read(dump.init_pid, signs, known, dump.patience, packs_dir=packs_dir, plugin=plugin)
         criu = options_for(runtime, call.criu_config, call.criu_asked)
         heed([*refusals(situation), *file_refusals(dump.init_pid, criu)], policy.gpu_preflight)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
@@ -200,12 +202,12 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
     effect = GpuCheckpointed(processes=[Taken(process, names[process], 0, {}) for process in ours])
     journal.add(effect)
     with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
-        lock_all(driver, ours, policy.gpu_lock_timeout_s, spans)
+        lock_all(driver, ours, dump.patience, policy.gpu_lock_timeout_s, spans)
     with journal.phase("gpu read again"):  # what they hold is what is restored from now on, and not before
-        situation = situation.read_again()
+        situation = situation.read_again(dump.patience)
         heed(memory_refusals(situation), policy.gpu_preflight)
     held = {process: held_on(situation.gpus, process.pid) for process in ours}
-    threads = driver_threads(driver, ours)
+    threads = driver_threads(driver, ours, dump.patience)
     effect.processes = [Taken(process, names[process], threads[process], held[process]) for process in ours]
     inner = {names[process]: pid_below(dump.init_pid, thread) for process, thread in threads.items()}
     by_name = {names[process]: held[process] for process in ours}
@@ -227,10 +229,9 @@ def checkpoint_gpus(dump: Dump, effect: GpuCheckpointed) -> None:
     driver = CudaDriver()
     with journal.phase("gpu checkpoint") as phase, journal.spans(phase) as spans:
         dump.hold.add(threads, dump.patience)
-        checkpointed = checkpoint_all(driver, threads, spans, workers=dump.call().workers)
+        checkpointed = checkpoint_all(driver, threads, dump.patience, spans, workers=dump.call().workers)
         check_contents(checkpointed, held_bytes)
         phase["bytes"] = sum(part.size_bytes for one in checkpointed for part in one.spans)
-    dump.patience.check()
     if policy.mode != "off" and policy.gpu_memory == "packs":
         _move_out(dump, effect, checkpointed, names)
 
@@ -274,6 +275,7 @@ def _move_out(
             gpu=journal.facts(GpuFacts).gpu or {},
             workers=dump.call().workers,
             durable=not dump.call().leave_running,
+            patience=dump.patience,
             progress=dump.progress,
             spans=spans,
         )
@@ -289,7 +291,7 @@ def _move_out(
     with journal.phase("gpu release") as phase, journal.spans(phase) as spans:
         effect.progress = MOVED
         journal.save()
-        gpu_memory.release(checkpointed, spans)
+        gpu_memory.release(checkpointed, dump.patience, spans)
 
 
 def moved_regions(journal: Journal) -> MovedRegions | None:

@@ -14,7 +14,7 @@ from ocihook.errors import CudaError, IdentificationError, OcihookError
 from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import make_device
 from ocihook.linux.memory import available_bytes
-from ocihook.linux.patience import Patience
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, pid_below, thread_ids
 from ocihook.oci.runtime import DeviceNode, find_runtime_call, read_nvidia_devices
 from ocihook.ops.gpu import end, find_gpu_processes, read_node, resume_all, states, wait_for_room
@@ -98,13 +98,13 @@ class GpuRestored(Effect, kind="gpu-restored"):
             for taken in self.processes:
                 wait_until_thawed(taken.process, patience)
             driver, targets = CudaDriver(), journal.facts(TargetFacts)
-            found = states(driver, [taken.process for taken in self.processes if taken.process.is_alive()])
+            found = states(driver, [taken.process for taken in self.processes if taken.process.is_alive()], ENDLESS)
             waiting = [process for process, state in found.items() if state not in {None, CudaState.RUNNING}]
             if not waiting:
                 return
             with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
                 if CudaState.CHECKPOINTED in found.values():  # a checkpoint of an earlier version: all of it
-                    wait_for_room(needed(self.processes, found) or targets.need)
+                    wait_for_room(needed(self.processes, found) or targets.need, ENDLESS)
                 resume_all(driver, waiting, targets.gpu_map, spans)
 
     def give_up(self, error: CudaError, journal: Journal) -> CudaError:
@@ -125,7 +125,7 @@ def check_gpu_node(restore: Restore, checkpoint: Checkpoint) -> None:
     if not gpu:
         return
     CudaDriver()
-    version, gpus = read_node()
+    version, gpus = read_node(restore.patience)
     devices: list[DeviceNode] = []
     with contextlib.suppress(IdentificationError, OSError):
         call = find_runtime_call(restore.criu_pid)
@@ -181,7 +181,9 @@ def fill_memory(restore: Restore, checkpoint: Checkpoint) -> int:
     workers = restore.call().workers
     with journal.phase("gpu write back") as phase, journal.spans(phase) as spans:
         try:
-            size = checkpoint.write_regions(processes, workers=workers, progress=restore.progress, spans=spans)
+            size = checkpoint.write_regions(
+                processes, workers=workers, patience=restore.patience, progress=restore.progress, spans=spans
+            )
         except OSError as error:
             raise OcihookError(f"GPU memory cannot be written into the restored processes: {error}") from error
         phase["bytes"] = size
@@ -205,7 +207,7 @@ def resume_gpus(restore: Restore) -> None:
     journal.note(GpuFacts(gpu=gpu, pids={one.name: one.process.pid for one in taken}))
     effect = journal.add(GpuRestored(processes=taken, init=restore.init))
     try:
-        effect.resume(journal, Patience())
+        effect.resume(journal, ENDLESS)
     except CudaError as error:
         raise effect.give_up(error, journal) from error
     finally:

@@ -15,8 +15,8 @@ class Hold:
         self._stack = contextlib.ExitStack()
         self.is_empty = True
 
-    def add(self, threads: Mapping[Process, int], patience: Patience, *, waits: bool = True) -> None:
-        """Hold all threads of processes but one each; without `waits` those that are frozen do not stand still yet.
+    def add(self, threads: Mapping[Process, int], patience: Patience | None) -> None:
+        """Hold all threads of processes but one each; without patience those that are frozen do not stand still yet.
 
         Those that this process holds already are held on.
 
@@ -25,7 +25,7 @@ class Hold:
             GivenUp: if nobody waits for it any more.
         """
         for process, able in threads.items():
-            self._stack.enter_context(held(process.pid, patience, without=able, waits=waits))
+            self._stack.enter_context(held(process.pid, patience, without=able))
             self.is_empty = False
 
     def release(self) -> None:

@@ -160,6 +160,7 @@ class PageImages(Participant):
                 restore.directory,
                 with_regions=manifest is None or is_read_twice(manifest.regions),
                 workers=restore.call().workers,
+                patience=restore.patience,
                 progress=restore.progress,
             )
         if manifest is None:
@@ -179,6 +180,7 @@ def _pack(dump: Dump, *, with_images: bool = True) -> Manifest | None:
         durable=not call.leave_running,
         moved=dump.moved,
         with_images=with_images,
+        patience=dump.patience,
         progress=dump.progress,
     )
 

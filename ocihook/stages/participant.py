@@ -113,7 +113,7 @@ class Dump(Attempt):
     def store(self) -> Store:
         """The node's store."""
         root, *keys = self.call().store
-        return Store(Path(root), KeySource(*keys))
+        return Store(Path(root), KeySource(*keys), self.patience)
 
     @cached_property
     def freezer(self) -> Freezer | None:
@@ -138,7 +138,7 @@ class Checkpoint(Protocol):
 
     @property
     def write_regions(self) -> Callable[..., int]:
-        """What writes it into `processes`, by their names, with so many `workers`, `progress` and `spans`."""
+        """What writes it into `processes`, by their names, with `workers`, `patience`, `progress` and `spans`."""
 
 
 @dataclass

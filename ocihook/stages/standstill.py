@@ -179,7 +179,7 @@ def standing_still(journal: Journal, threads: Mapping[Process, int], patience: P
     hold = Hold()
     try:
         alive = {process: able for process, able in threads.items() if process.is_alive()}
-        hold.add(alive, patience, waits=False)
+        hold.add(alive, None)
         _thaw(journal, patience)
         yield
     finally:

@@ -13,13 +13,14 @@ from ocihook.errors import OcihookError, StoreError
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import resident_bytes
 from ocihook.linux.patience import Patience
+from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.ops.admission import check_domain
 from ocihook.ops.compatibility import check_host, host_facts
 from ocihook.ops.image_set import check_other_images, dehydrate, discard_packs, is_read_twice, list_packable
 from ocihook.ops.staging import STAGED_NAME, Place, check_can_store, choose_place, finish_staging, stage
 from ocihook.ops.store import rehydrate_stored, store_workers, stored_region_bytes, wait_complete, write_stored_regions
-from ocihook.ops.transfer import is_here, keep_in_use, pull
+from ocihook.ops.transfer import Moved, is_here, keep_in_use, pull
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.stages.page_images import Rehydrated
@@ -27,7 +28,7 @@ from ocihook.stages.participant import Dump, Participant, Restore, SizeFacts
 from ocihook.store.domain import Domain
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
-from ocihook.store.thin import read_thin
+from ocihook.store.thin import Thin, read_thin
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,18 @@ def begin(journal: Journal, container: ContainerRef, image_dir: Path, directory:
     effect = journal.add(Staging(place=place, directory=image_dir, identity=identity(directory)))
     place.pending.mkdir(mode=0o700)
     return effect
+
+
+def _pull(restore: Restore, store: Store, thin: Thin) -> Moved:
+    """Pull in a process of its own: nothing else ends an attempt at a remote that does not answer."""
+
+    def fetch(checkpoint_id: str) -> Moved:
+        return pull(store, thin.domain, checkpoint_id, restore.settings.remote, progress=restore.progress)
+
+    (outcome,) = call_each(fetch, [thin.checkpoint_id], restore.patience)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 class StoredPages(Participant):
@@ -187,7 +200,7 @@ class StoredPages(Participant):
         if thin is None:
             return
         check_domain(thin.domain, restore.journal.container, settings)
-        store = Store.of(settings)
+        store = Store.of(settings, restore.patience)
         keep_in_use(store, thin, is_pulled=bool(settings.remote))  # until this session ends
         if not is_here(store, thin):
             if not settings.remote:
@@ -196,15 +209,14 @@ class StoredPages(Participant):
                     hint="configure the remote that it was pushed to, or fetch it by `ocihook store pull`",
                 )
             with restore.journal.phase("pull") as phase:
-                pulled = pull(store, thin.domain, thin.checkpoint_id, settings.remote, progress=restore.progress)
-                phase["bytes"] = pulled.moved_bytes
+                phase["bytes"] = _pull(restore, store, thin).moved_bytes
         domain = store.open(thin.domain)
         with restore.journal.phase("wait for the store"):
             manifest = wait_complete(
                 domain,
                 thin.checkpoint_id,
                 workers=store_workers(settings),
-                check=restore.patience.check,
+                progress=restore.progress,
                 settings=settings,
             )
         check_host(manifest.host, restore.call().criu_version)
@@ -239,7 +251,7 @@ class StoredPages(Participant):
         thin = read_thin(restore.directory)
         if thin is not None:
             check_domain(thin.domain, restore.journal.container, restore.settings)
-            store = Store.of(restore.settings)
+            store = Store.of(restore.settings, restore.patience)
             keep_in_use(store, thin, is_pulled=False)  # also where the agent was killed in between
             domain = store.open(thin.domain)
             restore.checkpoint = StoredCheckpoint(domain, domain.read(thin.checkpoint_id))

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack import PAGE_BYTES, Buffer
@@ -32,6 +33,7 @@ def assemble(
     targets: Mapping[str, Target],
     *,
     workers: int,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> None:
     """Write images to their targets; long runs of zero pages are left alone.
@@ -60,7 +62,7 @@ def assemble(
                         _write(runs, target, targets[name].start + batch * PAGE_BYTES)
                 yield task
 
-        for task in run_forked(worker, tasks=len(ranges), workers=workers):
+        for task in run_forked(worker, tasks=len(ranges), workers=workers, patience=patience):
             _, first, end = ranges[task]
             progress((end - first) * PAGE_BYTES)
 

@@ -25,6 +25,7 @@ import lz4.block
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.memory import CopyBuffer
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.identity import ID_BYTES, PageIds
@@ -121,7 +122,7 @@ class _Range(NamedTuple):
     pages: int
 
 
-def deduplicate(
+def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
     sources: Mapping[str, Source],
     *,
     packs: PackDirectory,
@@ -130,6 +131,7 @@ def deduplicate(
     ids_fd: int,
     before: Earlier | None,
     workers: int,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> Taken:
     """Take the pages of images into a domain; nothing refers to its new packs yet.
@@ -142,6 +144,7 @@ def deduplicate(
         ids_fd: a file for the ids of all pages, image after image.
         before: what to compare with. It is verified while the workers are at it.
         workers: processes to use.
+        patience: how long it is waited for.
         progress: told the bytes done.
 
     Raises:
@@ -180,7 +183,8 @@ def deduplicate(
     digest, digested = page_ids.new_digest(), 0  # of the ids of so many ranges
     try:
         # Closed at once if anything raises: no worker goes on then.
-        with contextlib.closing(run_forked(worker, tasks=len(ranges), workers=workers)) as results:
+        work = run_forked(worker, tasks=len(ranges), workers=workers, patience=patience)
+        with contextlib.closing(work) as results:
             for result in results:
                 if isinstance(result, PackInfo):
                     new_packs.append(result)

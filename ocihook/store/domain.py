@@ -14,11 +14,13 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from pathlib import Path
 
 from ocihook.errors import IntegrityError, StoreError
-from ocihook.linux.files import make_directory, replace_file, sync_directory, sync_file
+from ocihook.linux.files import make_directory, replace_file, sync_directory, sync_file, try_lock
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import at_normal_priority
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
 from ocihook.store.deduplicate import Before, Earlier
@@ -56,7 +58,7 @@ _MAX_LAYOUT_BYTES = 4 << 30
 class Domain:
     """A directory with packs, index and checkpoints."""
 
-    def __init__(self, directory: Path, name: str, keyring: Keyring, record: bytes) -> None:
+    def __init__(self, directory: Path, name: str, keyring: Keyring, record: bytes, patience: Patience) -> None:
         self.directory, self.name, self.keyring = directory, name, keyring
         self._record = record
         self.is_encrypted = is_sealed(record)
@@ -67,16 +69,20 @@ class Domain:
         self.index_dir = directory / "index"
         self.pushes_dir = directory / "pushes"
         self.pushes = Pushes(self.pushes_dir)
-        self.marks = Marks(self.checkpoints_dir)
+        self.marks = Marks(self.checkpoints_dir, patience)
+        self.patience = patience  # how long whoever opened it waits
 
     @classmethod
-    def open(cls, root: Path, name: str, keys: KeySource = NO_KEYS, *, create: bool = False) -> "Domain":
+    def open(
+        cls, root: Path, name: str, keys: KeySource = NO_KEYS, patience: Patience = ENDLESS, *, create: bool = False
+    ) -> "Domain":
         """Open a domain of the store in `root`; keys are asked for when something is to be read or written.
 
         Args:
             root: the store.
             name: of the domain.
             keys: where its keys come from; if it comes from anywhere, a new domain is encrypted.
+            patience: how long whoever opens it waits for others.
             create: make it if it is not there.
 
         Raises:
@@ -88,12 +94,12 @@ class Domain:
         keyring = Keyring(keys, name)
         if create:
             if not record.exists():
-                _make(directory, keyring, within=root.parent)
+                _make(directory, keyring, patience, within=root.parent)
             sync_directory(directory)  # whoever wrote the record may have been killed before
         data = read_record(record, _MAX_RECORD_BYTES, "domain")
         if data is None:
             raise StoreError(f"{root} has no domain {name!r}")
-        domain = cls(directory, name, keyring, data)
+        domain = cls(directory, name, keyring, data, patience)
         if create and keyring.is_configured and not domain.is_encrypted:
             raise StoreError(
                 f"domain {name} is not encrypted, and keys are configured", hint="`ocihook store rekey` encrypts it"
@@ -136,13 +142,16 @@ class Domain:
 
     # --- locks
 
+    def _locked(self, name: str, how: int, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContextManager[None]:
+        return _locked(self.directory / name, how, self.patience.within(timeout_s))
+
     @contextlib.contextmanager
     def shared(self, *, in_turn: bool = False) -> Iterator[None]:
         """Hold off whoever removes; `in_turn`, for what has time, after those who wait to be alone."""
         if in_turn:
-            with _locked(self.directory / "turn.lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
+            with self._locked("turn.lock", fcntl.LOCK_SH):
                 pass
-        with _locked(self.directory / "lock", fcntl.LOCK_SH, LOCK_TIMEOUT_S):
+        with self._locked("lock", fcntl.LOCK_SH):
             yield
 
     @contextlib.contextmanager
@@ -153,8 +162,8 @@ class Domain:
             StoreError: if checkpoints are still being written or read after so long.
         """
         with (
-            _locked(self.directory / "turn.lock", fcntl.LOCK_EX, timeout_s),
-            _locked(self.directory / "lock", fcntl.LOCK_EX, timeout_s),
+            self._locked("turn.lock", fcntl.LOCK_EX, timeout_s),
+            self._locked("lock", fcntl.LOCK_EX, timeout_s),
             at_normal_priority(),
         ):
             yield
@@ -166,7 +175,7 @@ class Domain:
         Raises:
             StoreError: if another process is at it after so long.
         """
-        with _locked(self.directory / "upkeep.lock", fcntl.LOCK_EX, timeout_s):
+        with self._locked("upkeep.lock", fcntl.LOCK_EX, timeout_s):
             yield
 
     @contextlib.contextmanager
@@ -360,7 +369,7 @@ class Domain:
             StoreError: if the index cannot be written.
         """
         self._put_parts(manifest.id, self._sealed(f"layout {manifest.id}", encode_layout(layout)), ids)
-        with _locked(self.directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        with self._locked("chain.lock", fcntl.LOCK_EX):
             head = self._head()
             linked = dataclasses.replace(
                 manifest, sequence=head.sequence + 1 if head else 0, previous=head.link if head else None
@@ -390,7 +399,7 @@ class Domain:
             OSError: from the file system, a full one included.
         """
         self._put_parts(checkpoint_id, layout, ids)
-        with _locked(self.directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+        with self._locked("chain.lock", fcntl.LOCK_EX):
             head = self._head()
             digest = self.page_ids.digest_of_file(self._ids_path(checkpoint_id))
             pulled = encode_pulled(Pulled(head.sequence if head else -1, digest))
@@ -436,7 +445,7 @@ class Domain:
     def _with(self, identity: Identity) -> "Domain":
         record = self.directory / "domain"
         write_identity(record, self.keyring, identity)
-        return Domain(self.directory, self.name, self.keyring, record.read_bytes())
+        return Domain(self.directory, self.name, self.keyring, record.read_bytes(), self.patience)
 
     # --- layouts
 
@@ -570,10 +579,10 @@ class Domain:
         return total
 
 
-def _make(directory: Path, keyring: Keyring, *, within: Path) -> None:
+def _make(directory: Path, keyring: Keyring, patience: Patience, *, within: Path) -> None:
     """Make a domain, all of it on stable storage; of several processes that do so at once, one decides what it is."""
     make_directory(directory, within=within)
-    with _locked(directory / "chain.lock", fcntl.LOCK_EX, LOCK_TIMEOUT_S):
+    with _locked(directory / "chain.lock", fcntl.LOCK_EX, patience.within(LOCK_TIMEOUT_S)):
         if not (directory / "domain").exists():
             for part in ("packs", "index", "checkpoints", "pending", "pushes"):
                 (directory / part).mkdir(mode=0o700, exist_ok=True)
@@ -584,19 +593,12 @@ def _make(directory: Path, keyring: Keyring, *, within: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, how: int, timeout_s: float) -> Iterator[None]:
+def _locked(path: Path, how: int, patience: Patience) -> Iterator[None]:
     """Hold a lock of the domain whose directory it is in."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + timeout_s
     try:
-        while True:
-            try:
-                fcntl.flock(fd, how | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StoreError(f"domain {path.parent.name} is in use by another process") from None
-                time.sleep(_POLL_S)
+        if not patience.until(partial(try_lock, fd, how), poll_s=_POLL_S):
+            raise StoreError(f"domain {path.parent.name} is in use by another process")
         yield
     finally:
         os.close(fd)

@@ -211,6 +211,7 @@ def _merging(directory: Path, *, is_waiting: bool) -> Iterator[bool]:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
+            # waits: only what removes packs, and no session does
             fcntl.flock(fd, fcntl.LOCK_EX if is_waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False

@@ -11,16 +11,20 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from ocihook.linux.files import replace_file, sync_directory
+from ocihook.errors import StoreError
+from ocihook.linux.files import replace_file, sync_directory, try_lock
+from ocihook.linux.patience import Patience
 
 
 class Marks:
     """The marks in a directory of checkpoints. Whether there is such a checkpoint, they do not know."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, patience: Patience) -> None:
         self._directory = directory
+        self._patience = patience
 
     def is_pinned(self, checkpoint_id: str) -> bool:
         """Tell whether a checkpoint is pinned."""
@@ -36,9 +40,19 @@ class Marks:
         sync_directory(self._directory)
 
     def begin_use(self, checkpoint_id: str) -> int:
-        """Use a checkpoint until the descriptor that is returned is closed, here and in all processes forked since."""
+        """Use a checkpoint until the descriptor that is returned is closed, here and in all processes forked since.
+
+        Raises:
+            StoreError: if it is being removed or moved for too long.
+        """
         while True:
-            fd = self._open(checkpoint_id, fcntl.LOCK_SH)
+            fd = self._open(checkpoint_id)
+            try:
+                if not self._patience.until(partial(try_lock, fd, fcntl.LOCK_SH)):
+                    raise StoreError(f"checkpoint {checkpoint_id} is in use by another process")
+            except BaseException:
+                os.close(fd)
+                raise
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(self._use(checkpoint_id))):
                     return fd
@@ -47,13 +61,9 @@ class Marks:
     @contextlib.contextmanager
     def unless_used(self, checkpoint_id: str) -> Iterator[bool]:
         """Tell whether nobody uses a checkpoint; whoever wants to waits until the context ends."""
+        fd = self._open(checkpoint_id)
         try:
-            fd = self._open(checkpoint_id, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            yield True
+            yield try_lock(fd, fcntl.LOCK_EX)
         finally:
             os.close(fd)
 
@@ -69,15 +79,8 @@ class Marks:
         self._pin(checkpoint_id).unlink(missing_ok=True)
         self._use(checkpoint_id).unlink(missing_ok=True)
 
-    def _open(self, checkpoint_id: str, how: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._use(checkpoint_id), flags, 0o600)
-        try:
-            fcntl.flock(fd, how)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+    def _open(self, checkpoint_id: str) -> int:
+        return os.open(self._use(checkpoint_id), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def _pin(self, checkpoint_id: str) -> Path:
         return self._directory / f"{checkpoint_id}.pin"

@@ -15,6 +15,7 @@ import lz4.block
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import open_regular
 from ocihook.linux.memory import CopyBuffer
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.store.manifest import PackedImage, Region, Segment
 from ocihook.store.pack import (
@@ -150,6 +151,7 @@ def pack_images(
     prefix: str,
     workers: int,
     durable: bool,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> tuple[list[PackedImage], list[PackInfo]]:
     """Pack `names`, files of whole pages in `directory`, as `pack` does with sources.
@@ -163,7 +165,9 @@ def pack_images(
         if size % PAGE_BYTES:
             raise StoreError(f"{name} has {size} bytes, not a whole number of pages")
     sources = [Source(partial(ImageFile, directory / name), 0, size) for name, size in zip(names, sizes, strict=True)]
-    rows, packs = pack(sources, directory, prefix=prefix, workers=workers, durable=durable, progress=progress)
+    rows, packs = pack(
+        sources, directory, prefix=prefix, workers=workers, durable=durable, patience=patience, progress=progress
+    )
     for name, size in zip(names, sizes, strict=True):
         if _size(directory / name) != size:
             raise StoreError(f"{name} was changed while it was packed")
@@ -177,6 +181,7 @@ def pack(
     prefix: str,
     workers: int,
     durable: bool,
+    patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> tuple[list[tuple[Segment, ...]], list[PackInfo]]:
     """Pack sources into new packs `<prefix>N.pack` in `directory`; return where each of them is, and the packs.
@@ -212,7 +217,7 @@ def pack(
 
     segments: dict[int, Segment] = {}
     packs: list[PackInfo] = []
-    for result in run_forked(worker, tasks=len(tasks), workers=workers):
+    for result in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
         if isinstance(result, PackInfo):
             packs.append(result)
         else:
@@ -343,10 +348,16 @@ class Packs:
         Raises:
             IntegrityError: naming the first damaged chunk.
         """
-        self._run(self._tasks, {}, workers, progress)
+        self._run(self._tasks, {}, workers, ENDLESS, progress)
 
     def rehydrate(
-        self, directory: Path, *, with_regions: bool = True, workers: int, progress: Progress = no_progress
+        self,
+        directory: Path,
+        *,
+        with_regions: bool = True,
+        workers: int,
+        patience: Patience = ENDLESS,
+        progress: Progress = no_progress,
     ) -> None:
         """Write the images into `directory` anew, checking every checksum on the way. Zero pages stay holes.
 
@@ -354,6 +365,7 @@ class Packs:
             directory: where they go.
             with_regions: check those, too, which `write_regions` does once more.
             workers: processes to use.
+            patience: how long it is waited for.
             progress: told the bytes done.
 
         Raises:
@@ -370,10 +382,15 @@ class Packs:
         tasks = [task for task in self._tasks if with_regions or task.image in targets]
         # The kernel lets one at a time write to a file, so that workers had better be at several of them.
         tasks.sort(key=lambda task: task.start / task.image.size_bytes)
-        self._run(tasks, targets, workers, progress)
+        self._run(tasks, targets, workers, patience, progress)
 
     def write_regions(
-        self, memory: Mapping[Region, Callable[[], WritablePages]], *, workers: int, progress: Progress = no_progress
+        self,
+        memory: Mapping[Region, Callable[[], WritablePages]],
+        *,
+        workers: int,
+        patience: Patience = ENDLESS,
+        progress: Progress = no_progress,
     ) -> None:
         """Write regions to their addresses in processes' memory; pages that were zero are left alone.
 
@@ -382,13 +399,15 @@ class Packs:
             OSError: if a process is gone, or has nothing mapped there.
         """
         tasks = [task for task in self._tasks if task.image in memory]
-        self._run(tasks, {region: (opened, region.start) for region, opened in memory.items()}, workers, progress)
+        targets: dict[PackedImage | Region, _Target] = {r: (opened, r.start) for r, opened in memory.items()}
+        self._run(tasks, targets, workers, patience, progress)
 
     def _run(
         self,
         tasks: Sequence[_Task],
         targets: Mapping[PackedImage | Region, _Target],
         workers: int,
+        patience: Patience,
         progress: Progress,
     ) -> None:
         """Verify tasks and write what has a target there."""
@@ -407,7 +426,7 @@ class Packs:
                         _unpack_segment(reader, task.segment, writer)
                 yield number
 
-        for number in run_forked(worker, tasks=len(tasks), workers=workers):
+        for number in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
             progress(tasks[number].size_bytes)
 
     def read_pages(self, image_name: str) -> Iterator[bytes]:

@@ -7,9 +7,9 @@ use, which stays where it is. Nobody has to wait: what is added meanwhile needs 
 
 import contextlib
 import secrets
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -192,16 +192,14 @@ def rewrite_packs(
             moved[name] = _rewrite(domain, pack, spans)
     merge_index(domain.index_dir)
     sync_directory(domain.packs_dir)
-    deadline = time.monotonic() + wait_s
+    patience = domain.patience.within(wait_s)
     for manifest in manifests:
         layout = domain.layout(manifest)
         if not any(info.name in moved for info in layout.packs):
             continue
         new = _moved_layout(layout, moved)
-        while not domain.replace_layout(manifest, new) and wait_s:
-            if time.monotonic() >= deadline:
-                raise StoreError(f"checkpoint {manifest.id} is in use by another process")
-            time.sleep(_POLL_S)
+        if not patience.until(partial(domain.replace_layout, manifest, new), poll_s=_POLL_S) and wait_s:
+            raise StoreError(f"checkpoint {manifest.id} is in use by another process")
 
 
 def _rewrite(domain: Domain, pack: StoredPack, spans: list[Span]) -> _Moved:

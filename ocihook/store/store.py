@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.config import Settings
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.store.cipher import NO_KEYS, KeySource
 from ocihook.store.domain import Domain
 from ocihook.store.names import DOMAIN_NAME
@@ -14,11 +15,12 @@ class Store(NamedTuple):
 
     root: Path
     keys: KeySource = NO_KEYS
+    patience: Patience = ENDLESS  # how long whoever uses it waits
 
     @classmethod
-    def of(cls, settings: Settings) -> "Store":
+    def of(cls, settings: Settings, patience: Patience = ENDLESS) -> "Store":
         """Return the one that the node's configuration names."""
-        return cls(Path(settings.store_dir), KeySource.of(settings))
+        return cls(Path(settings.store_dir), KeySource.of(settings), patience)
 
     def names(self) -> list[str]:
         """Return the names of all domains."""
@@ -36,4 +38,4 @@ class Store(NamedTuple):
             StoreError: if there is none, or it cannot be made.
             KeyMissing: if it is to be made and encrypted, and there is no key.
         """
-        return Domain.open(self.root, name, self.keys, create=create)
+        return Domain.open(self.root, name, self.keys, self.patience, create=create)

@@ -103,7 +103,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CudaDriver", lambda: None)
     other = Gpu(uuid="GPU-b", name="H200", minor=1, total_bytes=20, free_bytes=20)
     nodes: list[tuple[str, list[Gpu]]] = [("580", [other]), ("590", [other]), ("580", [])]
-    monkeypatch.setattr(module, "read_node", lambda: nodes.pop(0))
+    monkeypatch.setattr(module, "read_node", lambda _: nodes.pop(0))
     assert found(path)["gpus"] == Finding("gpus", Status.OK, "driver 580; 1 GPUs: GPU-a becomes GPU-b")
     assert "this node has 590" in found(path)["gpus"].detail
     assert "this node gives it 0" in found(path)["gpus"].detail

@@ -11,6 +11,7 @@ import pytest
 
 from ocihook.cuda.driver import CudaDriver, CudaState, GpuMap
 from ocihook.errors import CudaError, CudaLockTimeout
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.ops.gpu import lock_all
 
@@ -39,7 +40,7 @@ class Driver:
 def lock(driver: Driver, pids: Sequence[int], timeout_s: float) -> list[float]:
     processes = [process for pid in pids if (process := Process.find(pid))]
     assert len(processes) == len(pids)
-    lock_all(cast("CudaDriver", driver), processes, timeout_s)
+    lock_all(cast("CudaDriver", driver), processes, Patience(), timeout_s)
     return driver.asked()
 
 

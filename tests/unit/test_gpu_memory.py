@@ -12,6 +12,7 @@ import pytest
 from ocihook.errors import IntegrityError
 from ocihook.linux.memory import ProcessMemory, Span
 from ocihook.linux.mounts import unpin_directory
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops.gpu import CheckpointedProcess
@@ -89,7 +90,7 @@ def test_out_and_back(program: Program, tmp_path: Path) -> None:
     manifest = moved(program, tmp_path / "images")
     assert program.content == CONTENT
     assert manifest.raw_bytes == len(CONTENT)
-    release(program.checkpointed)
+    release(program.checkpointed, ENDLESS)
     assert program.content == bytes(len(CONTENT))
     (tmp_path / "images" / "ocihook.manifest").write_bytes(encode_manifest(manifest))
     assert write_back(tmp_path / "images", {"7": program.process}, workers=2) == len(CONTENT)
@@ -103,7 +104,7 @@ def test_pins_outlive_the_directory(program: Program, tmp_path: Path) -> None:
     manifest = moved(program, tmp_path / "images")
     pins = tmp_path / "pins"
     pin(manifest, tmp_path / "images", pins)
-    release(program.checkpointed)
+    release(program.checkpointed, ENDLESS)
     shutil.rmtree(tmp_path / "images")
     try:
         assert write_back(pins, {"7": program.process}, workers=2) == len(CONTENT)
@@ -132,7 +133,7 @@ def test_a_process_that_is_gone(program: Program, tmp_path: Path) -> None:
     program.popen.wait()
     with pytest.raises(OSError, match="has ended"):
         write_back(tmp_path / "images", {"7": program.process}, workers=2)
-    release(program.checkpointed)
+    release(program.checkpointed, ENDLESS)
 
 
 def test_the_manifest_keeps_regions(program: Program, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ocihook.errors import StoreError, StoreFull
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import call_each
 from ocihook.ops import history
@@ -97,7 +98,7 @@ def test_who_may_not_read_it_does_not_take_it_for_empty(tmp_path: Path) -> None:
         return history.read(Path("history"))
 
     tmp_path.chmod(0o755)
-    (outcome,) = call_each(read_as_nobody, [None], timeout_s=60)
+    (outcome,) = call_each(read_as_nobody, [None], Patience(timeout_s=60))
     assert isinstance(outcome, PermissionError)
 
 
@@ -131,7 +132,7 @@ def test_spans_of_workers_also_of_those_that_fail(tmp_path: Path) -> None:
                 raise OSError(5, "no")
 
     with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
-        outcomes = call_each(work, processes, timeout_s=60)
+        outcomes = call_each(work, processes, Patience(timeout_s=60))
     assert [type(outcome) for outcome in outcomes] == [type(None), OSError]
     found = {span["pid"]: span for span in journal.to_json()["spans"]}
     assert found[os.getpid()]["bytes"] == 7

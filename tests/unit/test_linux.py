@@ -1,5 +1,6 @@
 """Processes and freezers of this machine, for real."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -116,6 +117,59 @@ def test_thaw_and_freeze_again(cgroup: Path) -> None:
     finally:
         child.kill()
         child.wait(10)
+
+
+@pytest.fixture
+def nested(cgroup: Path) -> Iterator[tuple[int, Path]]:
+    """A process in a cgroup that its container made in its own, which is called inner."""
+    directory = cgroup / "nested"
+    directory.mkdir()
+    child = subprocess.Popen(["sleep", "60"])
+    (directory / "cgroup.procs").write_text(str(child.pid))
+    yield child.pid, directory
+    version = 1 if "freezer" in cgroup.parts else 2
+    for thawed in (cgroup.parent, cgroup, directory):
+        with contextlib.suppress(FreezeError):
+            Freezer(thawed, version).thaw(Patience())
+    child.kill()
+    child.wait(10)
+    assert Patience(timeout_s=60).until(lambda: not (directory / "cgroup.procs").read_text())
+    directory.rmdir()
+
+
+def test_a_container_that_is_frozen_above_its_init(cgroup: Path, nested: tuple[int, Path]) -> None:
+    """It is thawed and frozen where its engine froze it."""
+    pid, directory = nested
+    version = 1 if "freezer" in cgroup.parts else 2
+    assert find_freezer(pid, "inner") == Freezer(cgroup, version)  # what is not frozen is its container's to freeze
+    assert find_freezer(pid) == find_freezer(pid, "other") == Freezer(directory, version)  # nothing better is known
+    Freezer(cgroup, version).freeze(Patience())
+    freezer = find_freezer(pid, "inner")
+    assert freezer == Freezer(cgroup, version)
+    freezer.thaw(Patience())
+    assert not freezer.is_frozen()
+    assert not Freezer(directory, version).is_frozen()
+    freezer.freeze(Patience())
+    assert Freezer(directory, version).is_frozen()
+    freezer.thaw(Patience())
+    # One that the engine froze where its init is, as by the init's own path.
+    Freezer(directory, version).freeze(Patience())
+    assert find_freezer(pid, "inner") == Freezer(directory, version)
+
+
+def test_a_container_that_is_frozen_with_others(cgroup: Path, nested: tuple[int, Path]) -> None:
+    """It is not ours to thaw those."""
+    pid, _ = nested
+    version = 1 if "freezer" in cgroup.parts else 2
+    Freezer(cgroup.parent, version).freeze(Patience())
+    freezer = find_freezer(pid, "inner")
+    assert freezer == Freezer(cgroup, version)
+    assert freezer.is_frozen()
+    with pytest.raises(FreezeError, match=rf"is frozen by its ancestor {cgroup.parent}, which is not ours"):
+        freezer.thaw(Patience())
+    assert freezer.is_frozen()
+    Freezer(cgroup.parent, version).thaw(Patience())
+    assert not freezer.is_frozen()
 
 
 def test_a_cgroup_that_is_gone() -> None:

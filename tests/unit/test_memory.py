@@ -26,6 +26,7 @@ from ocihook.linux.memory import (
     read_mappings,
     subtract,
 )
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
 from ocihook.linux.workers import call_each, start_call
@@ -99,7 +100,7 @@ def test_memory_is_read_and_written(program: Program) -> None:
 def test_an_injected_call_gives_memory_back_and_disturbs_nothing(program: Program) -> None:
     time.sleep(0.2)  # every thread is in its system call
     instruction = find_call_instruction(program.pid)
-    with held(program.pid) as threads:
+    with held(program.pid, ENDLESS) as threads:
         assert sorted(thread.tid for thread in threads) == thread_ids(program.pid)
         assert len(threads) == 4
         assert tracer_pid(program.pid) == os.getpid()
@@ -119,7 +120,7 @@ def test_an_injected_call_gives_memory_back_and_disturbs_nothing(program: Progra
 
 def test_a_thread_can_be_left_out(program: Program) -> None:
     other = thread_ids(program.pid)[-1]
-    with held(program.pid, without=other) as threads:
+    with held(program.pid, ENDLESS, without=other) as threads:
         assert [thread.tid for thread in threads] == [tid for tid in thread_ids(program.pid) if tid != other]
         assert tracer_pid(other) == 0
 
@@ -127,7 +128,7 @@ def test_a_thread_can_be_left_out(program: Program) -> None:
 def test_a_stopped_process_stays_stopped(program: Program) -> None:
     program.process.send_signal(signal.SIGSTOP)
     time.sleep(0.1)
-    with held(program.pid) as threads:
+    with held(program.pid, ENDLESS) as threads:
         threads[0].make_call("madvise", find_call_instruction(program.pid), program.region, PAGE_BYTES, MADV_DONTNEED)
     time.sleep(0.1)
     with open(f"/proc/{program.pid}/stat") as file:
@@ -139,21 +140,21 @@ def test_a_stopped_process_stays_stopped(program: Program) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_process_that_is_killed_meanwhile_is_let_go(program: Program, *, waits: bool) -> None:
     def hold_and_kill(_: object) -> int:
-        with held(program.pid, waits=waits) as threads:
+        with held(program.pid, ENDLESS if waits else None) as threads:
             os.kill(program.pid, signal.SIGKILL)
         return len(threads)
 
-    assert call_each(hold_and_kill, [None], timeout_s=20) == [4]
+    assert call_each(hold_and_kill, [None], Patience(timeout_s=20)) == [4]
     assert program.process.wait(20) == -signal.SIGKILL
 
 
 def test_what_is_traced_cannot_be_held(program: Program) -> None:
-    thread = HeldThread(program.pid)
+    thread = HeldThread(program.pid, ENDLESS)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            with held(program.pid):
+            with held(program.pid, ENDLESS):
                 pass
         except TraceError as error:
             os.write(writer, str(error).encode())
@@ -163,7 +164,7 @@ def test_what_is_traced_cannot_be_held(program: Program) -> None:
     assert b"cannot be held" in os.read(reader, 1000)
     os.close(reader)
     thread.release()
-    with held(program.pid) as threads:
+    with held(program.pid, ENDLESS) as threads:
         assert len(threads) == 4
 
 
@@ -171,7 +172,7 @@ def test_threads_go_on_when_their_tracer_is_killed(program: Program) -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with held(program.pid):
+        with held(program.pid, ENDLESS):
             os.write(writer, b"held")
             time.sleep(60)
         os._exit(0)
@@ -189,7 +190,7 @@ def test_a_process_that_is_gone(program: Program) -> None:
     program.process.wait()
     with pytest.raises(TraceError, match="cannot be read"):
         find_call_instruction(program.pid)
-    with held(program.pid) as threads:
+    with held(program.pid, ENDLESS) as threads:
         assert threads == []
 
 
@@ -240,7 +241,7 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        thread = HeldThread(process.pid)
+        thread = HeldThread(process.pid, ENDLESS)
         instruction = find_call_instruction(process.pid)
         seen: list[tuple[int, int, int]] = []
 
@@ -257,7 +258,7 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
             thread.watch_mappings(call.pid, 32 << 20, advise)
             thread.stop()
             thread.release()
-            address = int(call.outcome())
+            address = int(call.outcome(ENDLESS))
         assert seen == [(address, 64 << 20, 0)]
         assert 4096 <= resident_bytes(process.pid, address) <= 4 << 20, "it was filled all the same"
         assert " dd " in smaps_entry(process.pid, address)
@@ -272,7 +273,7 @@ def test_what_is_told_of_a_mapping_may_fail() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        thread = HeldThread(process.pid)
+        thread = HeldThread(process.pid, ENDLESS)
 
         def fail(*_: int) -> None:
             raise RuntimeError("no")
@@ -287,7 +288,7 @@ def test_what_is_told_of_a_mapping_may_fail() -> None:
                 thread.watch_mappings(call.pid, 32 << 20, fail)
             thread.stop()
             thread.release()
-            assert int(call.outcome()) > 0
+            assert int(call.outcome(ENDLESS)) > 0
         process.communicate("end\n")
 
 

@@ -139,8 +139,8 @@ def test_what_is_held_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def again(held_bytes: int) -> Situation:
         gpu = dataclasses.replace(GPU, held_bytes={7: held_bytes})
-        monkeypatch.setattr(preflight, "read_node", lambda: ("580", [gpu]))
-        found = situation.read_again()
+        monkeypatch.setattr(preflight, "read_node", lambda _: ("580", [gpu]))
+        found = situation.read_again(Patience())
         assert found.free_disk_bytes not in (None, FINE.free_disk_bytes)
         return dataclasses.replace(found, free_disk_bytes=80 * GIB)
 

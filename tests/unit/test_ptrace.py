@@ -20,6 +20,7 @@ import pytest
 
 from ocihook.linux import ptrace
 from ocihook.linux.memory import Span, prefault
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, tracer_pid
 from ocihook.linux.ptrace import CallInstruction, HeldThread, find_call_instruction, held
 from ocihook.linux.workers import start_call
@@ -108,7 +109,7 @@ def threads(binary: Path, request: pytest.FixtureRequest) -> Iterator[Threads]:
 def make_calls(threads: Threads) -> None:
     """What makes a process drop its memory, in each thread."""
     instruction = find_call_instruction(threads.pid)
-    with held(threads.pid) as all_threads:
+    with held(threads.pid, ENDLESS) as all_threads:
         for thread in all_threads:
             thread.make_call("madvise", instruction, threads.scratch, PAGE_BYTES, MADV_DONTNEED)
 
@@ -116,7 +117,7 @@ def make_calls(threads: Threads) -> None:
 def drop_in_parts(threads: Threads) -> None:
     """The same in one thread, call after call."""
     instruction = find_call_instruction(threads.pid)
-    thread = HeldThread(threads.ids["polls"])
+    thread = HeldThread(threads.ids["polls"], ENDLESS)
     try:
         for at in range(threads.scratch, threads.scratch + 4 * PAGE_BYTES, PAGE_BYTES):
             thread.make_call("madvise", instruction, at, PAGE_BYTES, MADV_DONTNEED)
@@ -131,8 +132,8 @@ def fill_mapping(threads: Threads) -> None:
     assert process is not None
     able = threads.ids["maps"]
     reader, writer = os.pipe()
-    with held(threads.pid, without=able):
-        thread = HeldThread(able)
+    with held(threads.pid, ENDLESS, without=able):
+        thread = HeldThread(able, ENDLESS)
 
         def fill(address: int, size_bytes: int) -> None:
             thread.make_call("madvise", instruction, address, size_bytes, MADV_HUGEPAGE)
@@ -247,7 +248,7 @@ def test_calls_are_made_where_there_is_no_frame(threads: Threads, monkeypatch: p
     """As on aarch64: nothing but a killed tracer tells the difference."""
     instruction = find_call_instruction(threads.pid)
     for one in (CallInstruction(instruction.address, 0), instruction):
-        with held(threads.pid) as all_threads:
+        with held(threads.pid, ENDLESS) as all_threads:
             for thread in all_threads:
                 assert thread.make_call("madvise", one, threads.scratch, PAGE_BYTES, MADV_DONTNEED) == 0
         threads.check()
@@ -271,7 +272,7 @@ def test_a_signal_that_comes_during_a_call_ends_what_it_interrupts() -> None:
         assert next_line(program) == "ready\n"
         wait_for_pause(program.pid)
         instruction = find_call_instruction(program.pid)
-        thread = HeldThread(program.pid)
+        thread = HeldThread(program.pid, ENDLESS)
         program.send_signal(signal.SIGUSR1)
         thread.make_call("madvise", instruction, 0, 0, MADV_DONTNEED)
         thread.make_call("madvise", instruction, 0, 0, MADV_DONTNEED)
@@ -286,7 +287,7 @@ def test_a_stop_that_comes_during_a_call_is_not_lost() -> None:
     with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, bufsize=0) as program:
         assert next_line(program) == "ready\n"
         wait_for_pause(program.pid)
-        thread = HeldThread(program.pid)
+        thread = HeldThread(program.pid, ENDLESS)
         program.send_signal(signal.SIGSTOP)
         thread.make_call("madvise", find_call_instruction(program.pid), 0, 0, MADV_DONTNEED)
         thread.release()

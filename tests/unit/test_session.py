@@ -1,8 +1,10 @@
 """One session in this process: its verdicts, its journal, and the undoing of what it did."""
 
 import dataclasses
+import errno
 import json
 import os
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,14 @@ import pytest
 from ocihook import wire
 from ocihook.agent.session import Session
 from ocihook.config import Policy, Settings
-from ocihook.errors import ConfigError, IdentificationError, OcihookError
+from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreFull
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
 from ocihook.oci.runtime import RuntimeCall
-from ocihook.ops import history
+from ocihook.ops import history, staging
 from ocihook.ops.image_set import pack_image_set, verify_image_set
+from ocihook.ops.store import store_image_set
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
 from ocihook.session.undo import undo_all
@@ -26,7 +30,13 @@ from ocihook.stages import dump, page_images, restore, stored_pages
 from ocihook.stages.page_images import Rehydrated
 from ocihook.stages.participant import CallFacts
 from ocihook.stages.recover import recover
+from ocihook.store.cipher import NO_KEYS
+from ocihook.store.names import NODE_DOMAIN
+from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
+from tests.fakes.keys import make_keys
+
+STATVFS = os.statvfs
 
 MEMORY = {1: mixed_pages(200), 3: mixed_pages(30, seed=4)}
 
@@ -40,6 +50,7 @@ class Node:
         self.runtime_dir = tmp_path / "run"
         self.history_dir = tmp_path / "history"
         self.store_dir = tmp_path / "store"
+        self.keys = NO_KEYS
         self.policy = Policy()
         self.annotations: dict[str, str] = {"io.container.manager": "libpod"}
         call = RuntimeCall(runtime="runc", verb="checkpoint", container_id="ef" * 32, bundle="/b", leave_running=False)
@@ -54,7 +65,7 @@ class Node:
         self.image_fd = os.open(self.directory, os.O_RDONLY)
 
     def settings(self) -> Settings:
-        places = {"history_dir": str(self.history_dir), "store_dir": str(self.store_dir)}
+        places = {"history_dir": str(self.history_dir), "store_dir": str(self.store_dir), "key_file": self.keys.file}
         return Settings(policy=self.policy, workers=1, **places)  # type: ignore[arg-type]
 
     def stage(self, name: str) -> tuple[int, str]:
@@ -217,6 +228,102 @@ def test_a_restore_takes_only_its_own_domain(node: Node, monkeypatch: pytest.Mon
         assert not list(node.directory.glob("pages-*"))
     assert restored(of_namespace("team"))[0] == 0
     assert (node.directory / "pages-1.img").read_bytes() == MEMORY[1]
+
+
+def full(node: Node, patch: pytest.MonkeyPatch) -> None:
+    room = types.SimpleNamespace(f_bavail=1000, f_frsize=4096)
+    patch.setattr(os, "statvfs", lambda path: room if Path(path).is_relative_to(node.store_dir) else STATVFS(path))
+
+
+def of_another_key(node: Node, _patch: pytest.MonkeyPatch) -> None:
+    Store(node.store_dir, make_keys(node.directory.parent)).open(NODE_DOMAIN, create=True)
+    node.keys = make_keys(node.directory.parent)
+
+
+def without_its_key(node: Node, _patch: pytest.MonkeyPatch) -> None:
+    node.keys = make_keys(node.directory.parent)
+    Store(node.store_dir, node.keys).open(NODE_DOMAIN, create=True)
+    Path(node.keys.file).unlink()
+
+
+def not_encrypted_yet(node: Node, _patch: pytest.MonkeyPatch) -> None:
+    Store(node.store_dir).open(NODE_DOMAIN, create=True)
+    node.keys = make_keys(node.directory.parent)
+
+
+def read_only(_node: Node, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tempfile.TemporaryFile", fail_with(OSError(errno.EROFS, "Read-only file system")))
+
+
+def no_directory(node: Node, _patch: pytest.MonkeyPatch) -> None:
+    node.store_dir.write_text("a file")
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason", "code"),
+    [
+        (full, "has 4096000 bytes free, and the container", "store-full"),
+        (of_another_key, "key", "key-missing"),
+        (without_its_key, "key", "key-missing"),
+        (not_encrypted_yet, "domain _node is not encrypted, and keys are configured", "store"),
+        (read_only, "Read-only file system", "system"),
+        (no_directory, "File exists", "system"),
+    ],
+)
+@pytest.mark.parametrize("on_pack_error", ["keep", "fail"])
+def test_a_store_that_cannot_take_a_dump(
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: Callable[[Node, pytest.MonkeyPatch], None],
+    reason: str,
+    code: str,
+    on_pack_error: str,
+) -> None:
+    """That is known before anything is done; all memory is in the engine's archive then, or the dump is refused."""
+    node.policy = dataclasses.replace(node.policy, mode="store", on_pack_error=on_pack_error)
+    cause(node, monkeypatch)
+    before = sorted(path.name for path in node.directory.iterdir())
+    status, message = node.stage("pre-dump")
+    assert reason in message
+    assert node.journal.to_json()["error_code"] == code
+    assert node.journal.effects == []
+    assert sorted(path.name for path in node.directory.iterdir()) == before
+    if on_pack_error == "fail":
+        assert status == 1
+        assert message.endswith("The dump is refused, the container runs on")
+        assert node.journal.to_json()["phases"] == []
+        return
+    assert status == 0
+    assert message.startswith("warning: container ")
+    assert message.endswith("The checkpoint goes into the engine's archive")
+    status, message = node.stage("post-dump")
+    assert (status, "packed" in message) == (0, True)
+    assert node.journal.effects == []
+    assert not list(node.directory.glob("pages-*"))
+    manifest = verify_image_set(node.directory, workers=1)
+    assert manifest is not None
+    assert {image.name for image in manifest.packed_images} == {name for name in before if name.startswith("pages-")}
+    assert not list(node.store_dir.glob("domains/*/pending/*"))
+
+
+def test_a_store_with_room_for_what_a_checkpoint_before_took(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same container, of which little is new, needs no room for all of its memory."""
+    node.policy = dataclasses.replace(node.policy, mode="store")
+    small = ContainerRef(id="ef" * 32)
+    store = Store(node.store_dir)
+    store.open(NODE_DOMAIN, create=True)
+    room = types.SimpleNamespace(f_bavail=(64 << 20) // 4096 + 1000, f_frsize=4096)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _path: room)
+        staging.check_can_store(store, small, 1000 * 4096)
+        with pytest.raises(StoreFull, match="ocihook store prune"):
+            staging.check_can_store(store, small, 1001 * 4096)
+    store_image_set(store, node.directory, small, created="2026-01-01T00:00:00Z", workers=1)
+    added = store.open(NODE_DOMAIN).checkpoints()[-1].added_bytes
+    assert added < 1000 * 4096
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _path: room)
+        staging.check_can_store(store, small, 1 << 40)
 
 
 def test_what_a_pod_may_not_set_refuses_its_dump_and_not_its_restore(

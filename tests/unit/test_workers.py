@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import IntegrityError, OcihookError
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import WorkerDied, call_each, run_forked, start_call
 
 Worker = Callable[[int, Iterator[int]], Iterator[object]]
@@ -181,7 +182,7 @@ def test_calls_are_made_at_once_and_answered_in_order() -> None:
         time.sleep(0.3)
         return number * number
 
-    assert call_each(square, [3, 1, 2], timeout_s=10) == [9, 1, 4]
+    assert call_each(square, [3, 1, 2], Patience(timeout_s=10)) == [9, 1, 4]
     assert time.monotonic() - start < 0.8
     assert no_children_left()
 
@@ -194,7 +195,7 @@ def test_a_call_that_fails_does_not_disturb_the_others() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return number
 
-    zero, one, two = call_each(call, [0, 1, 2], timeout_s=10)
+    zero, one, two = call_each(call, [0, 1, 2], Patience(timeout_s=10))
     assert zero == 0
     assert isinstance(one, IntegrityError)
     assert str(one) == "one. Two"
@@ -203,7 +204,7 @@ def test_a_call_that_fails_does_not_disturb_the_others() -> None:
 
 def test_a_call_that_does_not_return_is_killed() -> None:
     start = time.monotonic()
-    quick, slow = call_each(time.sleep, [0, 60], timeout_s=0.5)
+    quick, slow = call_each(time.sleep, [0, 60], Patience(timeout_s=0.5))
     assert quick is None
     assert isinstance(slow, TimeoutError)
     assert time.monotonic() - start < 5
@@ -211,13 +212,13 @@ def test_a_call_that_does_not_return_is_killed() -> None:
 
 
 def test_a_large_result() -> None:
-    assert call_each(lambda size: b"x" * size, [5 << 20], timeout_s=10) == [b"x" * (5 << 20)]
+    assert call_each(lambda size: b"x" * size, [5 << 20], Patience(timeout_s=10)) == [b"x" * (5 << 20)]
 
 
 def test_a_call_that_somebody_else_waited_for_kills_nobody() -> None:
     with start_call(lambda _: 7, None) as call:
         os.waitpid(call.pid, 0)
-        assert call.outcome() == 7
+        assert call.outcome(ENDLESS) == 7
     assert no_children_left()
 
 

@@ -9,6 +9,7 @@ from ocihook.config import Settings, load_settings
 from ocihook.criu.version import find_program
 from ocihook.cuda.driver import CudaDriver
 from ocihook.errors import ArchiveError, ConfigError, OcihookError
+from ocihook.linux.patience import ENDLESS
 from ocihook.ops.archive import inspect_archive
 from ocihook.ops.compatibility import check_criu, check_machine, missing_features
 from ocihook.ops.doctor.finding import Finding, Status
@@ -99,7 +100,7 @@ def _check_gpus(checkpoint: _Checkpoint) -> Iterator[Finding]:
         return
     try:
         CudaDriver()
-        version, gpus = read_node()
+        version, gpus = read_node(ENDLESS)
         wanted = checkpoint.settings.policy.gpu_map
         gpu_map = choose_gpu_map(gpu, gpus, given_minors=(), wanted=wanted)
         check_gpus(gpu, gpus, version, gpu_map)

@@ -9,6 +9,7 @@ from ocihook.cuda.driver import CudaDriver, CudaState, has_driver
 from ocihook.engine.identity import container_ref, engine_of
 from ocihook.errors import ConfigError, IdentificationError, OcihookError
 from ocihook.linux.open_files import Mount, mounts, namespaces, resolve_inside
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.ops.criu_files import loaded_plugin
 from ocihook.ops.doctor.finding import Finding, Repair, Status
@@ -86,11 +87,11 @@ def _check_gpu(workload: Workload) -> Iterator[Finding]:
         return
     try:
         driver = CudaDriver()
-        known = states(driver, [process for s in signs if (process := Process.find(s.pid))])
+        known = states(driver, [process for s in signs if (process := Process.find(s.pid))], ENDLESS)
         container = workload.container
         named = container.annotations.get("org.criu.config", "") if container else ""
         plugin = loaded_plugin(container.runtime, named) if container else None
-        situation = Situation.read(workload.init_pid, signs, known, plugin=plugin)
+        situation = Situation.read(workload.init_pid, signs, known, ENDLESS, plugin=plugin)
     except OcihookError as error:
         yield Finding("gpu", Status.FAIL, str(error.args[0]), error.hint)
         return

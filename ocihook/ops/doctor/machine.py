@@ -14,6 +14,7 @@ from ocihook.criu.conf import options
 from ocihook.criu.version import find_program, run_output
 from ocihook.cuda.driver import CudaDriver, has_driver
 from ocihook.errors import ConfigError, CudaError, OcihookError
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import command_line
 from ocihook.ops.criu_files import content
 from ocihook.ops.doctor.finding import Finding, Status
@@ -127,7 +128,7 @@ def _check_cuda() -> Iterator[Finding]:
 
 def _check_gpus() -> Iterator[Finding]:
     try:
-        version, gpus = read_node()
+        version, gpus = read_node(ENDLESS)
     except OcihookError as error:
         yield Finding("gpus", Status.FAIL, str(error.args[0]), error.hint)
         return
