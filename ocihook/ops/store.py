@@ -404,7 +404,8 @@ def wait_complete(
         except GivenUp:  # is no fault of the checkpoint
             raise
         except (OcihookError, OSError) as error:
-            _note_failure(domain, checkpoint_id, error)
+            if not patience.is_over:  # else a lock may have taken too long
+                _note_failure(domain, checkpoint_id, error)
             raise
         if not is_done:
             if patience.is_over:

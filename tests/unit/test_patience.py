@@ -14,13 +14,14 @@ from typing import cast
 import pytest
 
 from ocihook.cuda.driver import CudaDriver, CudaState
-from ocihook.errors import GivenUp, StoreError
+from ocihook.cuda.nvml import Gpu
+from ocihook.errors import CudaError, CudaLockTimeout, GivenUp, StoreError
 from ocihook.linux.files import try_lock
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import HeldThread, held
 from ocihook.linux.workers import call_each, run_forked
-from ocihook.ops.gpu import states
+from ocihook.ops import gpu
 from ocihook.store.domain import Domain
 
 LONG_S = 600  # nothing here takes as long
@@ -250,11 +251,44 @@ def test_a_driver_that_does_not_answer(runtime: Waiting) -> None:
     thread = threading.Thread(target=end)
     thread.start()
     with pytest.raises(GivenUp, match="the runtime"):
-        states(driver, [runtime.process], runtime.patience())
+        gpu.states(driver, [runtime.process], runtime.patience())
     thread.join()
     assert Process.find(pids[0]) is None
     for fd in (reader, writer):
         os.close(fd)
+
+
+def test_locks_that_are_tried_again(runtime: Waiting, tmp_path: Path) -> None:
+    """An attempt is not broken off; after it nobody waits for another."""
+    (tmp_path / "attempts").touch()
+
+    class Driver:
+        def state(self, _pid: int) -> CudaState:
+            return CudaState.RUNNING
+
+        def lock(self, _pid: int, _timeout_s: float) -> None:
+            with (tmp_path / "attempts").open("a") as file:
+                file.write("x")
+            raise CudaLockTimeout("busy", result="CUDA_ERROR_NOT_READY")
+
+    processes = [process for pid in (os.getpid(), os.getppid()) if (process := Process.find(pid))]
+    with runtime.ends_when(lambda: (tmp_path / "attempts").stat().st_size >= 4):
+        gpu.lock_all(cast("CudaDriver", Driver()), processes, runtime.patience(), LONG_S)
+
+
+def test_room_on_a_gpu(runtime: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    full = Gpu(uuid="GPU-0", name="", minor=0, total_bytes=8, free_bytes=1)
+
+    def read_node(_patience: Patience) -> tuple[str, list[Gpu]]:
+        looks.append(1)
+        return "580", [full]
+
+    monkeypatch.setattr(gpu, "read_node", read_node)
+    with runtime.ends_when(lambda: len(looks) > 1):
+        gpu.wait_for_room({"GPU-0": 2}, runtime.patience())
+    with pytest.raises(CudaError, match="1 bytes free, 2 are needed"):
+        gpu.wait_for_room({"GPU-0": 2}, Patience(timeout_s=0))
 
 
 def test_locks_of_a_store(runtime: Waiting, tmp_path: Path) -> None:
