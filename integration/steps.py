@@ -10,9 +10,10 @@ import fcntl
 import functools
 import mmap
 import os
+import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,18 @@ def read_steps(log: Path) -> list[str]:
     return [line.rstrip() for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def representative(steps: Sequence[str], most: int) -> list[int]:
+    """Return numbers of steps: the first of each kind, as far as there is room, and some of the rest.
+
+    Those before the first write to a journal are none: an agent makes them before it serves anybody.
+    """
+    begin = next(number for number, step in enumerate(steps) if step.endswith("journal"))
+    firsts = [number for number, step in enumerate(steps, 1) if number > begin and steps.index(step) == number - 1]
+    rest = sorted(set(range(begin + 1, len(steps) + 1)) - set(firsts))
+    picked = random.sample(firsts, min(len(firsts), most * 3 // 4))
+    return sorted(picked + random.sample(rest, min(len(rest), most - len(picked))))
+
+
 def _dies_with_parent() -> bool:
     armed = ctypes.c_int()
     _libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(armed), 0, 0, 0)
@@ -86,7 +99,7 @@ def _dies_with_parent() -> bool:
 
 def _patch(steps: Steps) -> None:
     _before(Journal, "save", steps, "journal")
-    for kind, effect in Effect._kinds.items():  # noqa: SLF001 - of ours
+    for kind, effect in Effect._kinds.items():
         _before(effect, "undo", steps, f"undo {kind}")
     for verb in _VERBS:
         _around(CudaDriver, verb, steps)
@@ -94,7 +107,7 @@ def _patch(steps: Steps) -> None:
     for module in (memory, ptrace):
         _before(module, "write_memory", steps, "write memory")
     _before(memory.ProcessMemory, "fault_in", steps, "fault in")
-    mounts._libc = _Mounts(mounts._libc, steps)  # type: ignore[assignment] # noqa: SLF001
+    mounts._libc = _Mounts(mounts._libc, steps)  # type: ignore[assignment]
     _before(Freezer, "_write", steps, lambda _, value: f"freezer {value}")
     _before(Freezer, "enclose", steps, "enclose")
     _before(Freezer, "dissolve", steps, "dissolve")

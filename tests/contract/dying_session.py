@@ -2,9 +2,10 @@
 
     dying_session.py DIRECTORY WORKLOAD
 
-It reads from its input, line by line: the number of the step that an agent does not survive (0: none), `agent` or
-`everybody` for who is killed, `again` or `gone` for whether CRIU waits and asks another agent or has gone, and the step
-that the first attempt at recovery does not survive. For each it prints what has become of it.
+It reads from its input, line by line: the number of the step that an agent does not survive (0: none; negative: it is
+killed after so many milliseconds), `agent` or `everybody` for who is killed, `again` or `gone` for whether CRIU waits
+and asks another agent or has gone, and the step that the first attempt at recovery does not survive (0: none). For each
+it prints the steps, and how many there were in that attempt.
 
 Everything is real but the driver and CRIU, which makes nothing of what it finds. Whoever runs this has the stand-in for
 libcuda as his own, a mount namespace of his own, and is root.
@@ -50,16 +51,17 @@ CALL = RuntimeCall(runtime="runc", verb="checkpoint", container_id="c" * 64, bun
 PATIENCE_S = 60.0
 
 
-def identify(journal: Journal, request: wire.Request, _call: RuntimeCall, _settings: Settings) -> None:
+def identify(journal: Journal, request: wire.Request, call: RuntimeCall, settings: Settings) -> None:
+    del call, settings
     journal.identify(ContainerRef(id="c" * 64, runtime="runc"), os.readlink(request.image_dir))
     policy = Policy(gpu_preflight="warn")
     journal.note(CallFacts(verb="checkpoint", leave_running=True, policy=policy, workers=2))
 
 
-dump.find_runtime_call = lambda _pid: CALL  # type: ignore[assignment]
+setattr(dump, "find_runtime_call", lambda _pid: CALL)  # noqa: B010 - which does not export it
 gpu._LARGE_BYTES = 4 << 20  # so that the mapping is watched and filled
 dump.identify = identify
-dump.participants = lambda: [Standstill(), Gpu()]  # type: ignore[assignment]
+setattr(dump, "participants", lambda: [Standstill(), Gpu()])  # noqa: B010
 
 
 def make_cgroup() -> Freezer:
@@ -85,7 +87,7 @@ class Program:
                 [WORKLOAD, "4", "children=1"],
                 stdout=output,
                 start_new_session=True,
-                preexec_fn=lambda: self.freezer.enclose(os.getpid()),
+                preexec_fn=lambda: self.freezer.enclose(os.getpid()),  # noqa: PLW1509 - there are none
             )
         self.pid = self._process.pid
         wait_for("the program to count", lambda: min(self.counts().values(), default=0) > 1 and len(self.counts()) > 1)
@@ -121,7 +123,7 @@ class Program:
 
     def end(self) -> None:
         with suppress(Exception):
-            self.freezer._write("THAWED" if self.freezer.version == 1 else "0")  # noqa: SLF001
+            self.freezer._write("THAWED" if self.freezer.version == 1 else "0")
         os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         wait_for("the cgroup to be empty", lambda: not (self.freezer.directory / "cgroup.procs").read_text())
@@ -135,7 +137,7 @@ def wait_for(what: str, is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def in_a_fork(function: Callable[[], None]) -> None:
+def in_a_fork(function: Callable[[], object], *, killed_after_s: float = 0, everybody: bool = False) -> None:
     """Let a process with a group of its own do something, and wait for its end; whatever it forks may live on."""
     pid = os.fork()
     if pid == 0:
@@ -148,6 +150,11 @@ def in_a_fork(function: Callable[[], None]) -> None:
             traceback.print_exc()
         finally:
             os._exit(status)
+    with suppress(ProcessLookupError):
+        os.setpgid(pid, pid)
+    if killed_after_s:
+        time.sleep(killed_after_s)
+        (os.killpg if everybody else os.kill)(pid, signal.SIGKILL)  # it is not waited for yet
     _, status = os.waitpid(pid, 0)
     assert status in (0, signal.SIGKILL), f"ended with {status}"
 
@@ -206,8 +213,11 @@ def attempt(program: Program, last: int, victims: str, criu_then: str, last_of_r
     log = DIRECTORY / "steps"
     criu = subprocess.Popen(["sleep", "infinity"])
     try:
+        everybody = victims == "everybody"
         in_a_fork(
-            lambda: be_agent(criu, program.pid, lambda: Steps(log, last=last, everybody=victims == "everybody"))
+            lambda: be_agent(criu, program.pid, lambda: Steps(log, last=max(0, last), everybody=everybody)),
+            killed_after_s=max(0, -last) / 1000,
+            everybody=everybody,
         )
         steps = read_steps(log)
         wait_for("all its processes to end", lambda: is_free(RUNTIME))
