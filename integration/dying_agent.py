@@ -1,40 +1,20 @@
-"""An agent that is killed, with all its processes, right before or after its n-th write to a journal.
+"""An agent that is killed, with all its processes, right before its n-th step.
 
-    dying_agent.py N before|after
+    dying_agent.py N
 
-A counter in the runtime directory counts writes across all sessions of this agent.
+A step is whatever changes something (steps.py); a log in the runtime directory counts them across all sessions.
 """
 
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 
+from integration.steps import Steps
 from ocihook import wire
 from ocihook.agent import server
-from ocihook.session.journal import Journal
 
-FATAL_WRITE, WHEN = int(sys.argv[1]), sys.argv[2]
-COUNTER = Path(wire.RUNTIME_DIR) / "writes"
-MAIN_PID = os.getpid()
-_save = Journal.save
+LOG = Path(wire.RUNTIME_DIR) / "steps"
 
-
-def dying_write(journal: Journal) -> None:
-    number = (int(COUNTER.read_text()) if COUNTER.exists() else 0) + 1
-    COUNTER.write_text(str(number))
-    if number == FATAL_WRITE and WHEN == "before":
-        die()
-    _save(journal)
-    if number == FATAL_WRITE and WHEN == "after":
-        die()
-
-
-def die() -> None:
-    os.kill(MAIN_PID, signal.SIGKILL)
-    time.sleep(60)  # a session dies with the agent
-
-
-Journal.save = dying_write  # type: ignore[method-assign, assignment]
-server.main()
+if __name__ == "__main__":
+    Path(wire.RUNTIME_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
+    Steps(LOG, last=int(sys.argv[1]))
+    server.main()

@@ -10,17 +10,17 @@ from signal import SIGKILL
 
 from ocihook import wire
 from ocihook.agent import server
-from ocihook.stages.participant import Attempt
+from ocihook.stages.participant import Act
 
 STAGE = sys.argv[1]
 MARK = Path(wire.RUNTIME_DIR) / "killed"  # sessions are processes of their own
 
 
-_progress = Attempt.progress
+_progress = Act.progress
 
 
-def kill_and_go_on(attempt: Attempt, done_bytes: int) -> None:
-    journal = attempt.journal
+def kill_and_go_on(act: Act, done_bytes: int) -> None:
+    journal = act.journal
     if journal.stage == STAGE and not MARK.exists():
         MARK.touch()
         victim = journal.runtime if "runtime" in sys.argv else journal.criu
@@ -28,8 +28,8 @@ def kill_and_go_on(attempt: Attempt, done_bytes: int) -> None:
         victim.send(SIGKILL)
         while victim.is_alive():
             time.sleep(0.001)
-    _progress(attempt, done_bytes)
+    _progress(act, done_bytes)
 
 
-Attempt.progress = kill_and_go_on  # type: ignore[method-assign, assignment]
+Act.progress = kill_and_go_on  # type: ignore[method-assign, assignment]
 server.main()

@@ -3,16 +3,16 @@
 import time
 
 from ocihook.agent import server
-from ocihook.stages.participant import Attempt
+from ocihook.stages.participant import Act
 
-_progress = Attempt.progress
+_progress = Act.progress
 
 
-def wait_and_check(attempt: Attempt, done_bytes: int) -> None:
-    while attempt.journal.criu.is_alive():
+def wait_and_check(act: Act, done_bytes: int) -> None:
+    while act.journal.criu.is_alive():
         time.sleep(0.01)
-    _progress(attempt, done_bytes)
+    _progress(act, done_bytes)
 
 
-Attempt.progress = wait_and_check  # type: ignore[method-assign, assignment]
+Act.progress = wait_and_check  # type: ignore[method-assign, assignment]
 server.main()

@@ -19,7 +19,14 @@ from integration.journals import last_session, sessions
 from integration.namespace import CommandError, wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, assert_packed
-from integration.podman.test_faults import damage, end_agent, end_dying_agent, start_agent, start_dying_agent
+from integration.podman.test_faults import (
+    damage,
+    end_agent,
+    end_dying_agent,
+    kill_at_any_step,
+    start_agent,
+    start_dying_agent,
+)
 from ocihook.linux.procfs import descendants, parent_pid
 
 DRIVER_CALL = Path(__file__).parents[1] / "gpu/driver_contract.py"
@@ -431,17 +438,16 @@ def test_the_engine_and_its_runtime_are_killed(gpu_podman: Podman) -> None:
     gpu_podman.assert_goes_on("c", before)
 
 
-@pytest.mark.parametrize(("when", "leave_running"), [("before", True), ("after", False)])
-def test_agent_killed_at_every_journal_write(gpu_podman: Podman, when: str, *, leave_running: bool) -> None:
-    """The hook starts another agent, which finishes: every dump has its GPU memory, every job goes on."""
-    archive = gpu_podman.scratch / "c.tar"
+@pytest.mark.parametrize("leave_running", [True, False])
+def test_agent_killed_at_any_step(gpu_podman: Podman, *, leave_running: bool) -> None:
+    """Another agent finishes, whoever starts it: every dump has its GPU memory, every job goes on."""
     gpu_podman.start_cuda("c", 16, "children=1")
-    fatal_write, has_died = 0, True
-    while has_died:
-        fatal_write += 1
-        start_dying_agent(gpu_podman, fatal_write, when)
+
+    def round_trip(last_of_dump: int, last_of_restore: int) -> tuple[list[str], list[str]]:
+        archive = gpu_podman.scratch / "c.tar"
+        start_dying_agent(gpu_podman, last_of_dump)
         gpu_podman.checkpoint("c", archive, *(["--leave-running"] if leave_running else []))
-        has_died = end_dying_agent(gpu_podman, fatal_write)
+        dump, restore = end_dying_agent(gpu_podman), []
         before = gpu_podman.count("c")
         if leave_running:
             gpu_podman.assert_goes_on("c", before)
@@ -449,12 +455,15 @@ def test_agent_killed_at_every_journal_write(gpu_podman: Podman, when: str, *, l
         assert "every checksum right" in gpu_podman.ocihook("archive", "verify", str(archive))
         if not leave_running:
             gpu_podman.remove("c")
-            start_dying_agent(gpu_podman, fatal_write, when)
+            start_dying_agent(gpu_podman, last_of_restore)
             gpu_podman.restore(archive)
-            has_died |= end_dying_agent(gpu_podman, fatal_write)
+            restore = end_dying_agent(gpu_podman)
             gpu_podman.assert_goes_on("c", before)
+        assert_nothing_is_left(gpu_podman)
         archive.unlink()
-    assert fatal_write > 12, "so few writes were not seen before; does the agent journal at all?"
+        return dump, restore
+
+    kill_at_any_step(round_trip)
 
 
 def start_killing_agent(podman: Podman, stage: str, *victim: str) -> None:
@@ -738,22 +747,3 @@ def test_the_engine_alone_is_killed(gpu_podman: Podman, victim: str, *, leave_ru
         wait_for("podman to see the container's end", lambda: not gpu_podman.is_running("c"))
         gpu_podman("container", "restore", "c")
     gpu_podman.assert_goes_on("c", before)
-
-
-def test_agent_killed_at_every_journal_write_of_a_restore(gpu_podman: Podman) -> None:
-    """Before a write, and so after what the write before announced; of the first ones test_faults.py has proof."""
-    archive = gpu_podman.scratch / "c.tar"
-    gpu_podman.start_cuda("c", 16)
-    gpu_podman.checkpoint("c", archive)
-    before = gpu_podman.count("c")
-    end_agent(gpu_podman)
-    fatal_write, has_died = 9, True
-    while has_died:
-        fatal_write += 1
-        gpu_podman.remove("c")
-        start_dying_agent(gpu_podman, fatal_write, "before")
-        gpu_podman.restore(archive)
-        has_died = end_dying_agent(gpu_podman, fatal_write)
-        gpu_podman.assert_goes_on("c", before)
-        assert_nothing_is_left(gpu_podman)
-    assert fatal_write > 12, "so few writes were not seen before; does the agent journal at all?"

@@ -11,7 +11,7 @@ from integration.journals import last_session
 from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, image_names
-from integration.podman.test_faults import end_dying_agent, start_dying_agent
+from integration.podman.test_faults import end_dying_agent, kill_at_any_step, start_dying_agent
 from tests.damage import flip_bit
 
 
@@ -118,27 +118,31 @@ def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
     assert not list(podman.namespace.path("/run/ocihook/sessions").glob("*"))
 
 
-def test_agent_killed_at_every_journal_write(gpu_podman: Podman) -> None:
+def test_agent_killed_at_any_step(gpu_podman: Podman) -> None:
     """A dump of a GPU container, left running: it runs on with its GPU state, and the checkpoint becomes complete."""
     podman = gpu_podman
     configure(podman, podman.scratch / "store")
     podman.start_cuda("c", 16, mode="store")
     archive = podman.scratch / "c.tar"
-    fatal_write, has_died = 0, True
-    while has_died:
-        fatal_write += 1
+    made = 0
+
+    def dump(last: int, _last_of_restore: int) -> tuple[list[str], list[str]]:
+        nonlocal made
+        made += 1
         archive.unlink(missing_ok=True)
-        start_dying_agent(podman, fatal_write, ("before", "after")[fatal_write % 2])
+        start_dying_agent(podman, last)
         podman.checkpoint("c", archive, "--leave-running")
-        has_died = end_dying_agent(podman, fatal_write)
+        steps = end_dying_agent(podman)
         podman.assert_counts("c")
         assert {"ocihook.thin"} < image_names(archive)
         assert not any(name.startswith(("pages-", "ocihook-", "ocihook.staged")) for name in image_names(archive))
         podman.ocihook("wait")
         rows = listed(podman)
-        assert [row["state"] for row in rows] == ["complete"] * fatal_write
+        assert [row["state"] for row in rows] == ["complete"] * made
         assert rows[-1]["raw_bytes"] > 16 << 20
-    assert fatal_write > 15
+        return steps, []
+
+    kill_at_any_step(dump)
     before = podman.count("c")
     podman.remove("c")
     podman.restore(archive)

@@ -30,7 +30,7 @@ from ocihook.oci.runtime import find_runtime
 from ocihook.ops.prune import prune_by_policy
 from ocihook.ops.store import complete_all, has_pending
 from ocihook.ops.transfer import has_due_pushes, next_push_s, push_due
-from ocihook.session.journal import Journal, open_journals
+from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.store.store import Store
 
@@ -92,6 +92,7 @@ class Agent:
         """Serve until there has been nothing to do for so long, or it is told to stop and no session is left."""
         for number in _STOP_SIGNALS:
             signal.signal(number, lambda *_: self._stop())
+        remove_unwritten(self._runtime_dir)
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
         self._start_background()

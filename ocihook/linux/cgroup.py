@@ -146,8 +146,8 @@ def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
 def _frozen_at(inner: Freezer, container_cgroup: str) -> Freezer:
     """Return the freezer that was set, of those from a process's own up to its container's; else the container's."""
     row = [inner.directory, *inner.directory.parents]
-    names = [directory.name for directory in row]
-    row = row[: names.index(container_cgroup) + 1 if container_cgroup and container_cgroup in names else 1]
+    names = [directory.name for directory in row[:-1]]  # the root's is "", which says that none is known
+    row = row[: names.index(container_cgroup) + 1 if container_cgroup in names else 1]
     freezers = [Freezer(directory, inner.version) for directory in row]
     with contextlib.suppress(FreezeError):  # it has no freezer
         return next((freezer for freezer in freezers if freezer.is_set()), freezers[-1])

@@ -256,3 +256,9 @@ def read_journal(path: Path) -> dict[str, Any]:
 def open_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:
     """Return the journals of sessions that have not ended."""
     return sorted((runtime_dir / "sessions").glob("*.json"))
+
+
+def remove_unwritten(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> None:
+    """Remove what is left of journals that somebody was killed while writing. Only for who holds the agent's lock."""
+    for partial in (runtime_dir / "sessions").glob("*.partial"):
+        partial.unlink(missing_ok=True)

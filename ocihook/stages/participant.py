@@ -48,7 +48,7 @@ class SizeFacts(Facts):
 
 
 @dataclass
-class Attempt:
+class Act:
     """A dump or restore at one of its stages."""
 
     journal: Journal
@@ -77,7 +77,7 @@ class Attempt:
 
 
 @dataclass
-class Dump(Attempt):
+class Dump(Act):
     """A dump."""
 
     hold: Hold = field(default_factory=Hold)  # of threads that must not run until all is back
@@ -142,7 +142,7 @@ class Checkpoint(Protocol):
 
 
 @dataclass
-class Restore(Attempt):
+class Restore(Act):
     """A restore."""
 
     settings: Settings

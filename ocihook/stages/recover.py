@@ -11,7 +11,7 @@ from ocihook.config import Settings
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
 from ocihook.ops import history
-from ocihook.session.journal import Journal, open_journals
+from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.session.undo import undo_all
 
@@ -38,6 +38,8 @@ def recover(
     """
     lock = lock_agent(runtime_dir)
     try:
+        if lock is not None:
+            remove_unwritten(runtime_dir)
         how = partial(_recover, settings=settings, is_served=lock is None, timeout_s=release_timeout_s)
         return [how(path) for path in open_journals(runtime_dir)]
     finally:

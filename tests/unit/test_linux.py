@@ -101,6 +101,7 @@ def test_thaw_and_freeze_again(cgroup: Path) -> None:
         (cgroup / "cgroup.procs").write_text(str(child.pid))
         freezer = Freezer(cgroup, version)
         assert not freezer.is_frozen()
+        assert find_freezer(child.pid) == freezer
         freezer.freeze(Patience())
         assert freezer.is_frozen()
         assert find_freezer(child.pid) == find_freezer(child.pid, "no-such-cgroup") == freezer

@@ -527,6 +527,10 @@ static int ask(int pid, enum verb verb, uint32_t argument, const struct restore_
         return code;
     if (verb == GET_THREAD)
         return *value = theirs.thread, SUCCESS;
+    /* what somebody asked for who was killed meanwhile is done first */
+    for (; theirs.asked != theirs.answered; sleep_ms(1))
+        if (transfer(pid, address, &theirs, sizeof theirs, 0))
+            return OPERATING_SYSTEM;
     theirs.verb = verb, theirs.argument = argument;
     theirs.pairs = map ? map->count : 0;
     for (uint32_t i = 0; i < theirs.pairs && i < MAX_GPUS; i++) {
