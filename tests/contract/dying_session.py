@@ -31,6 +31,7 @@ from ocihook.agent.session import Session
 from ocihook.config import Policy, Settings
 from ocihook.cuda.driver import CudaDriver, CudaState, _load_bindings
 from ocihook.linux.cgroup import Freezer, _cgroup_mounts
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
 from ocihook.linux.workers import die_with_parent
 from ocihook.model import ContainerRef
@@ -117,7 +118,7 @@ class Program:
         pids = descendants(self.pid)
         assert len(pids) == 2
         assert {tracer_pid(tid) for pid in pids for tid in thread_ids(pid)} == {0}
-        known = gpu.states(CudaDriver(), [p for pid in pids if (p := Process.find(pid))])
+        known = gpu.states(CudaDriver(), [p for pid in pids if (p := Process.find(pid))], Patience())
         assert set(known.values()) == {CudaState.RUNNING}
         assert not self.freezer.is_frozen()
 
