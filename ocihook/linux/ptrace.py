@@ -303,6 +303,7 @@ class HeldThread:
         """Stop it again after `watch_mappings`, which leaves it running."""
         _ptrace(_INTERRUPT, self.tid)
         while _is_system_call(self._wait()):
+            _ptrace(_INTERRUPT, self.tid)  # whatever stop comes first takes the place of the one asked for
             _ptrace(_CONT, self.tid)
 
     def _registers(self, machine: _Machine) -> "ctypes.Array[ctypes.c_uint64]":
