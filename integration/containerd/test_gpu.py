@@ -48,6 +48,41 @@ def test_a_frozen_container_is_thawed_for_the_driver(
     assert node.count(restored)[1] == before[1]
 
 
+def _nest(pid: int, cgroup_version: int) -> Path:
+    """Move a container's init into a cgroup below the container's, as one does that manages cgroups; return it."""
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    kind = ":freezer:" if cgroup_version == 1 else "0::"
+    (path,) = (line.rpartition(":")[2] for line in lines if kind in line)
+    unified = Path("/sys/fs/cgroup/unified")
+    other = unified if unified.exists() else unified.parent
+    mount = Path("/sys/fs/cgroup/freezer") if cgroup_version == 1 else other
+    nested = mount / path.lstrip("/") / "nested"
+    nested.mkdir()
+    for inside in (nested.parent / "cgroup.procs").read_text().split():
+        (nested / "cgroup.procs").write_text(inside)
+    return nested
+
+
+@pytest.mark.parametrize("cgroup_version", [2, 1])
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_a_container_whose_init_is_in_a_nested_cgroup(
+    make_containerd: MakeContainerd, cuda_files: Path, runtime: str, cgroup_version: int
+) -> None:
+    """It is thawed and frozen where the engine has frozen it, which is above its init."""
+    node = make_containerd(cgroup_version=cgroup_version, cuda_files=cuda_files)
+    node.install()
+    container = node.start("c1", mib=16, runtime=runtime, gpus=[3])
+    nested = _nest(node.init_pid(container), cgroup_version)
+    archive = node.checkpoint(container, "c1.tar")
+    before = node.count(container)
+    node.assert_goes_on(container, before)
+    dump = last_session(node.namespace, "post-dump")
+    assert dump["effects"] == []
+    assert {"thaw", "freeze", "gpu move out", "gpu give back"} <= {phase["name"] for phase in dump["phases"]}
+    assert (nested / "cgroup.procs").read_text().split()
+    assert any(name.startswith("ocihook-region-") for name in image_names(archive))
+
+
 def test_a_pod_with_other_gpus(node: Containerd) -> None:
     """The map comes from the devices that the new container is given."""
     container = node.start("c1", mib=VRAM_MIB, gpus=[3])

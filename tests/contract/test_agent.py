@@ -179,6 +179,7 @@ def test_a_stale_socket_is_replaced(node: Node) -> None:
 
 
 def test_a_second_agent_leaves_at_once(node: Node) -> None:
+    node.namespace.path("/etc/ocihook/config.toml").write_text("[agent]\nidle_timeout_s = 600\n")
     agent = node.agent()
     output = node.namespace.run(sys.executable, "-m", "ocihook", "agent")
     assert "another agent runs" in output

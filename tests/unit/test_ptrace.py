@@ -320,3 +320,18 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_stop_that_meets_a_system_call_comes_all_the_same() -> None:
+    """Any stop takes the place of one that was asked for: whoever lets the thread go on must ask anew."""
+    code = "import os\nwhile True: os.getppid()"
+    with subprocess.Popen([sys.executable, "-c", code]) as busy:
+        try:
+            for _ in range(300):
+                thread = HeldThread(busy.pid, ENDLESS)
+                with start_call(lambda _: None, None) as call:
+                    thread.watch_mappings(call.pid, 1 << 30, lambda *_: None)
+                    thread.stop()
+                    thread.release()
+        finally:
+            busy.kill()
