@@ -22,7 +22,7 @@ from ocihook.ops.image_set import pack_image_set, verify_image_set
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
 from ocihook.session.undo import undo_all
-from ocihook.stages import dump, page_images, restore
+from ocihook.stages import dump, page_images, restore, stored_pages
 from ocihook.stages.page_images import Rehydrated
 from ocihook.stages.participant import CallFacts
 from ocihook.stages.recover import recover
@@ -203,7 +203,7 @@ def test_a_restore_takes_only_its_own_domain(node: Node, monkeypatch: pytest.Mon
         return node.stage("pre-restore")
 
     with monkeypatch.context() as patch:
-        patch.setattr(restore, "is_here", fail_with(AssertionError("looked into the store")))
+        patch.setattr(stored_pages, "is_here", fail_with(AssertionError("looked into the store")))
         status, message = restored(of_namespace("other"))
         assert (status, "the checkpoint is in domain team of the store, the container's own is other" in message) == (
             1,
