@@ -185,6 +185,7 @@ def test_a_second_agent_leaves_at_once(node: Node) -> None:
     assert "another agent runs" in output
     assert agent.poll() is None
     assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+    agent.terminate()
 
 
 def test_hooks_at_once_share_one_agent_and_do_not_meet(node: Node) -> None:
