@@ -64,6 +64,9 @@ def test_the_job_goes_on(
     elif stage != "quiesce":
         fake_driver.script(node.namespace, f"{stage} -1 {LONGER_MS}")
     session = checkpoint_in_vain(node, container, stage)
+    waited_for = [session["given_up"], session["facts"]["criu_ended"] if stage == "criu" else 0.0]
+    waited_for += [p["began"] + p["seconds"] for p in session["phases"] if p["name"] == f"gpu {stage}"]
+    print(f"{stage}, {runtime}, cgroup v{cgroup_version}: over {session['ended'] - max(waited_for):.2f} s later")
     if stage != "criu":
         message = session["stages"]["pre-dump"]["message"]
         assert re.search(r"the runtime \(pid \d+\) was killed meanwhile.*the container runs on", message)
