@@ -45,8 +45,8 @@ def checkpoint_in_vain(node: Containerd, container: str, stage: str) -> dict[str
     return session
 
 
-@pytest.mark.parametrize("cgroup_version", [2, 1])
-@pytest.mark.parametrize("runtime", ["runc", "crun"])
+# crun 1.28 makes no container on a machine whose cgroups are hybrid, but for those of v2 alone.
+@pytest.mark.parametrize(("runtime", "cgroup_version"), [("runc", 2), ("runc", 1), ("crun", 2)])
 @pytest.mark.parametrize("stage", ["quiesce", "lock", "checkpoint", "criu"])
 def test_the_job_goes_on(
     make_containerd: MakeContainerd, cuda_files: Path, stage: str, runtime: str, cgroup_version: int
