@@ -63,8 +63,8 @@ def _nest(pid: int, cgroup_version: int) -> Path:
     return nested
 
 
-@pytest.mark.parametrize("cgroup_version", [2, 1])
-@pytest.mark.parametrize("runtime", ["runc", "crun"])
+# crun 1.28 makes no container on a machine whose cgroups are hybrid, but for those of v2 alone.
+@pytest.mark.parametrize(("runtime", "cgroup_version"), [("runc", 2), ("runc", 1), ("crun", 2)])
 def test_a_container_whose_init_is_in_a_nested_cgroup(
     make_containerd: MakeContainerd, cuda_files: Path, runtime: str, cgroup_version: int
 ) -> None:
