@@ -10,6 +10,7 @@ from pathlib import Path
 from ocihook.config import Settings, apply_annotations
 from ocihook.engine.conmon import conmon_name
 from ocihook.engine.identity import container_ref
+from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.session.journal import Journal
@@ -49,7 +50,10 @@ def pre_dump(
             participant.hold(dump)
             patience.check()
     except Exception:
-        undo_all(journal, Patience(timeout_s=0))  # while what is held is held
+        try:
+            undo_all(journal, Patience(timeout_s=0))  # while what is held is held
+        except OcihookError as error:
+            log.warning("%s", error)  # tried again when CRIU is gone; why the dump is refused is told
         raise
     finally:
         dump.hold.release()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ocihook.errors import FreezeError
 from ocihook.linux.cgroup import Freezer, find_freezer, wait_until_let_go
-from ocihook.linux.patience import Patience
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, pid_below
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
@@ -39,15 +39,15 @@ class Paused(Effect, kind="paused"):
         """The container's."""
         return Freezer(self.directory, self.version)
 
-    def undo(self, journal: Journal, patience: Patience) -> None:
+    def undo(self, journal: Journal, _patience: Patience) -> None:
         """Freeze it again for an engine that is waiting; let it run if there is none. Else the engine has it by now."""
         if is_given_up(journal):
-            _thaw_for_good(self.freezer, journal, patience)
+            _thaw_for_good(self.freezer, journal)
         elif self.is_thawed and journal.criu.is_alive() and self.directory.exists():
-            self.freezer.freeze(patience)
+            self.freezer.freeze(ENDLESS)
             self.is_thawed = False
             if is_given_up(journal):  # meanwhile
-                self.freezer.thaw(patience)
+                self.freezer.thaw(ENDLESS)
 
 
 @dataclass(kw_only=True)
@@ -57,9 +57,9 @@ class Frozen(Effect, kind="frozen"):
     directory: Path
     version: int
 
-    def undo(self, journal: Journal, patience: Patience) -> None:
+    def undo(self, journal: Journal, _patience: Patience) -> None:
         """Let it run."""
-        _thaw_for_good(Freezer(self.directory, self.version), journal, patience)
+        _thaw_for_good(Freezer(self.directory, self.version), journal)
 
 
 @dataclass(kw_only=True)
@@ -69,15 +69,15 @@ class Enclosed(Effect, kind="enclosed"):
     directory: Path
     version: int
 
-    def undo(self, _journal: Journal, patience: Patience) -> None:
+    def undo(self, _journal: Journal, _patience: Patience) -> None:
         """Let it run, in the cgroup that it was in."""
         if self.directory.exists():
             freezer = Freezer(self.directory, self.version)
-            freezer.thaw(patience)
+            freezer.thaw(ENDLESS)
             freezer.dissolve()
 
 
-def _thaw_for_good(freezer: Freezer, journal: Journal, patience: Patience) -> None:
+def _thaw_for_good(freezer: Freezer, journal: Journal) -> None:
     """Thaw a container, once CRIU cannot freeze it again any more: it leaves one as frozen as it found it.
 
     Raises:
@@ -85,7 +85,7 @@ def _thaw_for_good(freezer: Freezer, journal: Journal, patience: Patience) -> No
     """
     if journal.criu.is_alive() and journal.stage != "pre-dump":
         raise FreezeError(f"CRIU (pid {journal.criu.pid}) has the container in its hands")
-    freezer.thaw(patience)
+    freezer.thaw(ENDLESS)  # which has a limit of its own: that is up to the kernel and to nobody's patience
 
 
 class Standstill(Participant):
