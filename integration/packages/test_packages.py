@@ -18,7 +18,7 @@ tr '\\0' ' ' < "/proc/$(cat /run/ocihook/agent.lock)/cmdline" > /run/done
 """
 # Once it is taken there is no room for its packs.
 _NO_ROOM = """#!/bin/sh
-[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
+[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0 # before that, the dump would not choose the store
 packs=/var/lib/ocihook/store/domains/_node/packs
 mountpoint -q "$packs" || mount -t tmpfs -o size=64k tmpfs "$packs"
 """

@@ -213,7 +213,7 @@ def end_dying_agent(podman: Podman) -> list[str]:
     # An agent killed when CRIU has ended leaves a journal and no hook that would start another one.
     wait_for("all sessions to end", lambda: "No session is open." in podman.ocihook("recover", check=False))
     assert all(session["effects"] == [] for session in sessions(podman.namespace))
-    assert "/run/ocihook" not in podman.namespace.run("cat", "/proc/self/mountinfo")
+    assert "/run/ocihook/sessions" not in podman.namespace.run("cat", "/proc/self/mountinfo")
     steps = read_steps(podman.namespace.path("/run/ocihook/steps"))
     end_agent(podman)
     return steps

@@ -137,6 +137,7 @@ def test_agent_killed_at_any_step(gpu_podman: Podman) -> None:
         assert {"ocihook.thin"} < image_names(archive)
         assert not any(name.startswith(("pages-", "ocihook-", "ocihook.staged")) for name in image_names(archive))
         podman.ocihook("wait")
+        assert "/run/ocihook" not in podman.namespace.run("cat", "/proc/self/mountinfo")
         rows = listed(podman)
         assert [row["state"] for row in rows] == ["complete"] * made
         assert rows[-1]["raw_bytes"] > 16 << 20
