@@ -523,7 +523,7 @@ def test_criu_killed_during_a_restore(gpu_podman: Podman, stage: str, killed_by:
     assert "rror" in gpu_podman.restore(archive, check=False)
     assert_nothing_is_left(gpu_podman)
     wait_for("what CRIU made to be gone", lambda: not processes_with(mark), timeout_s=5)
-    said = r"container \w+: CRIU did not come to the end of its restore, .* restore it again"
+    said = r"container c \(\w+\): CRIU did not come to the end of its restore, .* restore it again"
     assert re.search(said, agent_log(gpu_podman))
     act_no_more(gpu_podman)
     gpu_podman.remove("c")
@@ -541,7 +541,7 @@ def test_criu_killed_while_memory_is_packed(gpu_podman: Podman, *, leave_running
     gpu_podman.assert_goes_on("c", before)
     dump = last_session(gpu_podman.namespace, "post-dump")
     message = dump["stages"]["post-dump"]["message"]
-    assert re.search(r"container \w+: CRIU \(pid \d+\) was killed meanwhile. .*, the container runs on", message)
+    assert re.search(r"container c \(\w+\): CRIU \(pid \d+\) was killed meanwhile. .*, the container runs on", message)
     assert next(phase["bytes"] for phase in dump["phases"] if phase["name"] == "gpu give back") >= 32 << 20
     assert_nothing_is_left(gpu_podman)
     round_trip(gpu_podman)
