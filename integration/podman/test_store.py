@@ -10,7 +10,7 @@ import pytest
 from integration.journals import last_session
 from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
-from integration.podman.engine import Podman, image_names
+from integration.podman.engine import Podman, assert_packed, image_names
 from integration.podman.test_faults import end_dying_agent, kill_at_any_step, start_dying_agent
 from tests.damage import flip_bit
 
@@ -204,15 +204,15 @@ def test_restore_on_another_node_pulls(podman: Podman) -> None:
 
 
 def test_a_store_that_cannot_be_written(podman: Podman) -> None:
-    """The checkpoint is whole in the engine's archive then, or fails if that is wanted."""
+    """Seen before the dump: the checkpoint goes, packed, into the engine's archive."""
     (podman.scratch / "file").touch()
     configure(podman, podman.scratch / "file" / "store")
     podman.start("c", mode="store")
     archive = podman.scratch / "c.tar"
     podman.checkpoint("c", archive, "--leave-running")
-    assert any(name.startswith("pages-") for name in image_names(archive))
-    message = last_session(podman.namespace, "post-dump")["stages"]["post-dump"]["message"]
-    assert "The checkpoint is in the engine's archive alone" in message
+    assert_packed(archive)
+    message = last_session(podman.namespace, "post-dump")["stages"]["pre-dump"]["message"]
+    assert "The checkpoint goes into the engine's archive" in message
     before = podman.count("c")
     podman.remove("c")
     podman.restore(archive)
