@@ -34,7 +34,8 @@ def checkpoint_in_vain(node: Containerd, container: str, stage: str) -> dict[str
     before = node.count(container)
     with pytest.raises(grpc.RpcError) as error:
         node.checkpoint(container, "c.tar", timeout_s=DEADLINE_S)
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    # The server sees the deadline, too, and may be the first to say so.
+    assert error.value.code() in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
     if stage in {"checkpoint", "criu"}:  # which cannot be interrupted
         wait_for("the node to tell it, or to have undone all", lambda: is_told(node) or not node.is_open())
     fake_driver.script(node.namespace)

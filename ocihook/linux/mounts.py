@@ -13,11 +13,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def pin_file(source: Path, place: Path) -> None:
-    """Mount the file `source` at `place`, which is made.
+    """Mount the file `source` at `place`, which is made. May run again: what was mounted there goes.
 
     Raises:
         OSError: if this mount namespace does not have the file's mount, or may not mount.
     """
+    unmount(place)  # else the next mount would be on the file itself, whose own name could not be removed any more
     place.touch(mode=0o600)
     fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -11,7 +11,7 @@ import pytest
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.memory import ProcessMemory, Span
-from ocihook.linux.mounts import unpin_directory
+from ocihook.linux.mounts import pin_file, unpin_directory
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
@@ -113,6 +113,21 @@ def test_pins_outlive_the_directory(program: Program, tmp_path: Path) -> None:
         unpin_directory(pins)
     assert not pins.exists()
     unpin_directory(pins)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_a_file_pinned_again_can_still_be_removed(tmp_path: Path) -> None:
+    """By an agent that goes on where another was killed."""
+    (tmp_path / "pins").mkdir()
+    source, place = tmp_path / "source", tmp_path / "pins/source"
+    source.write_bytes(b"content")
+    try:
+        pin_file(source, place)
+        pin_file(source, place)
+        source.unlink()
+        assert place.read_bytes() == b"content"
+    finally:
+        unpin_directory(tmp_path / "pins")
 
 
 def test_damaged_packs_are_not_written(program: Program, tmp_path: Path) -> None:
