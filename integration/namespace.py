@@ -47,11 +47,20 @@ class Namespace:
     def programs(self) -> set[str]:
         """Return the names of the programs that run inside."""
         names = set()
+        for pid in self.pids(""):
+            with contextlib.suppress(OSError):
+                names.add(Path(f"/proc/{pid}/comm").read_text().strip())
+        return names
+
+    def pids(self, words: str) -> list[int]:
+        """Return the processes that run inside and have these words in their command line."""
+        found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(process / "ns/mnt") == os.readlink(f"/proc/{self.pid}/ns/mnt"):
-                    names.add((process / "comm").read_text().strip())
-        return names
+                is_inside = os.readlink(process / "ns/mnt") == os.readlink(f"/proc/{self.pid}/ns/mnt")
+                if is_inside and words in (process / "cmdline").read_bytes().replace(b"\0", b" ").decode():
+                    found.append(int(process.name))
+        return found
 
     def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         variables = [f"{key}={value}" for key, value in {"PATH": PATH, "HOME": "/root", **environment}.items()]

@@ -27,7 +27,7 @@ from ocihook.session.journal import Journal
 
 _PR_GET_PDEATHSIG = 2
 _VERBS = ("lock", "checkpoint", "restore", "unlock")
-_NAMES = ("rename", "replace", "unlink", "remove", "mkdir", "rmdir", "link", "symlink", "mknod", "truncate")
+_NAMES = ("rename", "replace", "unlink", "remove", "mkdir", "rmdir", "link", "symlink", "mknod", "mkfifo", "truncate")
 _RECORD_BYTES = 80
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -15,6 +15,7 @@ PACKET_BYTES = 16384
 # but to tell why, before the runtime says anything: of what that says, containerd shows the first line.
 FAILED_STAGE = "network-unlock"
 DUMP_STAGES = ("pre-dump", "post-dump", FAILED_STAGE)
+DETACHED_STAGE = "detached"  # none of CRIU's: it has detached from a container that runs on, and is kept from its end
 SELF_TEST_STAGE = "self-test"  # none of CRIU's: `ocihook doctor` sees with it whether the hook can start
 RESTORE_STAGES = ("pre-restore", "setup-namespaces", "post-restore", "pre-resume", "post-resume")
 

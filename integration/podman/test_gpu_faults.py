@@ -535,20 +535,22 @@ def test_criu_killed_during_a_restore(gpu_podman: Podman, stage: str, killed_by:
 def test_criu_killed_while_memory_is_packed(gpu_podman: Podman, *, leave_running: bool) -> None:
     gpu_podman.start_cuda("c", 16, "children=1")
     before = gpu_podman.count("c")
-    start_killing_agent(gpu_podman, "post-dump")
+    stage = "detached" if leave_running else "post-dump"
+    start_killing_agent(gpu_podman, stage)
     options = ["--leave-running"] if leave_running else []
     assert "rror" in gpu_podman.checkpoint("c", gpu_podman.scratch / "c.tar", *options, check=False)
     gpu_podman.assert_goes_on("c", before)
-    dump = last_session(gpu_podman.namespace, "post-dump")
-    message = dump["stages"]["post-dump"]["message"]
+    dump = last_session(gpu_podman.namespace, stage)
+    message = dump["stages"][stage]["message"]
     assert re.search(r"container c \(\w+\): CRIU \(pid \d+\) was killed meanwhile. .*, the container runs on", message)
     assert next(phase["bytes"] for phase in dump["phases"] if phase["name"] == "gpu give back") >= 32 << 20
     assert_nothing_is_left(gpu_podman)
     round_trip(gpu_podman)
 
 
-@pytest.mark.parametrize("leave_running", [True, False])
-@pytest.mark.parametrize("stage", ["pre-dump", "post-dump"])
+@pytest.mark.parametrize(
+    ("stage", "leave_running"), [("pre-dump", True), ("pre-dump", False), ("detached", True), ("post-dump", False)]
+)
 def test_the_runtime_alone_is_killed_while_memory_is_packed(
     gpu_podman: Podman, stage: str, *, leave_running: bool
 ) -> None:

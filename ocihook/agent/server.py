@@ -260,7 +260,7 @@ class Agent:
             raise AgentError(f"user {uid} is not root")
         connection.settimeout(REQUEST_TIMEOUT_S)
         request = wire.Request.decode(connection.recv(wire.PACKET_BYTES))
-        if request.stage not in wire.DUMP_STAGES + wire.RESTORE_STAGES:
+        if request.stage not in (*wire.DUMP_STAGES, wire.DETACHED_STAGE, *wire.RESTORE_STAGES):
             raise wire.ProtocolError(f"unknown stage {request.stage!r}")
         return request
 

@@ -20,8 +20,10 @@ from ocihook.ops.statistics import note_statistics, open_work_directory
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all, undo_interrupted
 from ocihook.stages import dump, restore
+from ocihook.stages.detached import KeptFromEnd, is_due, is_kept_from_end
 from ocihook.stages.standstill import is_given_up
 
+_LOOK_MS = 10  # whether CRIU has detached, which nobody tells
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ _Stage = Callable[[Journal, Patience, wire.Request, Path, Callable[[], Settings]
 _STAGES: dict[str, _Stage] = {
     "pre-dump": dump.pre_dump,
     "post-dump": dump.post_dump,
+    wire.DETACHED_STAGE: dump.detached,
     "pre-restore": restore.pre_restore,
     "setup-namespaces": restore.setup_namespaces,
     "post-restore": restore.post_restore,
@@ -40,6 +43,7 @@ _STAGES: dict[str, _Stage] = {
 _STATE_AFTER_ERROR = {
     "pre-dump": "The dump is refused",
     "post-dump": "The dump fails",
+    wire.DETACHED_STAGE: "The dump fails",
     "pre-restore": "The restore is refused, nothing was started",
     "setup-namespaces": "The restore fails, CRIU kills what it has started",
     "post-restore": "The restore fails, CRIU kills what it has started",
@@ -54,6 +58,7 @@ class Session:
     def __init__(self, journal: Journal, load: Callable[[], Settings] = load_settings) -> None:
         self.journal = journal
         self._load = load
+        self._waiting: list[socket.socket] = []  # hooks that are told once the container runs and all is done
 
     def log_fields(self) -> dict[str, str]:
         """Return what the journal is told with every record of this session."""
@@ -83,7 +88,7 @@ class Session:
                 log.warning("session %s: %s was interrupted, beginning again", self.journal.session_id, stage)
                 undo_interrupted(self.journal, Patience())
             patience = self.journal.patience()
-            directory = -1 if stage == "post-resume" else os.open(request.image_dir, os.O_RDONLY | os.O_DIRECTORY)
+            directory = self._open_images(request)
             try:
                 # CRIU's descriptor names the right directory in whatever mount namespace CRIU is.
                 where = Path(f"/proc/self/fd/{directory}")
@@ -103,15 +108,23 @@ class Session:
             log.info("%s: %s", stage, message)
         return 0, message
 
+    def _open_images(self, request: wire.Request) -> int:
+        kept = self.journal.find(KeptFromEnd) if request.stage == wire.DETACHED_STAGE else None
+        if kept is not None:
+            return kept.open_images(self.journal)
+        return -1 if request.stage == "post-resume" else os.open(request.image_dir, os.O_RDONLY | os.O_DIRECTORY)
+
     def _refuse(self, request: wire.Request, error: str) -> tuple[int, str]:
         stage, container = request.stage, self.journal.container
+        if is_given_up(self.journal):
+            log.warning("the engine of container %s waits no more for CRIU", container)
         about = f" of container {container}" if container else ""
         try:
             undo_all(self.journal, Patience(timeout_s=0))
         except OcihookError as undo_error:
             log.warning("%s", undo_error)  # tried again when CRIU is gone
         state = _STATE_AFTER_ERROR[stage]
-        if stage.endswith("-dump"):
+        if stage in (*wire.DUMP_STAGES, wire.DETACHED_STAGE):
             state = f"{state}, {self._what_became_of_it(request.init_pid)}"
         message = f"{stage}{about}: {error.rstrip('.')}. {state}"
         log.error("%s", message)
@@ -169,14 +182,29 @@ class Session:
         poll.register(control, select.POLLIN)
         if attempt.runtime >= 0:
             poll.register(attempt.runtime, select.POLLIN)
-        while criu not in (ready := dict(poll.poll())):  # waits: for CRIU, with whose end it ends
-            if attempt.runtime in ready:
+        while criu not in (ready := dict(poll.poll(self._look_ms))):  # waits: for CRIU, with whose end it ends
+            if not ready:
+                self._finish_detached(attempt)
+            elif attempt.runtime in ready:
                 poll.unregister(attempt.runtime)
                 if is_given_up(self.journal):
                     log.warning("the engine of container %s waits no more for CRIU", self.journal.container)
                 self._explain(attempt, is_over=False)
             else:
                 self._answer(control, attempt)
+
+    @property
+    def _look_ms(self) -> int | None:
+        return _LOOK_MS if is_kept_from_end(self.journal) else None
+
+    def _finish_detached(self, attempt: Attempt) -> None:
+        """Do what was to wait for CRIU to detach, if it has."""
+        if is_due(self.journal):
+            verdict = self.handle(wire.Request(wire.DETACHED_STAGE, self.journal.criu.pid, 0, ""))
+            if verdict[0] != 0:
+                attempt.tell(verdict[1])
+            for connection in self._waiting:
+                self._send(connection, verdict)
 
     def _explain(self, attempt: Attempt, *, is_over: bool) -> None:
         """Tell why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
@@ -198,15 +226,22 @@ class Session:
 
     def _answer(self, control: socket.socket, attempt: Attempt) -> None:
         packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)  # waits: no, it is ready
-        with socket.socket(fileno=fds[0]) as connection:
-            request = wire.Request.decode(packet)
-            if request.stage == wire.FAILED_STAGE:
-                self._tell(attempt, is_over=False)
-                verdict = 0, ""
-            else:
-                verdict = self.handle(request)
-            if verdict[0] != 0:
-                attempt.tell(verdict[1])
+        connection = socket.socket(fileno=fds[0])
+        request = wire.Request.decode(packet)
+        if request.stage == wire.DETACHED_STAGE and is_kept_from_end(self.journal):
+            self._waiting.append(connection)
+            return
+        if request.stage in (wire.FAILED_STAGE, wire.DETACHED_STAGE):
+            self._tell(attempt, is_over=False)
+            verdict = 0, ""
+        else:
+            verdict = self.handle(request)
+        if verdict[0] != 0:
+            attempt.tell(verdict[1])
+        self._send(connection, verdict)
+
+    def _send(self, connection: socket.socket, verdict: tuple[int, str]) -> None:
+        with connection:
             try:
                 connection.send(wire.encode_verdict(*verdict))
             except OSError as error:

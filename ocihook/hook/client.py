@@ -1,6 +1,7 @@
 """Asks the agent what to do at one stage, starts it where none is listening, and gives CRIU the verdict."""
 
 import os
+import stat
 import sys
 import time
 from _socket import AF_UNIX, SOCK_SEQPACKET, socket  # the module `socket` would double this program's start-up time
@@ -30,7 +31,39 @@ def main() -> int:
         status, message = _without_agent(stage, image_dir, error)
     if message:
         sys.stderr.write(f"ocihook: {message}\n")  # into CRIU's log
+    if stage == "post-dump" and status == 0 and _is_kept_from_end() and os.fork() == 0:
+        _stay(wire.Request(wire.DETACHED_STAGE, request.criu_pid, request.init_pid, image_dir))
     return status
+
+
+def _is_kept_from_end() -> bool:
+    """Tell whether CRIU, whose work directory this process is in, will wait at its end; see criu/ending.py."""
+    try:
+        return stat.S_ISFIFO(os.stat("stats-dump", follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _stay(request: wire.Request) -> None:
+    """Body of a process that sees to it that CRIU can end, whatever becomes of the agent; never returns."""
+    try:
+        os.closerange(0, 1024)  # for whose end the engine may wait
+        os.open("/dev/null", os.O_RDWR)
+        os.dup(0)
+        os.dup(0)
+        os.setsid()
+        criu = os.pidfd_open(request.criu_pid)
+        try:
+            _ask(request.encode())
+        except TimeoutError:
+            pass  # there is an agent
+        except (OSError, wire.ProtocolError):
+            if _is_kept_from_end():
+                import signal  # which is slow, and needed only here
+
+                signal.pidfd_send_signal(criu, signal.SIGKILL)  # the dump fails, the container runs on
+    finally:
+        os._exit(0)
 
 
 def _ask(packet: bytes) -> tuple[int, str]:

@@ -43,6 +43,12 @@ def mount_memory(directory: Path, size_bytes: int) -> None:
     raise OSError(number, f"no memory can be mounted at {directory}: {os.strerror(number)}")
 
 
+def has_memory_mounted() -> bool:
+    """Tell whether anything is mounted that `mount_memory` has mounted."""
+    with open("/proc/self/mountinfo") as file:  # proc(5): ... - type source options
+        return any(" - tmpfs ocihook " in line for line in file)
+
+
 def is_in_memory(directory: Path) -> bool:
     """Tell whether the files of a directory are in the node's memory and nowhere else.
 

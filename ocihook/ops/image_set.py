@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from ocihook import __version__
 from ocihook.criu.images import check_page_images, check_page_sizes, page_images, read_pagemaps
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
-from ocihook.linux.files import sync_directory, sync_file
+from ocihook.linux.files import create_private, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.store.manifest import (
     MANIFEST_NAME,
@@ -38,6 +39,7 @@ from ocihook.store.stored import StoredRegion
 from ocihook.store.thin import THIN_NAME
 
 _SPACE_MARGIN_BYTES = 16 << 20
+_COPY_BYTES = 8 << 20  # at a time
 _NOWHERE_ELSE: Mapping[str, PackFile] = MappingProxyType({})
 
 
@@ -127,6 +129,33 @@ def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and h
     if durable:
         sync_directory(directory)
     return manifest
+
+
+def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patience) -> None:
+    """Copy the packs of moved memory from elsewhere into an image set, in place of those of an earlier dump.
+
+    Raises:
+        StoreFull: if there is no space for them; none is left.
+        OSError: on anything else; likewise.
+        GivenUp: if nobody waits for it any more.
+    """
+    discard_all(directory)
+
+    def copy(name: str) -> None:
+        with (source / name).open("rb") as packed, create_private(directory / name) as copied:
+            while os.sendfile(copied.fileno(), packed.fileno(), None, _COPY_BYTES):
+                pass
+
+    try:
+        for outcome in call_each(copy, [pack.name for pack in moved.packs], patience):
+            if isinstance(outcome, Exception):
+                raise outcome
+    except BaseException as error:
+        discard_regions(directory)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            size = sum(pack.size_bytes for pack in moved.packs)
+            raise StoreFull(f"no space left for the checkpoint's GPU memory, which takes {size} bytes") from error
+        raise
 
 
 def list_packable(directory: Path) -> list[str]:

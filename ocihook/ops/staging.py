@@ -13,7 +13,7 @@ from ocihook import __version__, wire
 from ocihook.errors import IdentificationError, StoreFull
 from ocihook.linux.files import replace_file, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
-from ocihook.linux.mounts import mount_memory, pin_file, unmount, unpin_directory
+from ocihook.linux.mounts import has_memory_mounted, mount_memory, pin_file, unmount, unpin_directory
 from ocihook.model import ContainerRef
 from ocihook.ops.image_set import MovedRegions, list_other_images
 from ocihook.store.cipher import seal
@@ -128,7 +128,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
     pending = place.pending
     taken = {name: _take(directory / name, pending) for name in names}
     if moved is not None:
-        write_manifest(pending, _only_regions(moved, container), durable=durable)
+        write_manifest(pending, record_of(moved, container), durable=durable)
     if durable:
         for path in taken.values():
             sync_file(path)
@@ -154,24 +154,23 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
     return job
 
 
-def stage_in_memory(pending: Path, size_bytes: int, bound_bytes: int) -> bool:
+def stage_in_memory(place: Path, size_bytes: int, bound_bytes: int) -> bool:
     """Have what comes to a place stay in memory, if that fits; tell whether it does.
 
     One dump at a time takes memory, and only so much that as much again is left to the node. What is there is lost
     with the node's power, so it is for containers that run on.
 
     Args:
-        pending: the place, empty.
+        place: an empty directory.
         size_bytes: of what comes.
         bound_bytes: that may be taken.
     """
-    others = (path for path in pending.parent.parent.parent.glob("*/pending/*") if path != pending)
-    if size_bytes > bound_bytes or available_bytes() < 2 * size_bytes or any(os.path.ismount(path) for path in others):
+    if size_bytes > bound_bytes or available_bytes() < 2 * size_bytes or has_memory_mounted():
         return False
-    mark = pending / IN_MEMORY
+    mark = place / IN_MEMORY
     try:
         replace_file(mark, b"", mode=0o600, durable=False)  # nobody waits for a disk here
-        mount_memory(pending, size_bytes + _TABLES_BYTES + size_bytes // 64)
+        mount_memory(place, size_bytes + _TABLES_BYTES + size_bytes // 64)
     except OSError as error:
         log.warning("%s", error)
         mark.unlink(missing_ok=True)
@@ -179,7 +178,8 @@ def stage_in_memory(pending: Path, size_bytes: int, bound_bytes: int) -> bool:
     return True
 
 
-def _only_regions(moved: MovedRegions, container: ContainerRef) -> Manifest:
+def record_of(moved: MovedRegions, container: ContainerRef) -> Manifest:
+    """Return the manifest of moved memory alone, as it is kept until the rest of the checkpoint is known."""
     return Manifest(
         created="",
         writer=f"ocihook {__version__}",

@@ -24,6 +24,7 @@ class Effect(ABC):
 
     kind: ClassVar[str]
     ends_with_stage: ClassVar[bool] = True  # a stage that was interrupted undoes it before it begins anew
+    holds_container: ClassVar[bool] = True  # undone as soon as a container that runs on may run
     stage: str = ""  # in which it was made
 
     _kinds: ClassVar[dict[str, type["Effect"]]] = {}

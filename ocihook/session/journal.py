@@ -112,6 +112,11 @@ class Journal:
         return None if value is None else ContainerRef.from_json(value)
 
     @property
+    def image_dir(self) -> str:
+        """The image directory, as the agent's own mount namespace may see it; "" until the container is identified."""
+        return self._data["image_dir"] or ""
+
+    @property
     def pins(self) -> Path:
         """Where files are kept alive that this session still needs, whoever removes them elsewhere."""
         return self.path.with_suffix(".pins")

@@ -37,6 +37,13 @@ def undo_all(journal: Journal, patience: Patience) -> None:
         _undo(effect, journal, patience)
 
 
+def undo_holding(journal: Journal, patience: Patience) -> None:
+    """Undo what keeps a container from running as it did, once CRIU has detached from it. As `undo_all` otherwise."""
+    for effect in reversed(journal.effects):
+        if effect.holds_container:
+            _undo(effect, journal, patience)
+
+
 def _undo(effect: Effect, journal: Journal, patience: Patience) -> None:
     try:
         effect.undo(journal, patience)

@@ -14,7 +14,8 @@ from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
 from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.session.journal import Journal
-from ocihook.session.undo import undo_all
+from ocihook.session.undo import undo_all, undo_holding
+from ocihook.stages.detached import KeptFromEnd
 from ocihook.stages.order import participants
 from ocihook.stages.participant import CallFacts, Dump
 from ocihook.store.cipher import KeySource
@@ -76,14 +77,36 @@ def post_dump(
     return " ".join(filter(None, messages))
 
 
+def detached(
+    journal: Journal, patience: Patience, request: Request, directory: Path, _load_settings: Callable[[], Settings]
+) -> str:
+    """Let the container run as it did; then do what could wait for that, and let CRIU end.
+
+    Raises:
+        OcihookError: to fail the dump, which the runtime sees by CRIU being killed; the container runs on.
+    """
+    kept = journal.find(KeptFromEnd)
+    if kept is None:
+        return ""
+    request.init_pid = kept.init.pid
+    dump = _dump(journal, patience, request, directory)
+    try:
+        undo_holding(journal, Patience())
+    except OcihookError as error:
+        log.warning("%s", error)  # tried again when CRIU is gone; the checkpoint is not the worse for it
+    messages = [participant.container_runs(dump) for participant in reversed(participants())]
+    patience.check()
+    kept.release(journal)
+    return " ".join(filter(None, messages))
+
+
 def _dump(journal: Journal, patience: Patience, request: Request, directory: Path) -> Dump:
-    image_dir = os.readlink(request.image_dir)
     return Dump(
         journal=journal,
         patience=patience,
         criu_pid=request.criu_pid,
         init_pid=request.init_pid,
-        image_dir=image_dir,
+        image_dir=journal.image_dir,
         directory=directory,
     )
 

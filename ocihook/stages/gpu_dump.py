@@ -256,15 +256,16 @@ def _gpu_facts(situation: Situation) -> dict[str, Any]:
 def _move_out(
     dump: Dump, effect: GpuCheckpointed, checkpointed: list[CheckpointedProcess], names: Mapping[Process, str]
 ) -> None:
-    journal, directory = dump.journal, dump.place
+    journal, directory, name = dump.journal, dump.place, dump.place_name
     discard_packs(directory)  # whatever lies there is of an earlier dump into the same directory
     discard_regions(directory)
     size = sum(part.size_bytes for one in checkpointed for part in one.spans)
     room = dump.call().memory_room_bytes
-    if dump.staged_at and room and stage_in_memory(directory, size, room):
+    if dump.memory and room and stage_in_memory(dump.memory, size, room):
+        directory = name = dump.memory
         facts = journal.facts(GpuFacts)
         journal.note(GpuFacts(gpu=facts.gpu, pids=facts.pids, staged_in_memory=True))
-    effect.directory, effect.identity = dump.place_name, identity(directory)
+    effect.directory, effect.identity = name, identity(directory)
     journal.save()
     with journal.phase("gpu move out") as phase, journal.spans(phase) as spans:
         moved = gpu_memory.move_out(

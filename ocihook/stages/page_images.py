@@ -13,6 +13,7 @@ from ocihook.linux.patience import Patience
 from ocihook.ops.compatibility import check_host, host_facts
 from ocihook.ops.gpu_memory import write_back
 from ocihook.ops.image_set import (
+    MovedRegions,
     dehydrate,
     discard_all,
     finish_packing,
@@ -20,11 +21,14 @@ from ocihook.ops.image_set import (
     pack_image_set,
     region_bytes,
     rehydrate_image_set,
+    take_in,
 )
+from ocihook.ops.staging import record_of
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
+from ocihook.stages.detached import KeptMemory, can_wait, keep_from_end
 from ocihook.stages.participant import Dump, Participant, Restore, SizeFacts
-from ocihook.store.manifest import Manifest, read_manifest
+from ocihook.store.manifest import Manifest, read_manifest, write_manifest
 from ocihook.store.thin import read_thin
 
 log = logging.getLogger(__name__)
@@ -96,12 +100,39 @@ class PackedCheckpoint:
 class PageImages(Participant):
     """Packs page images within their directory, and unpacks them."""
 
+    def prepare(self, dump: Dump) -> None:
+        """Make a place for GPU memory that need not go to the disk at once."""
+        if dump.policy.mode == "inline" and dump.has_gpu and can_wait(dump):
+            dump.memory = dump.journal.path.with_suffix(".memory")
+            dump.journal.add(KeptMemory(directory=dump.memory))
+            dump.memory.mkdir(mode=0o700)
+
     def after_images(self, dump: Dump) -> str:
-        """Pack; or leave the images as CRIU wrote them, if that fails and the policy does not mind."""
+        """Pack, or have that wait until the container runs on."""
         if dump.policy.mode == "off":
             discard_all(dump.directory)
         if dump.policy.mode != "inline":
             return ""
+        kept = dump.journal.find(KeptMemory)
+        if dump.moved is not None and kept is not None:
+            write_manifest(kept.directory, record_of(dump.moved, dump.container), durable=False)
+        is_elsewhere = dump.moved is None or not dump.moved.regions or _is_kept(dump)
+        if is_elsewhere and can_wait(dump) and keep_from_end(dump):
+            return ""
+        return self._replace(dump)
+
+    def container_runs(self, dump: Dump) -> str:
+        """Pack what has waited."""
+        if dump.policy.mode != "inline":
+            return ""
+        kept = dump.journal.find(KeptMemory)
+        record = read_manifest(kept.directory) if kept else None
+        if record is not None:
+            dump.moved = MovedRegions(record.regions, record.packs, record.gpu)
+        return self._replace(dump)
+
+    def _replace(self, dump: Dump) -> str:
+        """Pack; or leave the images as CRIU wrote them, if that fails and the policy does not mind."""
         moved = dump.moved
         begun = dump.journal.find(Packing)
         if begun is not None or dump.journal.knows(SizeFacts):  # and was interrupted
@@ -111,6 +142,11 @@ class PageImages(Participant):
                 return _packed(dump, manifest, begun)
         elif not (moved and moved.regions):
             discard_all(dump.directory)
+        kept = dump.journal.find(KeptMemory)
+        if begun is None and moved and kept and _is_kept(dump):
+            with dump.journal.phase("take in") as phase:
+                phase["bytes"] = sum(pack.size_bytes for pack in moved.packs)
+                take_in(moved, kept.directory, dump.directory, dump.patience)
         packing = begun or Packing(directory=Path(dump.image_dir), identity=identity(dump.directory))
         if begun is None:
             dump.journal.add(packing)
@@ -167,6 +203,12 @@ class PageImages(Participant):
             return ""
         restore.journal.note(SizeFacts(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes))
         return f"container {manifest.container}: verified and unpacked {manifest.raw_bytes} bytes of memory"
+
+
+def _is_kept(dump: Dump) -> bool:
+    """Tell whether the packs of moved memory are in memory."""
+    kept = dump.journal.find(KeptMemory)
+    return bool(kept and dump.moved and dump.moved.packs and (kept.directory / dump.moved.packs[0].name).exists())
 
 
 def _pack(dump: Dump, *, with_images: bool = True) -> Manifest | None:

@@ -84,6 +84,7 @@ class Dump(Act):
     needs_tasks: bool = False  # to run before CRIU begins
     has_gpu: bool = False
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
+    memory: Path | None = None  # where memory may be mounted for it
     moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU
     remark: str = ""  # what is to be told though all goes on
 
@@ -158,12 +159,13 @@ class Participant:
     """One who takes part. Whatever it does to the node is an effect in the journal, which brings all back later.
 
     What comes to rest does so from the first participant to the last, what is taken and given from the last to the
-    first. Dump: `refuse`, `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards `after_images`.
+    first. Dump: `refuse`, `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards `after_images`,
+    and if the engine is kept waiting after that, `container_runs`.
     Restore: `check`, `before_processes`; CRIU makes processes; `recall`, and backwards `processes_made`,
     `processes_wait`, `about_to_run`, `running`.
     """
 
-    # A dump. An error refuses it, or fails it in `after_images`: the effects are undone, the container runs on.
+    # A dump. An error refuses it, or fails it in the last two: the effects are undone, the container runs on.
 
     def refuse(self, dump: Dump) -> None:
         """Refuse what is known to fail. Nothing is touched here, and the container may be frozen by its engine."""
@@ -181,6 +183,11 @@ class Participant:
 
     def after_images(self, dump: Dump) -> str:
         """Do something with what CRIU has written; tasks stand still. Return what is to be told of it."""
+        del dump
+        return ""
+
+    def container_runs(self, dump: Dump) -> str:
+        """Do what could wait until the container ran on: CRIU waits (detached.py). Return what is to be told of it."""
         del dump
         return ""
 

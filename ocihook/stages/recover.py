@@ -14,6 +14,7 @@ from ocihook.ops import history
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.session.undo import undo_all
+from ocihook.stages.detached import is_due
 
 
 class Recovery(NamedTuple):
@@ -34,7 +35,8 @@ def recover(
     """Undo the effects of every session whose CRIU and agent are gone.
 
     Sessions that an agent serves are left to it; it undoes them itself. A session whose CRIU still runs is left
-    alone, too: its next stage starts an agent that finishes it. With `settings` the others go into the history.
+    alone, too: its next stage starts an agent that finishes it; unless it has no other and waits at its end, where it
+    is killed. With `settings` the others go into the history.
     """
     lock = lock_agent(runtime_dir)
     try:
@@ -54,7 +56,7 @@ def _recover(path: Path, *, settings: Settings | None, is_served: bool, timeout_
         container = str(journal.container or "unknown")
         if is_served:
             return Recovery(path.stem, container, "served", "an agent is at work on it")
-        if journal.criu.is_alive():
+        if journal.criu.is_alive() and not is_due(journal):
             return Recovery(path.stem, container, "running", f"CRIU (pid {journal.criu.pid}) is at work on it")
         kinds = [effect.kind for effect in journal.effects]
         undo_all(journal, Patience(timeout_s=timeout_s))

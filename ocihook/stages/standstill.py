@@ -22,6 +22,7 @@ from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.stages.hold import Hold
 from ocihook.stages.participant import Dump, Participant, Restore
+from ocihook.wire import DETACHED_STAGE
 
 _ENCLOSURE = "ocihook-frozen"
 
@@ -83,7 +84,7 @@ def _thaw_for_good(freezer: Freezer, journal: Journal) -> None:
     Raises:
         FreezeError: as long as it can, or if the container does not run in time.
     """
-    if journal.criu.is_alive() and journal.stage != "pre-dump":
+    if journal.criu.is_alive() and journal.stage not in ("pre-dump", DETACHED_STAGE):
         raise FreezeError(f"CRIU (pid {journal.criu.pid}) has the container in its hands")
     freezer.thaw(ENDLESS)  # which has a limit of its own: that is up to the kernel and to nobody's patience
 

@@ -133,7 +133,7 @@ class StoredPages(Participant):
         """Make a place, if GPU memory goes there before CRIU begins."""
         if dump.policy.mode == "store" and dump.policy.gpu_memory == "packs" and dump.has_gpu:
             staging = begin(dump.journal, dump.container, Path(dump.image_dir), dump.directory, dump.store)
-            dump.staged_at = staging.place.pending
+            dump.staged_at = dump.memory = staging.place.pending
             (dump.directory / STAGED_NAME).touch(mode=0o600)
 
     def after_images(self, dump: Dump) -> str:

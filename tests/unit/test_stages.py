@@ -9,16 +9,18 @@ from typing import Any, ClassVar
 import pytest
 
 from ocihook.errors import GivenUp, OcihookError
+from ocihook.linux.files import identity
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
 from ocihook.session.record import from_json, to_json
 from ocihook.stages import dump, order, restore
+from ocihook.stages.detached import KeptFromEnd
 from ocihook.stages.participant import Participant
 from tests.unit.test_session import Node
 
-DUMP = ("refuse", "needs_tasks", "prepare", "hold", "after_images")
+DUMP = ("refuse", "needs_tasks", "prepare", "hold", "after_images", "container_runs")
 RESTORE = (
     *("check", "before_processes", "recall", "processes_made"),
     *("processes_wait", "about_to_run", "running"),
@@ -58,7 +60,7 @@ class Recorder:
             return call
 
         participant = Participant()
-        texts = {"after_images", "before_processes", "processes_wait"}
+        texts = {"after_images", "container_runs", "before_processes", "processes_wait"}
         for name in (*DUMP, *RESTORE):
             answer = f"{who}'s." if name in texts else name == "needs_tasks" and who == "inner"
             setattr(participant, name, called(name, answer))
@@ -94,6 +96,24 @@ def test_a_dump_goes_inwards_then_outwards(node: Node, recorder: Recorder) -> No
     assert recorder.calls == calls(("after_images",), "inner", "outer")
     node.session.finish()
     assert Made.undone == ["inner", "outer"]
+
+
+def test_a_container_runs_before_what_could_wait_is_done(
+    node: Node, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stage in ("pre-dump", "post-dump"):
+        assert node.stage(stage)[0] == 0
+    recorder.calls.clear()
+    place = identity(node.directory)
+    kept = KeptFromEnd(init=node.journal.criu, work_directory=node.directory, work_identity=place, image_identity=place)
+    node.journal.add(kept)
+    released: list[bool] = []
+    monkeypatch.setattr(KeptFromEnd, "release", lambda _self, _journal: released.append(True))
+    assert node.stage("detached") == (0, "inner's. outer's.")
+    assert recorder.calls == calls(("container_runs",), "inner", "outer")
+    assert Made.undone == ["inner", "outer"]
+    assert released == [True]
+    node.journal.forget(kept)
 
 
 def test_a_restore_goes_inwards_then_outwards(node: Node, recorder: Recorder) -> None:

@@ -1,0 +1,30 @@
+"""An agent that stops in the middle of the long work of one stage until it is told to go on, or the dump is over.
+
+holding_agent.py STAGE
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from ocihook import wire
+from ocihook.agent import server
+from ocihook.stages.participant import Act
+
+STAGE = sys.argv[1]
+HELD, GO = Path(wire.RUNTIME_DIR) / "held", Path(wire.RUNTIME_DIR) / "go"
+
+_progress = Act.progress
+
+
+def hold_and_go_on(act: Act, done_bytes: int) -> None:
+    if act.journal.stage == STAGE:
+        HELD.touch()
+        while not GO.exists():
+            act.patience.check()
+            time.sleep(0.01)
+    _progress(act, done_bytes)
+
+
+Act.progress = hold_and_go_on  # type: ignore[method-assign, assignment]
+server.main()
