@@ -9,8 +9,9 @@ would have to ask), `driver` (its own calls and nothing else: what its part take
 running), `gpus=N`, `swap` (restored with the first two GPUs changed for one another), `onto=N` (restored with the GPU
 of that minor), `warm=GIB` (memory of the machine to touch before), `store=N` (mode `store`: N checkpoints of a
 container left running, 15 rounds apart, and a restore of the last; with `ram=GIB` GPU memory may wait in so much
-memory, else on the disk), `plugin` (CRIU's own CUDA plugin is installed as well; `plugin=both`: and made to act
-although ocihook does; `plugin=alone`: without ocihook). One JSON object a case is written, and a table printed.
+memory, else on the disk), `disk` (images go to a disk, inline; `ram` likewise), `plugin` (CRIU's own CUDA plugin is
+installed as well; `plugin=both`: and made to act although ocihook does; `plugin=alone`: without ocihook). One JSON
+object a case is written, and a table printed.
 
     run.py results hold:1 hold:16:criu hold:16 hold:16:always:running train:400 nccl:1:gpus=2 hold:4:gpus=2:swap \\
         lora:8:store=5 lora:8:store=5:ram=24
@@ -296,7 +297,7 @@ def prepare(
     annotations = {"mode": "off"} if "criu" in options else {}
     if value(options, "store"):
         annotations = {"mode": "store"}
-        configure(value(options, "ram"))
+    configure(value(options, "ram"))
     if plugin(options) == "both":
         annotations["gpu-preflight"] = "warn"
     if "swap" in options:
@@ -409,7 +410,8 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     container = prepare(f"case{number}", program, size, options, count)
     if value(options, "store"):
         return run_store_case(container, case, value(options, "store"))
-    image_dir = IMAGES / container.name
+    image_dir = (WORK if "disk" in options else IMAGES) / container.name / "images"
+    image_dir.parent.mkdir(parents=True, exist_ok=True)
     row: dict[str, Any] = {"case": case, "gpus": count, "left_running": leave_running}
     row["memory_path"] = not is_baseline and plugin(options) != "alone"
     row["thp"] = huge_pages(options)

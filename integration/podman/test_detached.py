@@ -17,6 +17,7 @@ from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman, assert_packed, image_names
 from integration.podman.test_faults import end_agent, start_agent
+from integration.podman.test_gpu_faults import act_at
 
 HOLDING_AGENT = Path(__file__).parents[1] / "holding_agent.py"
 
@@ -78,18 +79,19 @@ def kill_agent(podman: Podman) -> None:
 
 def assert_restores(podman: Podman, archive: Path) -> None:
     before = podman.count("c")
-    assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
+    podman.ocihook("archive", "verify", str(archive))
     podman.remove("c")
     podman.restore(archive)
     podman.assert_goes_on("c", (0, before[1]))
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
-@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(("gpu", "bound_mib"), [(False, 256), (True, 256), (True, 64)])
 def test_it_runs_while_its_memory_is_packed(
-    make_podman: MakePodman, cuda_files: Path, runtime: str, *, gpu: bool
+    make_podman: MakePodman, cuda_files: Path, runtime: str, bound_mib: int, *, gpu: bool
 ) -> None:
     podman = make_podman(runtime, cuda_files=cuda_files)
+    podman.configure(f"[agent]\nidle_timeout_s = 2\nmemory_bound_bytes = {bound_mib << 20}\n")
     podman.install()
     start(podman, gpu=gpu)
     with held(podman) as checkpoint:
@@ -102,7 +104,8 @@ def test_it_runs_while_its_memory_is_packed(
     assert dump["stages"]["detached"]["status"] == 0
     assert dump["facts"]["criu_statistics"]["frozen"] > 0
     phases = [phase["name"] for phase in dump["phases"]]
-    assert not gpu or phases.index("gpu resume") < phases.index("take in") < phases.index("pack")
+    assert ("take in" in phases) == (gpu and bound_mib > 64), "GPU memory does not wait in memory, where it fits"
+    assert not gpu or phases.index("gpu resume") < phases.index("pack")
     with tarfile.open(checkpoint.archive) as tar:
         assert all(member.isfile() and member.size for member in tar if member.name.endswith("stats-dump"))
     assert_restores(podman, checkpoint.archive)
@@ -155,11 +158,11 @@ def test_nobody_waits_for_it_any_more(gpu_podman: Podman, victim: str, *, gpu: b
     podman.assert_counts("c")
 
 
-@pytest.mark.parametrize(("on_pack_error", "gpu"), [("keep", False), ("fail", False), ("keep", True)])
+@pytest.mark.parametrize(("on_pack_error", "gpu"), [("keep", False), ("fail", False), ("keep", True), ("fail", True)])
 def test_a_disk_that_is_full_by_then(
     make_podman: MakePodman, cuda_files: Path, on_pack_error: str, *, gpu: bool
 ) -> None:
-    """Without packs the images are the checkpoint; but for GPU memory, of which there is no other copy."""
+    """Without packs of theirs the images are the checkpoint, with those of GPU memory, which were there before."""
     podman = make_podman("runc", size="96m", cuda_files=cuda_files)
     podman.install()
     start(podman, gpu=gpu, on_pack_error=on_pack_error)
@@ -175,7 +178,7 @@ def test_a_disk_that_is_full_by_then(
     conf = podman.namespace.path("/etc/criu/runc.conf")
     conf.write_text(f"action-script /etc/fill\n{conf.read_text()}")
     archive = podman.scratch / "c.tar"
-    is_complete = on_pack_error == "keep" and not gpu
+    is_complete = on_pack_error == "keep"
     output = podman.checkpoint("c", archive, "--leave-running", check=is_complete)
     (store / "filler").unlink()
     podman.assert_counts("c")
@@ -185,8 +188,24 @@ def test_a_disk_that_is_full_by_then(
     if is_complete:
         assert "The checkpoint is complete but not packed" in dump["stages"]["detached"]["message"]
         assert any(name.startswith("pages-") for name in image_names(archive))
-        assert not any(name.startswith("ocihook") for name in image_names(archive))
+        assert any(name.startswith("ocihook-region-") for name in image_names(archive)) == gpu
+        assert not any(name.startswith("ocihook-0") for name in image_names(archive))
+        assert_restores(podman, archive)
         return
     assert "The dump fails, the container runs on" in dump["stages"]["detached"]["message"]
     assert "o space left" in output
     assert not list(store.rglob("ocihook*.pack"))
+
+
+def test_images_without_their_gpu_memory_say_so(gpu_podman: Podman) -> None:
+    """For a hook that has no agent to ask, and must not take them for a checkpoint."""
+    podman = gpu_podman
+    start(podman, gpu=True)
+    act_at(podman, "post-dump", "ls $CRTOOLS_IMAGE_DIR >/run/names")
+    archive = podman.scratch / "c.tar"
+    podman.checkpoint("c", archive, "--leave-running")
+    names = podman.namespace.path("/run/names").read_text().split()
+    assert "ocihook.staged" in names
+    assert not any(name.endswith(".pack") for name in names)
+    assert "ocihook.staged" not in image_names(archive)
+    assert_restores(podman, archive)

@@ -196,6 +196,7 @@ def test_a_dump_that_criu_refuses_gives_everything_back(gpu_podman: Podman) -> N
 
 def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
     """Packs of a failed dump go with their directory; the memory comes back all the same."""
+    gpu_podman.configure(f"[agent]\nidle_timeout_s = 2\nmemory_bound_bytes = {64 << 20}\n")  # else they are elsewhere
     gpu_podman.start_cuda("c", 16, "uffd", options=NO_SECCOMP)
     act_at_pre_dump(gpu_podman, 'rm -f "$CRTOOLS_IMAGE_DIR"/ocihook*')
     dump_fails(gpu_podman)
@@ -203,7 +204,7 @@ def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
 
 def act_at_pre_dump(podman: Podman, command: str) -> None:
     """Let CRIU run a shell command at pre-dump once GPU memory is in packs; CRIU runs all actions twice."""
-    act_at(podman, "pre-dump", f'set -- "$CRTOOLS_IMAGE_DIR"/ocihook-region-*\n[ -e "$1" ] || exit 0\n{command}')
+    act_at(podman, "pre-dump", f'set -- "$CRTOOLS_IMAGE_DIR"/ocihook[-.]*\n[ -e "$1" ] || exit 0\n{command}')
 
 
 def act_at(podman: Podman, stage: str, command: str) -> None:

@@ -13,6 +13,8 @@ from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
+from ocihook.ops.image_set import discard_regions
+from ocihook.ops.staging import STAGED_NAME
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.stages.participant import Dump
@@ -97,13 +99,19 @@ class KeptFromEnd(Effect, kind="kept-from-end"):
 
 @dataclass(kw_only=True)
 class KeptMemory(Effect, kind="kept-memory"):
-    """Packs with GPU memory are in memory, with a record of them, until CRIU has detached from the container."""
+    """The record of GPU memory that is in packs, and they too if they fit into memory, until all is complete."""
 
     holds_container: ClassVar[bool] = False
     directory: Path
+    images: Path
+    identity: list[int]
 
     def undo(self, _journal: Journal, _patience: Patience) -> None:
-        """Remove them."""
+        """Remove them; and packs among the images, if these did not become a checkpoint."""
+        images = same_directory(self.images, self.identity)
+        if images:
+            (images / STAGED_NAME).unlink(missing_ok=True)
+            discard_regions(images)
         if not self.directory.exists():
             return
         unmount(self.directory)

@@ -40,6 +40,7 @@ from ocihook.session.spans import Spans
 from ocihook.stages.participant import CallFacts, Dump
 from ocihook.stages.standstill import standing_still
 from ocihook.store.manifest import read_manifest
+from ocihook.wire import DETACHED_STAGE
 
 # How far it has come with the processes of a container: their memory may be written only while it is MOVED.
 TAKEN = "taken"  # locked, or checkpointed with their memory in place
@@ -122,7 +123,7 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
         self._reached(RESUMED, journal)
         unpin_directory(journal.pins)
         directory = same_directory(self.directory, self.identity) if self.directory else None
-        if directory:
+        if directory and journal.stage != DETACHED_STAGE:  # where they are about to be a checkpoint
             discard_regions(directory)
 
     def _resume(self, journal: Journal, alive: Mapping[str, Process], patience: Patience) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ocihook.errors import OcihookError
 from ocihook.linux.files import identity, same_directory
+from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.patience import Patience
 from ocihook.ops.compatibility import check_host, host_facts
 from ocihook.ops.gpu_memory import write_back
@@ -23,7 +24,7 @@ from ocihook.ops.image_set import (
     rehydrate_image_set,
     take_in,
 )
-from ocihook.ops.staging import record_of
+from ocihook.ops.staging import STAGED_NAME, record_of
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.stages.detached import KeptMemory, can_wait, keep_from_end
@@ -101,11 +102,14 @@ class PageImages(Participant):
     """Packs page images within their directory, and unpacks them."""
 
     def prepare(self, dump: Dump) -> None:
-        """Make a place for GPU memory that need not go to the disk at once."""
+        """Make a place for GPU memory that need not go to a disk at once, and for its record."""
         if dump.policy.mode == "inline" and dump.has_gpu and can_wait(dump):
-            dump.memory = dump.journal.path.with_suffix(".memory")
-            dump.journal.add(KeptMemory(directory=dump.memory))
-            dump.memory.mkdir(mode=0o700)
+            place, images = dump.journal.path.with_suffix(".memory"), Path(dump.image_dir)
+            dump.journal.add(KeptMemory(directory=place, images=images, identity=identity(dump.directory)))
+            place.mkdir(mode=0o700)
+            if not is_in_memory(dump.directory):
+                dump.memory = place
+                (dump.directory / STAGED_NAME).touch(mode=0o600)
 
     def after_images(self, dump: Dump) -> str:
         """Pack, or have that wait until the container runs on."""
@@ -116,8 +120,8 @@ class PageImages(Participant):
         kept = dump.journal.find(KeptMemory)
         if dump.moved is not None and kept is not None:
             write_manifest(kept.directory, record_of(dump.moved, dump.container), durable=False)
-        is_elsewhere = dump.moved is None or not dump.moved.regions or _is_kept(dump)
-        if is_elsewhere and can_wait(dump) and keep_from_end(dump):
+        is_known = dump.moved is None or kept is not None
+        if is_known and can_wait(dump) and keep_from_end(dump):
             return ""
         return self._replace(dump)
 
@@ -147,6 +151,7 @@ class PageImages(Participant):
             with dump.journal.phase("take in") as phase:
                 phase["bytes"] = sum(pack.size_bytes for pack in moved.packs)
                 take_in(moved, kept.directory, dump.directory, dump.patience)
+        (dump.directory / STAGED_NAME).unlink(missing_ok=True)
         packing = begun or Packing(directory=Path(dump.image_dir), identity=identity(dump.directory))
         if begun is None:
             dump.journal.add(packing)

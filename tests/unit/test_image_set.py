@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import ImageError, IntegrityError, OcihookError, StoreFull
+from ocihook.linux.patience import ENDLESS
 from ocihook.model import ContainerRef
 from ocihook.ops import image_set
 from ocihook.store import manifest as manifests
-from ocihook.store.pack import PackFile
+from ocihook.store.pack import PackFile, PackInfo
 from tests.fakes.images import make_image_set, mixed_pages
 
 MEMORY = {1: mixed_pages(700), 7: mixed_pages(90, seed=2), 8: b""}
@@ -174,6 +175,34 @@ def test_full_disk_while_packing_leaves_the_images(small_disk: Path) -> None:
     with pytest.raises(StoreFull, match="its images are left as CRIU wrote them"):
         pack(directory)
     assert contents(directory) == before
+
+
+def moved_packs(directory: Path, size_bytes: int) -> image_set.MovedRegions:
+    """Make packs as moved memory comes in; what is in them is nobody's concern here."""
+    directory.mkdir()
+    names = ["ocihook-region-0.pack", "ocihook-region-1.pack"]
+    for name in names:
+        (directory / name).write_bytes(os.urandom(size_bytes))
+    return image_set.MovedRegions((), tuple(PackInfo(name, size_bytes, 0, 0) for name in names), {})
+
+
+def test_packs_from_elsewhere_take_the_place_of_older_ones(directory: Path, tmp_path: Path) -> None:
+    moved = moved_packs(tmp_path / "memory", 20 << 20)  # more than is copied at a time
+    (directory / "ocihook-region-7.pack").write_bytes(b"of an earlier dump")
+    before = contents(directory).keys() - {"ocihook-region-7.pack"}
+    for _ in range(2):  # the first may have been interrupted
+        image_set.take_in(moved, tmp_path / "memory", directory, ENDLESS)
+        found = contents(directory)
+        assert found.keys() == before | contents(tmp_path / "memory").keys()
+        assert all(found[name] == data for name, data in contents(tmp_path / "memory").items())
+
+
+def test_a_full_disk_takes_no_packs_in(small_disk: Path, tmp_path: Path) -> None:
+    moved = moved_packs(tmp_path / "memory", 3 << 20)
+    with pytest.raises(StoreFull, match="no space left for the checkpoint's GPU memory, which takes 6291456 bytes"):
+        image_set.take_in(moved, tmp_path / "memory", small_disk, ENDLESS)
+    assert contents(small_disk) == {}
+    assert len(contents(tmp_path / "memory")) == 2
 
 
 def test_full_disk_while_unpacking_is_refused_with_figures(small_disk: Path, tmp_path: Path) -> None:
