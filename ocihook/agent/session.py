@@ -209,7 +209,9 @@ class Session:
     def _explain(self, attempt: Attempt, *, is_over: bool) -> None:
         """Tell why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
         explanation, text = self._tell(attempt, is_over=is_over)
-        if explanation is not None and is_over:
+        verdict = self.journal.verdict_of(wire.DETACHED_STAGE)
+        is_killed_by_us = verdict is not None and verdict[0] != 0  # which CRIU's log cannot know
+        if explanation is not None and is_over and not is_killed_by_us:
             if explanation.name != "ocihook":  # that we refused something is in the log, with its state
                 log.error("%s", message_of(self.journal, explanation))
             kept = keep_log(Path(self._settings().history_dir) / "logs", self.journal.session_id, text)

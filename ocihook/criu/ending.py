@@ -12,6 +12,7 @@ import stat
 
 from ocihook.errors import GivenUp
 from ocihook.linux.patience import Patience
+from ocihook.linux.workers import run_ahead_of_others
 
 NAME = "stats-dump"
 _MAX_BYTES = 1 << 16  # they are some dozens; a pipe has room for so many
@@ -43,7 +44,7 @@ def forget(work_directory: int) -> None:
 
 
 def release(work_directory: int, patience: Patience) -> None:
-    """Let CRIU end; its statistics are where they belong before it does, but for the moment that this takes.
+    """Let CRIU end. Its statistics are written while it does; whoever reads them waits for its runtime, which is later.
 
     Args:
         work_directory: CRIU's.
@@ -62,19 +63,25 @@ def release(work_directory: int, patience: Patience) -> None:
     reader = -1
     try:
         os.rename(f"{NAME}.partial", NAME, src_dir_fd=work_directory, dst_dir_fd=work_directory)
-        # Whoever is in its open(2) by now has the FIFO, whatever the name leads to; who comes later, the file.
-        reader = os.open(f"/proc/self/fd/{fifo}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        has_ended = False
-        while True:
-            try:
-                patience.ready(reader)
-            except GivenUp:  # it has ended, which is what it was to do; what it wrote may still be there
-                has_ended = True
-            data = os.read(reader, _MAX_BYTES)  # waits: no, it is ready
-            os.write(written, data)
-            if has_ended or not data:
-                break
+        with run_ahead_of_others():
+            # Whoever is in its open(2) by now has the FIFO, whatever the name leads to; who comes later, the file.
+            reader = os.open(f"/proc/self/fd/{fifo}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            _copy(reader, written, patience)
     finally:
         for fd in (fifo, written, reader):
             if fd >= 0:
                 os.close(fd)
+
+
+def _copy(reader: int, written: int, patience: Patience) -> None:
+    """Copy what a writer writes until it has no more to write, or ends."""
+    has_ended = False
+    while not has_ended:
+        try:
+            patience.ready(reader)
+        except GivenUp:  # which is what it was to do; what it wrote may still be there
+            has_ended = True
+        data = os.read(reader, _MAX_BYTES)  # waits: no, it is ready
+        os.write(written, data)
+        if not data:
+            break
