@@ -72,7 +72,7 @@ def test_image_comes_serves_is_exchanged_and_goes(image_contexts: tuple[Path, Pa
     log = node.namespace.path("/run/install.log").read_text()
     assert "0.2.0" in node.namespace.run("/opt/ocihook/bin/ocihook", "--version"), log
     assert_packed(archives[0])
-    assert last_session(node.namespace, "post-dump")["stages"].keys() == {"pre-dump", "post-dump"}
+    assert last_session(node.namespace, "post-dump")["stages"].keys() == {"pre-dump", "post-dump", "detached"}
     assert f"{old.name} is still in use" in log
     wait_for("the agent to leave", lambda: not is_in_use(old.name))
     installer(node, second, "install")

@@ -68,7 +68,7 @@ def test_package_comes_serves_is_exchanged_and_goes(
     assert node.ocihook("--version") == "ocihook, version 0.2.0\n", log
     assert built.release in node.namespace.path("/run/done").read_text()
     assert_packed(archives[0])
-    assert last_session(node.namespace, "post-dump")["stages"].keys() == {"pre-dump", "post-dump"}
+    assert last_session(node.namespace, "post-dump")["stages"].keys() == {"pre-dump", "post-dump", "detached"}
     node.checkpoint("c", archives[1])
     before_restore = node.count("c")
     node.remove("c")

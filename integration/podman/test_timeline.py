@@ -52,7 +52,7 @@ def test_timeline_of_a_dump_and_its_restore(gpu_podman: Podman) -> None:
     workers = [bar for bar in dump["bars"] if bar["lane"].startswith("worker ") and "move out" in bar["name"]]
     assert sum(bar["bytes"] for bar in workers) == process["move out"]["bytes"]
     assert bars(dump, "CRIU").keys() > {"freezing", "frozen", "memory drained", "memory written"}
-    assert bars(dump, "stages").keys() == {"pre-dump", "post-dump"}
+    assert bars(dump, "stages").keys() == {"pre-dump", "post-dump", "detached"}
     podman.remove("c")
 
     podman.restore(archive)

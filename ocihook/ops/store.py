@@ -58,6 +58,7 @@ from ocihook.store.pending import (
     Job,
     check_taken,
     directory_of,
+    half_removed,
     lost_in_memory,
     pending_ids,
     read_failure,
@@ -295,7 +296,7 @@ def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..
 
 def has_pending(store: Store) -> bool:
     """Tell whether a checkpoint is waiting to be completed, or to be told lost."""
-    return any(pending_ids(domain) or lost_in_memory(domain) for domain in store.domains())
+    return any(pending_ids(domain) or half_removed(domain) or lost_in_memory(domain) for domain in store.domains())
 
 
 def store_workers(settings: Settings) -> int:
@@ -308,6 +309,7 @@ def complete_all(settings: Settings) -> None:
     """Complete every pending checkpoint, also those that come meanwhile. What fails is logged, and tried once."""
     store, workers = Store.of(settings), store_workers(settings)
     for domain in store.domains():
+        _finish_removals(domain, workers)
         for checkpoint_id in lost_in_memory(domain):
             log.error("checkpoint %s in domain %s is lost: %s", checkpoint_id, domain.name, _WAS_IN_MEMORY)
     tried: set[str] = set()
@@ -426,7 +428,20 @@ def complete_pending(settings: Settings, *, timeout_s: float) -> list[Listed]:
     for row in list_pending(store):
         with contextlib.suppress(OcihookError, OSError):  # it is kept with the checkpoint
             wait_complete(store.open(row.domain), row.id, workers=workers, settings=settings)
+    for domain in store.domains():
+        _finish_removals(domain, workers)
     return list_pending(store)
+
+
+def _finish_removals(domain: Domain, workers: int) -> None:
+    """Remove what was taken for checkpoints that are complete: whoever completed one may have been killed before."""
+    for checkpoint_id in half_removed(domain):
+        try:
+            complete(domain, checkpoint_id, workers=workers)
+        except (OcihookError, OSError) as error:
+            log.error(
+                "checkpoint %s in domain %s: what was taken is still there: %s", checkpoint_id, domain.name, error
+            )
 
 
 def rehydrate_stored(

@@ -73,6 +73,13 @@ def pending_ids(domain: Domain) -> list[str]:
     )
 
 
+def half_removed(domain: Domain) -> list[str]:
+    """Return the checkpoints that are complete, and of which not all that was taken has been removed yet."""
+    if not domain.pending_dir.exists():
+        return []
+    return sorted({path.name for path in domain.pending_dir.iterdir()} & set(domain.checkpoint_ids()))
+
+
 def lost_in_memory(domain: Domain) -> list[str]:
     """Return the checkpoints that were being taken, or had been, into memory that is gone, the oldest first."""
     if not domain.pending_dir.exists():

@@ -365,6 +365,27 @@ def test_a_full_disk_leaves_what_was_taken(node: Node, monkeypatch: pytest.Monke
     node.assert_clean()
 
 
+@pytest.mark.parametrize("has_job", [True, False])
+def test_what_was_taken_goes_though_who_completed_it_was_killed(
+    node: Node, monkeypatch: pytest.MonkeyPatch, *, has_job: bool
+) -> None:
+    settings = Settings(store_dir=str(node.store.root))
+    node.dump(node.new)
+    (checkpoint_id,) = pending_ids(node.domain)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "discard_staged", fail_with(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            ops.complete(node.domain, checkpoint_id, workers=1)
+    pending = node.domain.pending_dir / checkpoint_id
+    if not has_job:
+        (pending / "job").unlink()
+    assert ops.has_pending(node.store)
+    assert ops.complete_pending(settings, timeout_s=60) == []
+    assert not pending.exists()
+    assert not ops.has_pending(node.store)
+    node.assert_clean()
+
+
 def test_why_a_checkpoint_is_not_complete_is_kept_until_it_is(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     from ocihook.store import pack
 
@@ -406,7 +427,7 @@ def test_why_a_checkpoint_is_not_complete_is_kept_until_it_is(node: Node, monkey
     node.assert_clean()
 
 
-def fail_with(error: Exception) -> Callable[..., NoReturn]:
+def fail_with(error: BaseException) -> Callable[..., NoReturn]:
     def fail(*_: object, **__: object) -> NoReturn:
         raise error
 
