@@ -362,6 +362,7 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
             continue  # pruned meanwhile
         manifest = ops.wait_complete(domain, checkpoint_id, workers=workers, settings=settings)
         complete.append(manifest)
+    ops.finish_removals(found._replace(patience=Patience(timeout_s=timeout_s)), workers)
     if as_json:
         rows = [{"id": m.id, "domain": m.domain, "added_bytes": m.added_bytes} for m in complete]
         print_json({"complete": rows, "seconds": time.monotonic() - began})

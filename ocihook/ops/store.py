@@ -308,8 +308,8 @@ def store_workers(settings: Settings) -> int:
 def complete_all(settings: Settings) -> None:
     """Complete every pending checkpoint, also those that come meanwhile. What fails is logged, and tried once."""
     store, workers = Store.of(settings), store_workers(settings)
+    finish_removals(store, workers)
     for domain in store.domains():
-        _finish_removals(domain, workers)
         for checkpoint_id in lost_in_memory(domain):
             log.error("checkpoint %s in domain %s is lost: %s", checkpoint_id, domain.name, _WAS_IN_MEMORY)
     tried: set[str] = set()
@@ -428,20 +428,18 @@ def complete_pending(settings: Settings, *, timeout_s: float) -> list[Listed]:
     for row in list_pending(store):
         with contextlib.suppress(OcihookError, OSError):  # it is kept with the checkpoint
             wait_complete(store.open(row.domain), row.id, workers=workers, settings=settings)
-    for domain in store.domains():
-        _finish_removals(domain, workers)
+    finish_removals(store, workers)
     return list_pending(store)
 
 
-def _finish_removals(domain: Domain, workers: int) -> None:
-    """Remove what was taken for checkpoints that are complete: whoever completed one may have been killed before."""
-    for checkpoint_id in half_removed(domain):
-        try:
-            complete(domain, checkpoint_id, workers=workers)
-        except (OcihookError, OSError) as error:
-            log.error(
-                "checkpoint %s in domain %s: what was taken is still there: %s", checkpoint_id, domain.name, error
-            )
+def finish_removals(store: Store, workers: int) -> None:
+    """Have what was taken for complete checkpoints removed: whoever completed one may still be at it, or was killed."""
+    for domain in store.domains():
+        for checkpoint_id in half_removed(domain):
+            try:
+                domain.patience.until(partial(complete, domain, checkpoint_id, workers=workers))
+            except (OcihookError, OSError) as error:
+                log.error("what was taken for checkpoint %s in domain %s stays: %s", checkpoint_id, domain.name, error)
 
 
 def rehydrate_stored(
