@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocihook.engine.archive import compression_of, read_facts
+from ocihook.engine.archive import ArchiveFacts, compression_of, read_facts
 from ocihook.errors import ArchiveError, ImageError, IntegrityError, OcihookError, StoreFull
+from ocihook.oci.layout import is_layout, read_layout
 from ocihook.ops import archive as ops
 from ocihook.store.manifest import Manifest
 from ocihook.store.store import Store
@@ -214,6 +215,29 @@ def test_what_is_no_checkpoint_archive_says_so(tmp_path: Path) -> None:
         read_facts(tmp_path / "b.tar")
     listed = dict(ops.list_archives([tmp_path]))
     assert all(isinstance(value, ArchiveError) for value in listed.values())
+
+
+def chain_of_headers(source: Path, target: Path) -> Path:
+    """Write `target` as `source` with thousands of headers before its first member."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 5
+    target.write_bytes((info.tobuf(tarfile.GNU_FORMAT) + b"name".ljust(512, b"\0")) * 4000 + source.read_bytes())
+    return target
+
+
+def test_a_hostile_archive_does_not_keep_others_from_being_listed(tmp_path: Path, plain: Path) -> None:
+    chained = chain_of_headers(plain, tmp_path / "a.tar")
+    listed = dict(ops.list_archives([tmp_path]))
+    assert isinstance(listed[chained], ArchiveError)
+    assert str(chained) in str(listed[chained])
+    assert isinstance(listed[plain], ArchiveFacts)
+
+
+def test_a_hostile_tar_is_no_image_layout(tmp_path: Path, plain: Path) -> None:
+    chained = chain_of_headers(plain, tmp_path / "a.tar")
+    assert not is_layout(chained)
+    with pytest.raises(ArchiveError, match="is no OCI image layout, or damaged"):
+        read_layout(chained)
 
 
 def test_output_is_replaced_only_by_force_and_never_half(tmp_path: Path, plain: Path) -> None:
