@@ -95,6 +95,13 @@ def as_object(value: object) -> dict[str, Any]:
     return value
 
 
+def as_list(value: object) -> list[Any]:
+    """Return a JSON array; else a ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"{reprlib.repr(value)} is not an array")
+    return value
+
+
 def as_number(value: object) -> int:
     """Return a size or count; else a ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:

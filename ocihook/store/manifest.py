@@ -16,6 +16,7 @@ from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import replace_file
 from ocihook.model import ContainerRef
 from ocihook.store.frame import (
+    as_list,
     as_name,
     as_number,
     as_object,
@@ -178,7 +179,7 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
         )
         for r in (value["regions"] if version > 1 else ())
     )
-    gpu = as_object(value["gpu"]) if version > 1 else {}
+    gpu = as_gpu(value["gpu"]) if version > 1 else {}
     others = tuple(
         OtherImage(
             as_name(i["name"], _OTHER_NAME),
@@ -224,6 +225,28 @@ def as_page_number(value: object) -> int:
     if number % PAGE_BYTES:
         raise ValueError(f"{number} is not a multiple of a page")
     return number
+
+
+def as_gpu(value: object) -> dict[str, Any]:
+    """Return what a container had of GPUs (README.md), {} if nothing; else a ValueError, TypeError or KeyError."""
+    gpu = as_object(value)
+    if not gpu:
+        return gpu
+    as_text(gpu["driver"])
+    as_number(gpu.get("processes", 0))
+    for device in as_list(gpu["devices"]):
+        for key in ("uuid", "name"):
+            as_text(as_object(device)[key])
+        for number in (device["held_bytes"], device.get("minor", 0), device.get("total_bytes", 0)):
+            as_number(number)
+    for process, held in as_object(gpu.get("held", {})).items():
+        as_name(process, PROCESS)
+        for size in as_object(held).values():
+            as_number(size)
+    for process, thread in as_object(gpu.get("threads", {})).items():
+        as_name(process, PROCESS)
+        as_name(str(thread) if type(thread) is int else thread, PROCESS)
+    return gpu
 
 
 def digest_file(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ocihook.errors import IntegrityError
 from ocihook.model import ContainerRef
 from ocihook.store.frame import as_name, as_number, as_object, as_text, decode_frame, encode_frame, load_json
-from ocihook.store.manifest import PROCESS, OtherImage, as_page_number
+from ocihook.store.manifest import PROCESS, OtherImage, as_gpu, as_page_number
 from ocihook.store.names import DOMAIN_NAME
 
 CHECKPOINT_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
@@ -147,7 +147,7 @@ def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JS
             StoredRegion(as_name(process, PROCESS), as_page_number(start), as_page_number(size), as_number(number))
             for process, start, size, number in value["regions"]
         ),
-        gpu=as_object(value["gpu"]),
+        gpu=as_gpu(value["gpu"]),
         other_images=tuple(
             OtherImage(as_name(n, _OTHER), as_number(s), as_name(d, re.compile(r"[0-9a-f]{32}")))
             for n, s, d in value["other_images"]

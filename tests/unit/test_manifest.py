@@ -1,5 +1,6 @@
 """The manifest: what is written is read, and nothing else is accepted."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -43,15 +44,15 @@ def sealed(body: bytes, version: int = 1) -> bytes:
     return b"ocihook-manifest %d %s\n" % (version, xxh3_128_hexdigest(body).encode()) + body
 
 
-def changed(path: str, value: Any) -> bytes:
-    """The manifest with one value changed, sealed again; `path` is keys and indices joined by dots."""
-    body = json.loads(encode_manifest(MANIFEST).partition(b"\n")[2])
+def changed(path: str, value: Any, manifest: Manifest = MANIFEST) -> bytes:
+    """A manifest with one value changed, sealed again; `path` is keys and indices joined by dots."""
+    body = json.loads(encode_manifest(manifest).partition(b"\n")[2])
     at = body
-    *parents, last = [int(key) if key.isdecimal() else key for key in path.split(".")]
+    *parents, last = path.split(".")
     for key in parents:
-        at = at[key]
-    at[last] = value
-    return sealed(json.dumps(body).encode())
+        at = at[int(key) if isinstance(at, list) else key]
+    at[int(last) if isinstance(at, list) else last] = value
+    return sealed(json.dumps(body).encode(), 2 if manifest.gpu else 1)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -200,6 +201,39 @@ BAD_VALUES: dict[str, list[Any]] = {
 def test_every_value_is_checked(path: str, value: Any) -> None:
     with pytest.raises(IntegrityError, match="malformed"):
         decode_manifest(changed(path, value))
+
+
+GPU = {
+    "driver": "580.159.04",
+    "processes": 2,
+    "devices": [{"uuid": "GPU-0a", "name": "H200", "minor": 0, "total_bytes": 20, "held_bytes": 7}],
+    "held": {"1": {"GPU-0a": 4}, "3/1": {"GPU-0a": 3}},
+    "threads": {"1": "5", "3/1": 4},
+}
+BAD_GPU_VALUES: dict[str, list[Any]] = {
+    "gpu": [None, 1, [], "x", {"a": 1}, {"driver": "1"}, {"devices": []}],
+    "gpu.driver": [None, 1, [], "\ud800"],
+    "gpu.processes": BAD_NUMBERS,
+    "gpu.devices": [None, 1, {}, "x", [1], [None], ["uuid"], [[]], [{}]],
+    "gpu.devices.0.uuid": [None, 1, {}],
+    "gpu.devices.0.name": [None, 1, {}],
+    "gpu.devices.0.minor": BAD_NUMBERS,
+    "gpu.devices.0.total_bytes": BAD_NUMBERS,
+    "gpu.devices.0.held_bytes": BAD_NUMBERS,
+    "gpu.held": [None, 1, [], {"x": {}}, {"1": 1}, {"1": None}, {"1": []}],
+    "gpu.held.1.GPU-0a": BAD_NUMBERS,
+    "gpu.threads": [None, 1, [], {"x": "1"}, {"1": "x"}, {"1": None}, {"1": True}, {"1": {}}, {"1": -1}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(path, value) for path, values in BAD_GPU_VALUES.items() for value in values]
+)
+def test_every_value_of_what_it_says_of_gpus_is_checked(path: str, value: Any) -> None:
+    with_gpu = dataclasses.replace(MANIFEST, gpu=GPU)
+    assert decode_manifest(encode_manifest(with_gpu)) == with_gpu
+    with pytest.raises(IntegrityError, match="malformed"):
+        decode_manifest(changed(path, value, with_gpu))
 
 
 def test_an_error_stays_short_whatever_the_file_says() -> None:
