@@ -34,7 +34,7 @@ REGION_PACK_PREFIX = "ocihook-region-"
 PACK_NAME = re.compile(r"ocihook-(region-)?[0-9]{1,4}\.pack")
 VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 
-_MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes several times the size
+MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes several times the size
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
@@ -266,8 +266,8 @@ def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> Non
         OSError: from the file system, a full one included.
     """
     data = encode_manifest(manifest)
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise StoreError(f"the manifest would be larger than {_MAX_MANIFEST_BYTES} bytes")
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise StoreError(f"the manifest would be larger than {MAX_MANIFEST_BYTES} bytes")
     replace_file(directory / MANIFEST_NAME, data, mode=0o600, durable=durable)
 
 
@@ -277,5 +277,5 @@ def read_manifest(directory: Path) -> Manifest | None:
     Raises:
         IntegrityError: if there is one that cannot be used.
     """
-    data = read_record(directory / MANIFEST_NAME, _MAX_MANIFEST_BYTES, "manifest")
+    data = read_record(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES, "manifest")
     return None if data is None else decode_manifest(data)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocihook.engine.archive import ArchiveFacts, compression_of, read_facts
+from ocihook.engine.archive import ArchiveFacts, Member, compression_of, read_facts
 from ocihook.errors import ArchiveError, ImageError, IntegrityError, OcihookError, StoreFull
 from ocihook.oci.layout import is_layout, read_layout
 from ocihook.ops import archive as ops
@@ -238,6 +238,49 @@ def test_a_hostile_tar_is_no_image_layout(tmp_path: Path, plain: Path) -> None:
     assert not is_layout(chained)
     with pytest.raises(ArchiveError, match="is no OCI image layout, or damaged"):
         read_layout(chained)
+
+
+def claim(source: Path, target: Path, name: str, size_bytes: int) -> Path:
+    """Write `target` as `source`, with a member that claims to be so large, as a sparse file of one byte."""
+    map_of_parts = b"1\n0\n1\n".ljust(512, b"\0")
+    info = tarfile.TarInfo("GNUSparseFile.0/" + name)
+    sparse = {"major": "1", "minor": "0", "name": f"checkpoint/{name}", "realsize": str(size_bytes)}
+    info.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
+    content = map_of_parts + b"x"
+    info.size = len(content)
+    with tarfile.open(source) as old, tarfile.open(target, "w") as new:
+        members = {member.name: member for member in old if member.name != f"checkpoint/{name}"}
+        last = members.pop("checkpoint/pagemap-9.img")  # comes too late to be known
+        for member in members.values():
+            new.addfile(member, old.extractfile(member))
+        new.addfile(info, BytesIO(content))
+        new.addfile(last, old.extractfile(last))
+    return target
+
+
+@pytest.mark.parametrize("name", ["pages-1.img", "pages-2.img", "pages-3.img"])
+def test_a_page_image_that_claims_more_than_its_pagemap_is_not_read(
+    tmp_path: Path, plain: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine terabytes of zeros would be read for an hour, or fill the disk."""
+    claiming = claim(plain, tmp_path / "a.tar", name, 9 << 40)
+    assert read_facts(claiming).sizes[name] == 9 << 40
+    extract, extracted = ops._extract, []
+
+    def note(member: Member, path: Path) -> None:
+        extracted.append(member.image_name)
+        extract(member, path)
+
+    monkeypatch.setattr(ops, "_extract", note)
+    for act in (
+        lambda: pack(claiming, tmp_path / "out.tar"),
+        lambda: ops.verify_archive(claiming, workers=1),
+        lambda: ops.diff_archives(claiming, plain),
+    ):
+        with pytest.raises(ImageError, match=name):
+            act()
+    assert "pagemap-9.img" in extracted
+    assert name not in extracted
 
 
 def test_output_is_replaced_only_by_force_and_never_half(tmp_path: Path, plain: Path) -> None:

@@ -93,7 +93,7 @@ def test_only_a_regular_file_is_a_manifest(tmp_path: Path, kind: str) -> None:
 
 def test_sizes_are_bounded_when_reading_and_when_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_manifest(tmp_path, MANIFEST, durable=False)
-    monkeypatch.setattr(manifest_module, "_MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(IntegrityError, match="larger than 100"):
         read_manifest(tmp_path)
     with pytest.raises(StoreError, match="larger than 100"):
