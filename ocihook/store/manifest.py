@@ -34,7 +34,7 @@ REGION_PACK_PREFIX = "ocihook-region-"
 PACK_NAME = re.compile(r"ocihook-(region-)?[0-9]{1,4}\.pack")
 VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 
-MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes several times the size
+MAX_MANIFEST_BYTES = 8 << 20  # 3 TiB of memory, or 9000 processes; it is what bounds the memory that reading takes
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
@@ -143,7 +143,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "packs": [{**p._asdict(), "table_checksum": f"{p.table_checksum:016x}"} for p in manifest.packs],
             **(with_regions if version > 1 else {}),
         },
-        indent=1,
+        separators=(",", ":"),
     ).encode()
     return encode_frame("manifest", version, body)
 

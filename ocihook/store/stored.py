@@ -114,7 +114,7 @@ def encode_stored(manifest: StoredManifest) -> bytes:
         "page_ids_digest": manifest.page_ids_digest,
         "added_bytes": manifest.added_bytes,
     }
-    return encode_frame("checkpoint", VERSION, json.dumps(body, indent=1).encode())
+    return encode_frame("checkpoint", VERSION, json.dumps(body, separators=(",", ":")).encode())
 
 
 def decode_stored(data: bytes) -> StoredManifest:

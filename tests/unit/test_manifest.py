@@ -14,6 +14,7 @@ from ocihook.model import ContainerRef
 from ocihook.store import manifest as manifest_module
 from ocihook.store.manifest import (
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     Manifest,
     OtherImage,
     PackedImage,
@@ -25,6 +26,7 @@ from ocihook.store.manifest import (
     write_manifest,
 )
 from ocihook.store.pack import PackInfo
+from tests.memory_bound import run_within
 
 MANIFEST = Manifest(
     created="2026-11-20T22:57:44Z",
@@ -246,3 +248,43 @@ def test_the_digest_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
     content = os.urandom(3 << 20) + b"x"
     (tmp_path / "f").write_bytes(content)
     assert digest_file(tmp_path / "f") == xxh3_128_hexdigest(content)
+
+
+_READ = "from pathlib import Path; from ocihook.errors import IntegrityError; from ocihook.store.manifest import *"
+_REFUSE = """
+try:
+    read_manifest(Path(sys.argv[1]))
+except IntegrityError as error:
+    print(error)
+"""
+
+
+def filled(before: bytes, piece: bytes, after: bytes, size_bytes: int) -> bytes:
+    return sealed(before + piece * ((size_bytes - 200) // len(piece)) + after, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        pytest.param(filled(b"[", b"[],", b"1]", 30 << 20), "is larger than", id="30 MiB"),
+        pytest.param(filled(b"[", b"[],", b"1]", MAX_MANIFEST_BYTES), "nothing but brackets", id="arrays"),
+        pytest.param(filled(b"[", b'{"":0},', b"1]", MAX_MANIFEST_BYTES), "nothing but brackets", id="objects"),
+        pytest.param(filled(b"[", b'{"aaaaaaaaaaa":0},', b"1]", MAX_MANIFEST_BYTES), "malformed", id="fewer objects"),
+        pytest.param(
+            filled(b'{"packed_images":[],"regions":[],"gpu":{"a":[', b"999,", b"1]}}", MAX_MANIFEST_BYTES),
+            "malformed",
+            id="numbers",
+        ),
+    ],
+)
+def test_a_hostile_manifest_is_read_in_bounded_memory(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(data)
+    assert message in run_within(160 << 20, _REFUSE, tmp_path, before=_READ)
+
+
+def test_three_tebibytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    segments = tuple(Segment(f"ocihook-{number % 64}.pack", number * 64, 3072) for number in range(3 << 16))
+    image = PackedImage("pages-1.img", 3 << 40, segments)
+    write_manifest(tmp_path, dataclasses.replace(MANIFEST, packed_images=(image,)), durable=False)
+    told = run_within(120 << 20, "print(read_manifest(Path(sys.argv[1])).raw_bytes)", tmp_path, before=_READ)
+    assert int(told) == 3 << 40
