@@ -42,6 +42,7 @@ from ocihook.ops.image_set import (
 )
 from ocihook.ops.store import pack_stored, rehydrate_stored, store_image_set, wait_complete
 from ocihook.store.manifest import (
+    DESCRIPTORS_NAME,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     PACK_NAME,
@@ -306,6 +307,8 @@ def verify_archive(
             pagemaps = read_pagemaps(scratch)
             check_page_sizes(pagemaps, facts.sizes)
             check_named(pagemaps, filter(PAGES_NAME.fullmatch, facts.sizes))
+            if DESCRIPTORS_NAME not in facts.sizes:
+                raise ImageError(f"{path} has no {DESCRIPTORS_NAME}, without which no runtime restores it")
         return manifest
 
 

@@ -22,6 +22,7 @@ from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.store.manifest import (
+    DESCRIPTORS_NAME,
     MANIFEST_NAME,
     PACK_NAME,
     PACK_PREFIX,
@@ -213,8 +214,8 @@ def _image_packs(directory: Path) -> list[str]:
 
 
 def list_other_images(directory: Path, packed_names: set[str]) -> Iterable[OtherImage]:
-    """Yield what CRIU wrote beside its page images, with its digests."""
-    for path in sorted(directory.glob("*.img")):
+    """Yield what CRIU, and the runtime, wrote beside page images, with its digests."""
+    for path in (*sorted(directory.glob("*.img")), *directory.glob(DESCRIPTORS_NAME)):
         if path.name not in packed_names and path.is_file() and not path.is_symlink():
             yield OtherImage(path.name, _size(path), digest_file(path))
 

@@ -37,6 +37,10 @@ VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 MAX_MANIFEST_BYTES = 8 << 20  # 3 TiB of memory, or 9000 processes; it is what bounds the memory that reading takes
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
+# What runc and crun write beside CRIU's images: the names of the first descriptors. Without it they restore nothing.
+DESCRIPTORS_NAME = "descriptors.json"
+_DESCRIPTORS = re.compile(re.escape(DESCRIPTORS_NAME))
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
 
 
@@ -71,7 +75,10 @@ class Region(NamedTuple):
 
 
 class OtherImage(NamedTuple):
-    """An image that was left as CRIU wrote it. CRIU takes a missing one as empty, so it is recorded here."""
+    """An image that was left as CRIU wrote it. CRIU takes a missing one as empty, so it is recorded here.
+
+    Or DESCRIPTORS_NAME, which a record has under a key of its own, that older readers ignore.
+    """
 
     name: str
     size_bytes: int
@@ -139,7 +146,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 {"name": i.name, "size_bytes": i.size_bytes, "segments": [list(s) for s in i.segments]}
                 for i in manifest.packed_images
             ],
-            "other_images": [image._asdict() for image in manifest.other_images],
+            "other_images": [i._asdict() for i in manifest.other_images if i.name != DESCRIPTORS_NAME],
+            "other_files": [i._asdict() for i in manifest.other_images if i.name == DESCRIPTORS_NAME],
             "packs": [{**p._asdict(), "table_checksum": f"{p.table_checksum:016x}"} for p in manifest.packs],
             **(with_regions if version > 1 else {}),
         },
@@ -181,12 +189,9 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
     )
     gpu = as_gpu(value["gpu"]) if version > 1 else {}
     others = tuple(
-        OtherImage(
-            as_name(i["name"], _OTHER_NAME),
-            as_number(i["size_bytes"]),
-            as_name(i["digest"], re.compile(r"[0-9a-f]{32}")),
-        )
-        for i in value["other_images"]
+        as_other_image(i["name"], i["size_bytes"], i["digest"], pattern)
+        for pattern, listed in other_images(value).items()
+        for i in listed
     )
     packs = tuple(
         PackInfo(
@@ -217,6 +222,16 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
         regions=regions,
         gpu=gpu,
     )
+
+
+def other_images(value: Mapping[str, Any]) -> dict[re.Pattern[str], Any]:
+    """Return what a record says of images that were not packed, by the names that are allowed there."""
+    return {_OTHER_NAME: value["other_images"], _DESCRIPTORS: value.get("other_files", [])}
+
+
+def as_other_image(name: object, size_bytes: object, digest: object, pattern: re.Pattern[str]) -> OtherImage:
+    """Return an image that was not packed; else a ValueError."""
+    return OtherImage(as_name(name, pattern), as_number(size_bytes), as_name(digest, _DIGEST))
 
 
 def as_page_number(value: object) -> int:

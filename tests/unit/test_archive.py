@@ -206,6 +206,19 @@ def test_plain_archive_with_a_short_page_image_does_not_verify(tmp_path: Path, i
         ops.verify_archive(tmp_path / "a.tar", workers=1)
 
 
+@pytest.mark.parametrize("kind", ["plain", "packed", "thin"])
+def test_a_lost_list_of_descriptors_is_noticed(tmp_path: Path, plain: Path, kind: str) -> None:
+    """runc and crun write it beside CRIU's images, and restore nothing without it."""
+    whole, store = tmp_path / f"{kind}.tar", Store(tmp_path / "store")
+    if kind != "plain":
+        into = store if kind == "thin" else None
+        ops.pack_archive(plain, whole, compression="none", force=False, workers=1, into_store=into)
+    ops.verify_archive(whole, workers=1, store=store)
+    lost = remake(whole, tmp_path / "lost.tar", without="checkpoint/descriptors.json")
+    with pytest.raises(OcihookError, match=r"descriptors\.json"):
+        ops.verify_archive(lost, workers=1, store=store)
+
+
 def test_what_is_no_checkpoint_archive_says_so(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", entry("readme"))
     with pytest.raises(ArchiveError, match="is no checkpoint archive"):

@@ -37,7 +37,7 @@ MANIFEST = Manifest(
         PackedImage("pages-1.img", 8192, (Segment("ocihook-0.pack", 0, 1), Segment("ocihook-1.pack", 7, 2))),
         PackedImage("pages-2.img", 0, ()),
     ),
-    other_images=(OtherImage("core-1.img", 17, "0" * 32),),
+    other_images=(OtherImage("core-1.img", 17, "0" * 32), OtherImage("descriptors.json", 2, "1" * 32)),
     packs=(PackInfo("ocihook-0.pack", 4200, 1, 2**64 - 1), PackInfo("ocihook-1.pack", 4300, 9, 0)),
 )
 
@@ -185,6 +185,8 @@ BAD_VALUES: dict[str, list[Any]] = {
     "packed_images.0.segments.0.2": BAD_NUMBERS,
     "other_images.0.name": [*BAD_NAMES, "pages-1.img", "x", "a" * 251 + ".img", "a\0.img"],
     "other_images.0.size_bytes": BAD_NUMBERS,
+    "other_files": [None, 1, [1], [{}]],
+    "other_files.0.name": [*BAD_NAMES, "core-2.img", "x.json"],
     "other_images.0.digest": ["", "0" * 31, "A" * 32, 7, None],
     "packs": [None, {"a": {}}],
     "packs.0.name": [*BAD_NAMES, "ocihook-.pack", "ocihook-10000.pack", "x.pack"],

@@ -39,7 +39,7 @@ MANIFEST = StoredManifest(
     images=(StoredImage("pages-1.img", 8192),),
     regions=(StoredRegion("7/1", 0x7F0000000000, 4096, 0),),
     gpu={"driver": "1", "devices": []},
-    other_images=(OtherImage("core-1.img", 3, "0" * 32),),
+    other_images=(OtherImage("core-1.img", 3, "0" * 32), OtherImage("descriptors.json", 2, "1" * 32)),
     page_ids_digest="cd" * 32,
     added_bytes=5,
 )
