@@ -103,7 +103,7 @@ class ArchiveFacts(NamedTuple):
     runtime: str
     created: str
     sizes: Mapping[str, int]  # of every file in the image set
-    config: Mapping[str, Any]  # config.dump
+    config: Mapping[str, str]  # of config.dump what is text: of many archives all is in memory at a time
 
 
 def compression_of(path: Path) -> str:
@@ -239,7 +239,7 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
         runtime=str(config.get("runtime") or config.get("ociRuntime") or ""),
         created=str(config.get("checkpointedTime") or config.get("createdTime") or ""),
         sizes=sizes,
-        config=config,
+        config={key: value for key, value in config.items() if isinstance(value, str)},
     )
 
 
