@@ -18,6 +18,12 @@ _thin = click.option(
     is_flag=True,
     help="Leave the memory of a thin archive in the store. Default: it goes along.",
 )
+_verify = click.option(
+    "--verify/--no-verify",
+    "is_verified",
+    default=True,
+    help="Read a checkpoint archive to its end before, and check every checksum in it. Default: verify.",
+)
 
 
 @click.group()
@@ -36,12 +42,21 @@ def _thin_rule(is_kept: bool) -> ops.ThinRule:  # noqa: FBT001 - the only one
 @click.option("--oci-archive", "in_one_file", is_flag=True, help="OUTPUT is one tar file, not a directory.")
 @click.option("--name", default="", metavar="REPOSITORY:TAG", help="Of the image, for those who import OUTPUT.")
 @_thin
+@_verify
 @json_option
-def build(*, archive: Path, output: Path, in_one_file: bool, name: str, is_kept_thin: bool, as_json: bool) -> None:
+def build(
+    *, archive: Path, output: Path, in_one_file: bool, name: str, is_kept_thin: bool, is_verified: bool, as_json: bool
+) -> None:
     """Write OUTPUT, an OCI image layout with ARCHIVE as its layer. It stays compressed, or not, as it is."""
-    with progress_bar("building", lambda: ops.work_bytes(archive)) as progress:
+    with progress_bar("building", lambda: ops.work_bytes(archive, is_verified=is_verified)) as progress:
         built = ops.build_image(
-            archive, output, in_one_file=in_one_file, name=name, thin=_thin_rule(is_kept_thin), progress=progress
+            archive,
+            output,
+            in_one_file=in_one_file,
+            name=name,
+            thin=_thin_rule(is_kept_thin),
+            is_verified=is_verified,
+            progress=progress,
         )
     if as_json:
         print_json({"archive": str(archive), "output": str(output), "name": name, **_fields(built)})
@@ -57,6 +72,7 @@ def _fields(built: ops.Built) -> dict[str, object]:
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.argument("target", metavar="REGISTRY/REPOSITORY[:TAG]")
 @_thin
+@_verify
 @registry_options
 @json_option
 def push(
@@ -64,6 +80,7 @@ def push(
     source: Path,
     target: str,
     is_kept_thin: bool,
+    is_verified: bool,
     auth_file: Path | None,
     ca_file: Path | None,
     plain_http: bool,
@@ -72,8 +89,10 @@ def push(
     """Push SOURCE to a registry: an image of `image build`, or an archive. What the registry has is not sent."""
     access = access_of(auth_file, ca_file, plain_http=plain_http)
     reference = Reference.parse(target)
-    with progress_bar("pushing", lambda: ops.work_bytes(source)) as progress:
-        pushed = ops.push_image(source, reference, access, thin=_thin_rule(is_kept_thin), progress=progress)
+    with progress_bar("pushing", lambda: ops.work_bytes(source, is_verified=is_verified)) as progress:
+        pushed = ops.push_image(
+            source, reference, access, thin=_thin_rule(is_kept_thin), is_verified=is_verified, progress=progress
+        )
     sent_bytes = sum(blob.size_bytes for blob in pushed.blobs if blob.is_sent)
     if as_json:
         blobs = [{"digest": blob.digest, "bytes": blob.size_bytes, "sent": blob.is_sent} for blob in pushed.blobs]

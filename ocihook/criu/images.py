@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,8 @@ _PAGEMAP_MAGIC = 0x56084025
 _PSTREE_MAGIC = 0x50273030
 _STATS_MAGIC = 0x57093306
 _PE_PRESENT = 1 << 2  # criu/include/pagemap.h
-_MAX_PAGEMAP_BYTES = 64 << 20  # three million runs; what is read from it takes several times the size
+_MAX_PAGEMAP_BYTES = 64 << 20  # three million runs, of which none are kept
+_MAX_PSTREE_BYTES = 4 << 20  # a hundred thousand processes; each takes some ten times as much when it is read
 _MAX_MESSAGE_BYTES = 1 << 20  # far above any message of these images; a limit for damaged ones
 _U32 = struct.Struct("<I")
 _TWO_MAGICS = struct.Struct("<II")
@@ -42,16 +43,11 @@ class PageRun(NamedTuple):
 
 
 class Pagemap(NamedTuple):
-    """One pagemap image: what the pages of `pages_name` are, in their order there."""
+    """What one pagemap image says of the page image `pages_name`."""
 
     pages_name: str
-    runs: tuple[PageRun, ...]
+    present_bytes: int  # that the page image has
     is_compressed: bool  # by CRIU itself (after 4.2): its page image is then opaque
-
-    @property
-    def present_bytes(self) -> int:
-        """Bytes that this pagemap says its page image has."""
-        return sum(run.pages for run in self.runs if run.is_present) * PAGE_BYTES
 
 
 class Process(NamedTuple):
@@ -120,24 +116,42 @@ def parse_pagemap(data: bytes, name: str = "pagemap") -> Pagemap:
     head = next(messages, None)
     if head is None:
         raise ImageError(f"{name} is empty")
-    runs = []
+    pages = 0
     is_compressed = False
     for entry in messages:
-        # 4.2 and later write nr_pages, older ones only compat_nr_pages.
-        pages = entry.nr_pages if entry.HasField("nr_pages") else entry.compat_nr_pages  # type: ignore[attr-defined]
-        has_flags = entry.HasField("flags")
-        is_present = bool(entry.flags & _PE_PRESENT) if has_flags else not entry.in_parent  # type: ignore[attr-defined]
-        runs.append(PageRun(entry.vaddr, pages, is_present))  # type: ignore[attr-defined]
+        run = _run(entry)
+        pages += run.pages if run.is_present else 0
         is_compressed = is_compressed or len(UnknownFieldSet(entry)) > 0
-    return Pagemap(f"pages-{head.pages_id}.img", tuple(runs), is_compressed)  # type: ignore[attr-defined]
+    return Pagemap(f"pages-{head.pages_id}.img", pages * PAGE_BYTES, is_compressed)  # type: ignore[attr-defined]
+
+
+def _run(entry: Message) -> PageRun:
+    # 4.2 and later write nr_pages, older ones only compat_nr_pages.
+    pages = entry.nr_pages if entry.HasField("nr_pages") else entry.compat_nr_pages  # type: ignore[attr-defined]
+    has_flags = entry.HasField("flags")
+    is_present = bool(entry.flags & _PE_PRESENT) if has_flags else not entry.in_parent  # type: ignore[attr-defined]
+    return PageRun(entry.vaddr, pages, is_present)  # type: ignore[attr-defined]
+
+
+def parse_runs(data: bytes, name: str = "pagemap") -> Iterator[PageRun]:
+    """Yield the runs of a pagemap image, in the order of their pages in the page image. There may be millions.
+
+    Raises:
+        ImageError: if it is damaged, after what comes before.
+    """
+    messages = _messages(data, name, (_COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
+    next(messages, None)
+    return map(_run, messages)
 
 
 def parse_processes(data: bytes) -> list[Process]:
     """Read pstree.img.
 
     Raises:
-        ImageError: if it is damaged.
+        ImageError: if it is damaged, or larger than any that CRIU writes.
     """
+    if len(data) > _MAX_PSTREE_BYTES:
+        raise ImageError(f"pstree.img is larger than {_MAX_PSTREE_BYTES} bytes")
     messages = _messages(data, "pstree.img", (_COMMON_MAGIC, _PSTREE_MAGIC), ("pstree_entry", "pstree_entry"))
     return [Process(m.pid, m.ppid, len(m.threads)) for m in messages]  # type: ignore[attr-defined]
 
@@ -175,13 +189,27 @@ def read_pagemaps(directory: Path) -> dict[str, Pagemap]:
     Raises:
         ImageError: if one is damaged.
     """
-    return {path.name: _read_pagemap(path) for path in sorted(directory.glob("pagemap-*.img")) if path.is_file()}
+    return {path.name: read_pagemap(path) for path in sorted(directory.glob("pagemap-*.img")) if path.is_file()}
 
 
-def _read_pagemap(path: Path) -> Pagemap:
+def read_pagemap(path: Path) -> Pagemap:
+    """Read one pagemap image.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    return parse_pagemap(_pagemap_bytes(path), path.name)
+
+
+def read_runs(path: Path) -> Iterator[PageRun]:
+    """Yield the runs of a pagemap image as `parse_runs` does."""
+    return parse_runs(_pagemap_bytes(path), path.name)
+
+
+def _pagemap_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        data = file.read(_MAX_PAGEMAP_BYTES + 1)
-    return parse_pagemap(data, path.name)
+        # No more than it has: a read takes as much memory as it is asked for.
+        return file.read(min(os.fstat(file.fileno()).st_size, _MAX_PAGEMAP_BYTES) + 1)
 
 
 def page_images(directory: Path) -> list[str]:
@@ -218,3 +246,15 @@ def check_page_sizes(pagemaps: Mapping[str, Pagemap], sizes: Mapping[str, int]) 
                 f"{pagemap.pages_name} has {size} bytes, {name} says {pagemap.present_bytes}",
                 hint="the checkpoint is incomplete; use another copy of it",
             )
+
+
+def check_named(pagemaps: Mapping[str, Pagemap], names: Iterable[str]) -> None:
+    """Check that pagemaps (by file name) name each of these page images, which anything could be claimed of else.
+
+    Raises:
+        ImageError: naming the first that they do not.
+    """
+    known = {pagemap.pages_name for pagemap in pagemaps.values()}
+    for name in names:
+        if name not in known:
+            raise ImageError(f"no pagemap is there that names {name}", hint="use another copy of the checkpoint")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ocihook.linux.files import open_regular
+from ocihook.linux.files import open_inside
 
 _DRIVER_LIBRARY = re.compile(r"/libcuda\.so[.0-9]*( \(deleted\))?$", re.MULTILINE)
 _IPC_EVENTS = re.compile(r" rw-s .*/dev/shm/cuda\.shm\.[0-9a-f.]+( \(deleted\))?$", re.MULTILINE)
@@ -104,10 +104,13 @@ def _nccl_sockets(pid: int) -> set[str]:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """Return what NCCL and CUDA would read: NCCL's configuration files, and over them the environment."""
+    """Return what NCCL and CUDA would read: NCCL's configuration files, and over them the environment.
+
+    A file that the container has behind a link is not seen: it could lead to the node's.
+    """
     found: dict[str, str] = {}
     for name in _NCCL_CONFIGURATION:
-        with contextlib.suppress(OSError), open(open_regular(Path(f"/proc/{pid}/root/{name}")), "rb") as file:
+        with contextlib.suppress(OSError), open(open_inside(pid, name), "rb") as file:
             found |= _variables(file.read(_MAX_SMALL_FILE_BYTES).split(b"\n"))
     with contextlib.suppress(OSError):
         found |= _variables(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))

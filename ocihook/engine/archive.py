@@ -4,45 +4,41 @@ All three keep CRIU's image set flat below `checkpoint/`, and beside it config.d
 """
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import json
+import math
 import re
 import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
-from typing import IO, Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
 from ocihook.engine.identity import container_ref
 from ocihook.errors import ArchiveError, IdentificationError
 from ocihook.model import ContainerRef
+from ocihook.tar import MAX_MEMBER_BYTES, READ_ERRORS, Tar, hole_bytes
 
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
 
-_H = TypeVar("_H", bound=tarfile.TarInfo)
 COMPRESSIONS = ("none", "gzip", "zstd")
 IMAGE_DIRECTORY = "checkpoint/"
 _IMAGE_NAME = re.compile(r"checkpoint/([A-Za-z0-9_@][A-Za-z0-9_@.:-]{0,249})")
+_PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _DOCUMENTS = ("config.dump", "spec.dump")
-_MAX_DOCUMENT_BYTES = 16 << 20
-# Headers that hold a name or attributes for the member after them. tarfile keeps them in memory, whatever they claim.
-_EXTENSIONS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, b"X")
-_MAX_EXTENSION_BYTES = 1 << 20
-_MAX_MEMBER_BYTES = 1 << 60  # far above any file, and offsets up to there are what seek can be asked for
+_MAX_DOCUMENT_BYTES = 4 << 20  # some dozens of KiB, really; read as JSON they take up to 25 times as much
+# Zeros that a sparse file (tar -S) stands for and an archive does not have, but those of page images: they are compared
+# with pagemaps (ops/archive.py).
+_MAX_HOLE_BYTES = 1 << 30
+_MAX_BEHIND_END_BYTES = 16 << 20  # zeros that fill the last record of a tar
 # The one link that an engine makes: podman's --with-previous, to the images of an earlier pre-dump.
 _ALLOWED_LINKS = {"checkpoint/parent": "../pre-checkpoint"}
-# The last three are what tarfile lets out where numbers in a header make no sense.
-_READ_ERRORS = (
-    *(tarfile.TarError, zstd.ZstdError, gzip.BadGzipFile, zlib.error, EOFError),
-    *(ArithmeticError, LookupError, ValueError),
-)
+_READ_ERRORS = (*READ_ERRORS, zstd.ZstdError, gzip.BadGzipFile, zlib.error)
 
 
 class MemberData:
@@ -73,10 +69,6 @@ def _errors_told(where: str) -> Iterator[None]:
         yield
     except _READ_ERRORS as error:
         raise _damaged(where, error) from error
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # from a seek to where no file can have bytes
-            raise _damaged(where, "a size in it is impossible") from error
-        raise
 
 
 def _damaged(where: str, why: object) -> ArchiveError:
@@ -111,38 +103,7 @@ class ArchiveFacts(NamedTuple):
     runtime: str
     created: str
     sizes: Mapping[str, int]  # of every file in the image set
-    config: Mapping[str, Any]  # config.dump
-
-
-class _Header(tarfile.TarInfo):
-    """A header that is refused if it is damaged. tarfile itself takes some damaged ones, and no more, for the end."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        try:
-            return super().fromtarfile(tarfile)
-        except EOFHeaderError:
-            raise
-        except EmptyHeaderError as error:
-            raise ReadError("it has no end") from error
-        except HeaderError as error:
-            raise ReadError(str(error)) from error
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        return _checked(super().frombuf(buf, encoding, errors))
-
-    @classmethod
-    def _frombuf(cls, *arguments: object, **options: object) -> Self:
-        """Be what Pythons of 2025 and later, and Debian's, read archives with in place of `frombuf`."""
-        header: Self = getattr(super(), "_frombuf")(*arguments, **options)  # noqa: B009 - not in all
-        return _checked(header)
-
-
-def _checked(header: _H) -> _H:
-    if not 0 <= header.size < _MAX_MEMBER_BYTES or (header.type in _EXTENSIONS and header.size > _MAX_EXTENSION_BYTES):
-        raise ReadError(f"a header claims {header.size} bytes")
-    return header
+    config: Mapping[str, str]  # of config.dump what is text: of many archives all is in memory at a time
 
 
 def compression_of(path: Path) -> str:
@@ -162,6 +123,7 @@ def read_members(path: Path) -> Iterator[Member]:
     """
     is_plain = compression_of(path) == "none"
     seen: set[str] = set()
+    holes = 0
     with _errors_told(str(path)), _open(path) as tar:
         for info in tar:
             name = _check(info, path)
@@ -169,29 +131,38 @@ def read_members(path: Path) -> Iterator[Member]:
                 raise ArchiveError(f"{path}: member {name!r} occurs twice")
             seen.add(name)
             match = _IMAGE_NAME.fullmatch(name)
+            image_name = match[1] if match and info.isreg() else ""
+            holes += 0 if _PAGES_NAME.fullmatch(image_name) else hole_bytes(info)
+            if holes > _MAX_HOLE_BYTES:
+                raise ArchiveError(f"{path}: sparse files stand for more than {_MAX_HOLE_BYTES} bytes of zeros")
             file = tar.extractfile(info) if info.isreg() else None
             data = MemberData(file, info.size, f"{path}: {name!r}") if file is not None else None
             offset = info.offset_data if is_plain and not info.issparse() else None
             _fill_holes(info)
-            yield Member(info, name, match[1] if match and data else "", offset, data)
+            yield Member(info, name, image_name, offset, data)
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[tarfile.TarFile]:
+def _open(path: Path) -> Iterator[Tar]:
     """Open an archive: a plain one with seeks, so that listing it reads next to nothing; others as a stream."""
     compression = compression_of(path)
-    with contextlib.ExitStack() as stack:
-        stream = None if compression == "none" else stack.enter_context(_open_stream(path, "rb", compression))
+    with path.open("rb") if compression == "none" else _open_stream(path, "rb", compression) as file:
         try:
-            if stream is None:
-                tar = tarfile.open(path, "r:", tarinfo=_Header)  # noqa: SIM115 - entered below
-            else:
-                tar = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header)  # noqa: SIM115
+            tar = Tar(file, is_stream=compression != "none")
         except _READ_ERRORS as error:
             raise ArchiveError(f"{path} is no tar archive, or damaged at its start: {error}") from error
-        yield stack.enter_context(tar)
-        while stream is not None and stream.read(1 << 20):  # a compressed stream's own checksum is at its end
-            pass
+        yield tar
+        if compression != "none":
+            _read_to_end(file, path)
+
+
+def _read_to_end(stream: IO[bytes], path: Path) -> None:
+    """Read what is behind the end of a tar: a compressed stream's own checksum is there."""
+    left_bytes = _MAX_BEHIND_END_BYTES
+    while data := stream.read(1 << 20):
+        left_bytes -= len(data)
+        if left_bytes < 0:
+            raise ArchiveError(f"{path} goes on for more than {_MAX_BEHIND_END_BYTES} bytes behind its end")
 
 
 def _check(info: tarfile.TarInfo, path: Path) -> str:
@@ -205,8 +176,8 @@ def _check(info: tarfile.TarInfo, path: Path) -> str:
             raise ArchiveError(f"{path}: member {info.name!r} is a link to {info.linkname!r}")
     elif not (info.isreg() or info.isdir()):
         raise ArchiveError(f"{path}: member {info.name!r} is neither a file nor a directory")
-    elif not 0 <= info.size < _MAX_MEMBER_BYTES or (info.isreg() and not name):
-        raise ArchiveError(f"{path}: member {info.name!r} has an impossible size or name")
+    elif not 0 <= info.size < MAX_MEMBER_BYTES or not math.isfinite(info.mtime) or (info.isreg() and not name):
+        raise ArchiveError(f"{path}: member {info.name!r} has an impossible size, time or name")
     if not all(key.isprintable() for key in info.pax_headers):
         raise ArchiveError(f"{path}: member {info.name!r} has an attribute without a proper name")
     return name
@@ -268,7 +239,7 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
         runtime=str(config.get("runtime") or config.get("ociRuntime") or ""),
         created=str(config.get("checkpointedTime") or config.get("createdTime") or ""),
         sizes=sizes,
-        config=config,
+        config={key: value for key, value in config.items() if isinstance(value, str)},
     )
 
 

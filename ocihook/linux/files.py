@@ -47,6 +47,24 @@ def open_regular(path: Path) -> int:
     return fd
 
 
+def open_inside(pid: int, path: str) -> int:
+    """Open a file for reading where a process sees it; no part of its path may be a link: it could lead to the node's.
+
+    Raises:
+        OSError: as `open_regular` does; also if the process is gone.
+    """
+    *parents, name = path.strip("/").split("/")
+    inner = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for parent in parents:
+            outer = inner
+            inner = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=outer)
+            os.close(outer)
+        return open_regular(Path(f"/proc/self/fd/{inner}/{name}"))
+    finally:
+        os.close(inner)
+
+
 def create_private(path: Path) -> BinaryIO:
     """Create a new file for writing that nobody but its owner can read, whatever the umask is.
 

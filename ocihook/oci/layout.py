@@ -3,7 +3,6 @@
 https://github.com/opencontainers/image-spec, version 1.1: image-layout.md, manifest.md, config.md.
 """
 
-import contextlib
 import hashlib
 import io
 import json
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ocihook.errors import ArchiveError
 from ocihook.linux.files import create_private, sync_directory
+from ocihook.tar import READ_ERRORS, Tar
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -30,11 +30,8 @@ _CONTAINERD_NAME = "io.containerd.image.name"  # by it `ctr images import` names
 _MAX_DOCUMENT_BYTES = 4 << 20
 _COPY_BYTES = 1 << 20
 
-# What documents of another form, and hostile headers, let out of json and tarfile.
-_READ_ERRORS = (
-    *(tarfile.TarError, EOFError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
-    RecursionError,
-)
+# What documents of another form let out, and tars.
+_READ_ERRORS = (*READ_ERRORS, AttributeError, TypeError, RecursionError)
 
 Progress = Callable[[int], object]
 
@@ -195,8 +192,8 @@ def is_layout(path: Path) -> bool:
     if path.is_dir():
         return True
     try:
-        with tarfile.open(path, "r:") as tar:
-            return any(info.name.removeprefix("./") == _MARKER for info in tar)
+        with path.open("rb") as file:
+            return any(info.name.removeprefix("./") == _MARKER for info in Tar(file, is_stream=False))
     except _READ_ERRORS:
         return False
 
@@ -236,13 +233,18 @@ def _in_directory(directory: Path) -> _Find:
 
 
 def _in_archive(path: Path) -> _Find:
-    with contextlib.closing(tarfile.open(path, "r:")) as tar:
-        members = {info.name.removeprefix("./"): info for info in tar if info.isreg() and not info.issparse()}
+    with path.open("rb") as file:
+        places = {
+            info.name.removeprefix("./"): (info.size, info.offset_data)
+            for info in Tar(file, is_stream=False)
+            if info.isreg() and not info.issparse()
+        }
 
     def find(name: str) -> Blob:
-        if name not in members:
+        if name not in places:
             raise ArchiveError(f"{path} has no {name}", hint="use another copy of it")
-        return Blob("", members[name].size, path=path, offset=members[name].offset_data)
+        size_bytes, offset = places[name]
+        return Blob("", size_bytes, path=path, offset=offset)
 
     return find
 

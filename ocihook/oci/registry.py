@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 from ocihook.errors import ConfigError, RegistryError
 from ocihook.linux.files import create_private
 from ocihook.oci.layout import MANIFEST_TYPE
-from ocihook.oci.transport import DOCKER_HUB, RETRIED, Access, Answer, Transport
+from ocihook.oci.transport import DOCKER_HUB, RETRIED, TRY_ANOTHER, Access, Answer, Transport
 
 __all__ = ["Access", "Manifest", "Reference", "Repository", "digest_of"]
 
@@ -43,6 +43,7 @@ _CHUNK_BYTES = 32 << 20  # parts of a larger one: below the limits of proxies th
 _MAX_CHUNK_BYTES = 1 << 30  # the most that a registry may ask for at least
 _COMMIT_TIMEOUT_S = 600.0  # a registry on an object store puts a large blob together when it is complete
 _MAX_PAGES = 1000
+_MAX_TAGS = 1 << 18
 _LOST = frozenset({404, 416})  # the registry has forgotten an upload, or is at another place in it
 _SEND_AGAIN = "remove it from the registry and push it again"
 
@@ -390,18 +391,30 @@ class Repository:
         """Return all tags, in no order; none for a repository that does not exist."""
         found: list[str] = []
         url = f"{self._http.base}tags/list?n=1000"
-        for _ in range(_MAX_PAGES):
+        seen: set[str] = set()
+        while url not in seen and len(seen) < _MAX_PAGES and len(found) < _MAX_TAGS:
             answer = self._http.send("GET", url, limit_bytes=MAX_MANIFEST_BYTES)
-            if answer.status == 404:
-                return found
+            if answer.status == 404 and not seen:
+                return []
             if answer.status != 200:
                 self._http.fail(answer, "list of tags")
-            found += _tags_in(answer)
+            found += self._tags_in(answer)
             following = _NEXT.search(answer.headers.get("Link", ""))
             if not following:
                 return found
+            seen.add(url)
             url = urljoin(answer.url, following[1])
-        raise RegistryError(f"{self}: the list of tags has no end")
+        raise RegistryError(f"{self}: the list of tags has no end", hint=TRY_ANOTHER)
+
+    def _tags_in(self, answer: Answer) -> Iterator[str]:
+        """Return the tags of a page; a list that cannot be read must not count as empty."""
+        try:
+            tags = json.loads(answer.data)["tags"] or []
+        except (ValueError, RecursionError, LookupError, TypeError):
+            tags = None
+        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+            raise RegistryError(f"{self}: what the registry sent is no list of tags", hint=TRY_ANOTHER)
+        return filter(_TAG.fullmatch, tags)
 
     def _blob_url(self, digest: str) -> str:
         if not _DIGEST.fullmatch(digest):
@@ -412,11 +425,3 @@ class Repository:
         if not (_DIGEST.fullmatch(reference) or _TAG.fullmatch(reference)):
             raise RegistryError(f"{reference!r} is neither a tag nor a digest")
         return f"{self._http.base}manifests/{reference}"
-
-
-def _tags_in(answer: Answer) -> Iterator[str]:
-    try:
-        tags = json.loads(answer.data).get("tags") or []
-    except (ValueError, RecursionError, AttributeError):
-        tags = []
-    return (tag for tag in tags if isinstance(tag, str) and _TAG.fullmatch(tag))

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from email.utils import parsedate_to_datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -237,12 +238,21 @@ class Transport:
         return Answer(response.status, response.headers, data, url)
 
     def pause(self, failures: int, headers: Mapping[str, str] | None = None) -> None:
-        """Wait before the next attempt, as long as the registry asks for, within limits."""
-        asked = (headers or {}).get("Retry-After", "")
+        """Wait before the next attempt, as long as the registry asks for.
+
+        Raises:
+            RegistryError: if it asks for more than a minute.
+        """
+        asked_s = _retry_after_s((headers or {}).get("Retry-After", ""))
+        if asked_s > _MAX_RETRY_AFTER_S:
+            raise RegistryError(
+                f"{self}: the registry takes no request for the next {asked_s:.0f} s",
+                hint="try again then; what has been sent is not sent again",
+            )
         pause_s = min(self.access.backoff_s * 2 ** (failures - 1), _MAX_PAUSE_S)
         pause_s *= random.uniform(0.5, 1)  # noqa: S311 - so that many nodes do not come back all at once
         # waits: a session does so in a process of its own, and has patience with that
-        time.sleep(max(pause_s, min(float(asked), _MAX_RETRY_AFTER_S) if asked.isdecimal() else 0))
+        time.sleep(max(pause_s, asked_s))
 
     def _authorize(self, link: _Link, response: urllib3.BaseHTTPResponse, refused: str) -> bool:
         """Get what the registry asks for in place of what it has refused; False if there is nothing else."""
@@ -317,6 +327,16 @@ class Transport:
             text, hint = "is not able to answer", "try again later; what has been sent is not sent again"
         message = f"{self}: the registry {text} ({what}: HTTP {answer.status}{', ' + told if told else ''})"
         raise RegistryError(message, status=answer.status, hint=hint)
+
+
+def _retry_after_s(value: str) -> float:
+    """Return the seconds that a Retry-After (RFC 9110, 10.2.3) names, as a number or as a time; 0 if it is neither."""
+    if value.isdecimal():
+        return float(value)
+    try:
+        return parsedate_to_datetime(value).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0
 
 
 TRY_ANOTHER = "use another registry, or have this one repaired"

@@ -6,9 +6,10 @@ import filecmp
 import heapq
 import os
 import re
+import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -17,12 +18,16 @@ from ocihook.criu.images import (
     PAGE_BYTES,
     PAGES_NAME,
     DumpStats,
+    Pagemap,
     Process,
+    check_named,
     check_page_sizes,
     parse_dump_stats,
     parse_pagemap,
     parse_processes,
+    read_pagemap,
     read_pagemaps,
+    read_runs,
 )
 from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_facts, read_members, write_archive
 from ocihook.errors import ArchiveError, ImageError, OcihookError, StoreFull, UnsupportedError
@@ -36,7 +41,16 @@ from ocihook.ops.image_set import (
     verify_image_set,
 )
 from ocihook.ops.store import pack_stored, rehydrate_stored, store_image_set, wait_complete
-from ocihook.store.manifest import MANIFEST_NAME, PACK_NAME, Manifest, Region, decode_manifest, read_manifest
+from ocihook.store.manifest import (
+    DESCRIPTORS_NAME,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    PACK_NAME,
+    Manifest,
+    Region,
+    decode_manifest,
+    read_manifest,
+)
 from ocihook.store.pack import PackFile
 from ocihook.store.packing import Packs, Progress, no_progress
 from ocihook.store.store import Store
@@ -46,7 +60,8 @@ from ocihook.store.verify import verify_checkpoint
 
 _STORE = Store.of(Settings())
 _COPY_BYTES = 1 << 20  # whole pages
-_MAX_SMALL_BYTES = 64 << 20  # far above any manifest, pagemap or list of processes; a limit for hostile ones
+_MAX_SMALL_BYTES = 64 << 20  # far above any pagemap or list of processes; a limit for hostile ones
+_COMPRESSED_MARGIN_BYTES = 1 << 20
 _PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
 
 
@@ -116,7 +131,7 @@ def memory_bytes(path: Path) -> int:
     total = 0
     for member in read_members(path):
         if member.image_name == MANIFEST_NAME:
-            return decode_manifest(member.content(_MAX_SMALL_BYTES)).raw_bytes
+            return decode_manifest(member.content(MAX_MANIFEST_BYTES)).raw_bytes
         if PAGES_NAME.fullmatch(member.image_name):
             total += member.info.size
     return total
@@ -128,24 +143,28 @@ def inspect_archive(path: Path) -> Inspection:
     Raises:
         OcihookError: if it, or what it holds, is damaged.
     """
-    small: dict[str, bytes] = {}
+    found: dict[str, Any] = {}
+    readers: dict[str, tuple[int, Callable[[bytes], object]]] = {
+        MANIFEST_NAME: (MAX_MANIFEST_BYTES, decode_manifest),
+        THIN_NAME: (_MAX_SMALL_BYTES, decode_thin),
+        "pstree.img": (_MAX_SMALL_BYTES, parse_processes),
+        "stats-dump": (_MAX_SMALL_BYTES, parse_dump_stats),
+    }
+    memory: dict[str, int] = {}
 
     def visit(member: Member) -> None:
         name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
-        if name in {MANIFEST_NAME, THIN_NAME, "pstree.img", "stats-dump"} or _PAGEMAP_NAME.fullmatch(name):
-            small[name] = member.content(_MAX_SMALL_BYTES)
+        if name in readers:
+            limit_bytes, read = readers[name]
+            found[name] = read(member.content(limit_bytes))
+        elif _PAGEMAP_NAME.fullmatch(name):
+            memory[name] = parse_pagemap(member.content(_MAX_SMALL_BYTES), name).present_bytes
 
     facts = read_facts(path, visit)
-    memory = {
-        name: parse_pagemap(data, name).present_bytes for name, data in small.items() if _PAGEMAP_NAME.fullmatch(name)
-    }
     processes = [
-        ProcessMemory(process, memory.get(f"pagemap-{process.pid}.img", 0))
-        for process in (parse_processes(small["pstree.img"]) if "pstree.img" in small else [])
+        ProcessMemory(process, memory.get(f"pagemap-{process.pid}.img", 0)) for process in found.get("pstree.img", ())
     ]
-    manifest = decode_manifest(small[MANIFEST_NAME]) if MANIFEST_NAME in small else None
-    stats = parse_dump_stats(small["stats-dump"]) if "stats-dump" in small else None
-    thin = decode_thin(small[THIN_NAME]) if THIN_NAME in small else None
+    manifest, stats, thin = (found.get(name) for name in (MANIFEST_NAME, "stats-dump", THIN_NAME))
     return Inspection(facts, manifest, processes, stats, thin, path.stat().st_size)
 
 
@@ -183,22 +202,47 @@ class _ImageSet:
         """
         self.directory = directory
         self.places: dict[str, _Place] = {}
+        self._pagemaps: dict[str, tuple[str, Pagemap]] = {}  # with their names, by page image
         self._archive = archive
         self._in_place = in_place
         self._pages = pages
 
     def take(self, member: Member) -> bool:
-        """Take a member if it is an image that is wanted; tell whether it was."""
+        """Take a member if it is an image that is wanted; tell whether it was.
+
+        Raises:
+            ImageError: if it is a page image that is not as large as its pagemap says.
+        """
         name = member.image_name
         is_pages = PAGES_NAME.fullmatch(name) is not None
         if not name or (is_pages and not self._pages):
             return False
+        if is_pages:
+            self._check_pages(member)
         if self._in_place and member.offset is not None and (is_pages or PACK_NAME.fullmatch(name)):
             self.places[name] = _Place(self._archive, member.offset, member.info.size)
         else:
             _extract(member, self.directory / name)
             self.places[name] = _Place(self.directory / name, 0, member.info.size)
+            if _PAGEMAP_NAME.fullmatch(name):
+                pagemap = read_pagemap(self.directory / name)
+                self._pagemaps[pagemap.pages_name] = name, pagemap
         return True
+
+    def _check_pages(self, member: Member) -> None:
+        """Compare a page image with its pagemap before it is read: a sparse one can claim anything."""
+        name = member.image_name
+        if name not in self._pagemaps:  # an archive in no order
+            for other in read_members(self._archive):
+                if _PAGEMAP_NAME.fullmatch(other.image_name):
+                    pagemap = parse_pagemap(other.content(_MAX_SMALL_BYTES), other.image_name)
+                    self._pagemaps[pagemap.pages_name] = other.image_name, pagemap
+        if name not in self._pagemaps:
+            raise ImageError(f"{self._archive} has no pagemap that names {name}", hint="use another copy of it")
+        pagemap_name, pagemap = self._pagemaps[name]
+        check_page_sizes({pagemap_name: pagemap}, {name: member.info.size})
+        if pagemap.is_compressed and member.info.size > 2 * pagemap.present_bytes + _COMPRESSED_MARGIN_BYTES:
+            raise ImageError(f"{name} has {member.info.size} bytes for {pagemap.present_bytes} bytes of memory")
 
     def complete(self) -> None:
         """Take what CRIU itself had compressed in an otherwise packed set: those page images are not in the packs."""
@@ -216,6 +260,8 @@ class _ImageSet:
 
 
 def _extract(member: Member, path: Path) -> None:
+    if member.info.size > shutil.disk_usage(path.parent).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     with path.open("xb") as file:
         for data in _pieces(member):
             file.write(data)
@@ -240,11 +286,8 @@ def verify_archive(
         images = _ImageSet(path, scratch, in_place=True, pages=False)
 
         def visit(member: Member) -> None:
-            if not images.take(member):
-                is_pages = PAGES_NAME.fullmatch(member.image_name)
-                for data in _pieces(member):
-                    if is_pages:
-                        progress(len(data))
+            if not images.take(member) and PAGES_NAME.fullmatch(member.image_name):
+                progress(member.info.size)  # nothing is known of the content that could be checked
 
         facts = read_facts(path, visit)
         images.complete()
@@ -253,13 +296,19 @@ def verify_archive(
             domain = store.open(thin.domain)
             stored = domain.read(thin.checkpoint_id)
             check_other_images(scratch, stored.other_images)
-            check_page_sizes(read_pagemaps(scratch), {**facts.sizes, **{i.name: i.size_bytes for i in stored.images}})
+            pagemaps = read_pagemaps(scratch)
+            check_page_sizes(pagemaps, {**facts.sizes, **{i.name: i.size_bytes for i in stored.images}})
+            check_named(pagemaps, (image.name for image in stored.images))
             with domain.shared():
                 verify_checkpoint(domain, stored, progress)
             return stored
         manifest = verify_image_set(scratch, workers=workers, progress=progress, elsewhere=images.packs)
         if manifest is None:
-            check_page_sizes(read_pagemaps(scratch), facts.sizes)
+            pagemaps = read_pagemaps(scratch)
+            check_page_sizes(pagemaps, facts.sizes)
+            check_named(pagemaps, filter(PAGES_NAME.fullmatch, facts.sizes))
+            if DESCRIPTORS_NAME not in facts.sizes:
+                raise ImageError(f"{path} has no {DESCRIPTORS_NAME}, without which no runtime restores it")
         return manifest
 
 
@@ -511,7 +560,7 @@ class _Memory:
             raise ImageError(f"{pagemap.pages_name} is compressed by CRIU itself and cannot be compared")
         content = self._content(pagemap.pages_name)
         window, position = b"", 0
-        for run in pagemap.runs:
+        for run in read_runs(self.directory / pagemap_name):
             for number in range(run.pages if run.is_present else 0):
                 while position == len(window):
                     window, position = next(content), 0

@@ -30,10 +30,12 @@ from ocihook.oci.registry import Access, Reference, Repository
 from ocihook.ops.archive import (
     Inspection,
     inspect_archive,
+    memory_bytes,
     pack_archive,
     place_to_read,
     scratch_directory,
     unpack_archive,
+    verify_archive,
 )
 from ocihook.store.packing import Progress, no_progress
 from ocihook.store.store import Store
@@ -78,8 +80,10 @@ class ThinRule(NamedTuple):
     workers: int
 
 
-def work_bytes(source: Path) -> int:
+def work_bytes(source: Path, *, is_verified: bool = True) -> int:
     """Return what progress goes up to when a source is built into an image, or pushed.
+
+    The arguments are those of `build_image`.
 
     Raises:
         OcihookError: if it is damaged.
@@ -87,11 +91,18 @@ def work_bytes(source: Path) -> int:
     if is_layout(source):
         return sum(blob.size_bytes for blob in read_layout(source).blobs)
     passes = 2 if compression_of(source) == "none" else 3  # a compressed one is read twice: it has two digests
-    return passes * source.stat().st_size
+    return passes * source.stat().st_size + (memory_bytes(source) if is_verified else 0)
 
 
 def build_image(
-    source: Path, target: Path, *, in_one_file: bool, name: str, thin: ThinRule, progress: Progress = no_progress
+    source: Path,
+    target: Path,
+    *,
+    in_one_file: bool,
+    name: str,
+    thin: ThinRule,
+    is_verified: bool = True,
+    progress: Progress = no_progress,
 ) -> Built:
     """Write an OCI image from a checkpoint archive.
 
@@ -101,6 +112,7 @@ def build_image(
         in_one_file: whether it is a tar.
         name: REPOSITORY:TAG, for those who import it; "" for none.
         thin: what is done with a thin archive.
+        is_verified: whether the archive is verified before, to its last byte.
         progress: told the bytes done, of `work_bytes`.
 
     Raises:
@@ -111,7 +123,7 @@ def build_image(
     if target.exists():
         raise ArchiveError(f"{target} exists", hint="name another output")
     parent = target.absolute().parent
-    with scratch_directory(parent) as scratch, _image_of(source, parent, thin, progress) as image:
+    with scratch_directory(parent) as scratch, _image_of(source, parent, thin, is_verified, progress) as image:
         made = scratch / "image"
         if in_one_file:
             write_layout_archive(image, made, name, progress)
@@ -125,9 +137,17 @@ def build_image(
 
 
 def push_image(
-    source: Path, reference: Reference, access: Access, *, thin: ThinRule, progress: Progress = no_progress
+    source: Path,
+    reference: Reference,
+    access: Access,
+    *,
+    thin: ThinRule,
+    is_verified: bool = True,
+    progress: Progress = no_progress,
 ) -> Pushed:
     """Push an image layout, one in a tar, or the image of a checkpoint archive; what is there is not sent again.
+
+    An archive is verified before, if it is to be; of an image the registry compares the digests.
 
     Raises:
         OcihookError: if the source is damaged, or the registry fails; the tag then names what it named before.
@@ -140,7 +160,7 @@ def push_image(
         if is_layout(source):
             image = read_layout(source)
         else:
-            image = stack.enter_context(_image_of(source, place_to_read(source), thin, progress))
+            image = stack.enter_context(_image_of(source, place_to_read(source), thin, is_verified, progress))
         blobs = _push_blobs(repository, image.blobs, progress)
         assert image.manifest.data is not None
         digest = repository.put_manifest(reference.tag, image.manifest.data)
@@ -188,7 +208,13 @@ def _push_blob(repository: Repository, blob: Blob, progress: Progress) -> bool:
 
 
 @contextlib.contextmanager
-def _image_of(source: Path, place: Path, thin: ThinRule, progress: Progress) -> Iterator[Image]:
+def _image_of(
+    source: Path,
+    place: Path,
+    thin: ThinRule,
+    is_verified: bool,  # noqa: FBT001 - the only one
+    progress: Progress,
+) -> Iterator[Image]:
     """Yield the image of an archive. Its layer is the archive itself; of a thin one, what is made of it in `place`."""
     inspection = inspect_archive(source)
     with contextlib.ExitStack() as stack:
@@ -197,7 +223,11 @@ def _image_of(source: Path, place: Path, thin: ThinRule, progress: Progress) -> 
             archive = stack.enter_context(scratch_directory(place)) / "complete"
             stored = thin.store.open(inspection.thin.domain).read(inspection.thin.checkpoint_id)
             complete = pack_archive if stored.gpu else unpack_archive  # what is plain restores anywhere, but for that
+            # Every page is verified on the way.
             complete(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
+        elif is_verified:
+            told = no_progress if inspection.thin else progress
+            verify_archive(source, workers=thin.workers, store=thin.store, progress=told)
         yield _make_image(inspection, archive, progress)
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ocihook import __version__
-from ocihook.criu.images import check_page_images, check_page_sizes, page_images, read_pagemaps
+from ocihook.criu.images import check_named, check_page_images, check_page_sizes, page_images, read_pagemaps
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
 from ocihook.linux.files import create_private, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
@@ -22,6 +22,7 @@ from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.store.manifest import (
+    DESCRIPTORS_NAME,
     MANIFEST_NAME,
     PACK_NAME,
     PACK_PREFIX,
@@ -159,13 +160,13 @@ def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patien
 
 
 def list_packable(directory: Path) -> list[str]:
-    """Return the page images of an image set, without those that CRIU itself has compressed.
+    """Return the page images of an image set that a pagemap names, without those that CRIU itself has compressed.
 
     Raises:
         ImageError: if a pagemap is damaged.
     """
-    opaque = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if pagemap.is_compressed}
-    return [name for name in page_images(directory) if name not in opaque]
+    plain = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if not pagemap.is_compressed}
+    return [name for name in page_images(directory) if name in plain]
 
 
 def discard_packs(directory: Path) -> None:
@@ -213,8 +214,8 @@ def _image_packs(directory: Path) -> list[str]:
 
 
 def list_other_images(directory: Path, packed_names: set[str]) -> Iterable[OtherImage]:
-    """Yield what CRIU wrote beside its page images, with its digests."""
-    for path in sorted(directory.glob("*.img")):
+    """Yield what CRIU, and the runtime, wrote beside page images, with its digests."""
+    for path in (*sorted(directory.glob("*.img")), *directory.glob(DESCRIPTORS_NAME)):
         if path.name not in packed_names and path.is_file() and not path.is_symlink():
             yield OtherImage(path.name, _size(path), digest_file(path))
 
@@ -244,7 +245,7 @@ def verify_image_set(
     """
     manifest = read_packed(directory, elsewhere=elsewhere)
     if manifest is not None:
-        check_page_sizes(read_pagemaps(directory), manifest.image_sizes)
+        _check_claims(directory, manifest)
         packs = open_packs(directory, manifest, elsewhere=elsewhere)
         try:
             packs.verify(workers=workers, progress=progress)
@@ -284,6 +285,7 @@ def rehydrate_image_set(
     if manifest is None:
         return []
     names = [image.name for image in manifest.packed_images]
+    _check_claims(directory, manifest)
     packs = open_packs(directory, manifest, elsewhere=elsewhere)
     try:
         dehydrate(directory, names)  # of an earlier attempt
@@ -298,6 +300,13 @@ def rehydrate_image_set(
     finally:
         packs.close()
     return names
+
+
+def _check_claims(directory: Path, manifest: Manifest) -> None:
+    """Compare the sizes that a manifest claims with CRIU's pagemaps, before anything of such a size is read or made."""
+    pagemaps = read_pagemaps(directory)
+    check_page_sizes(pagemaps, manifest.image_sizes)
+    check_named(pagemaps, (image.name for image in manifest.packed_images))
 
 
 def region_bytes(manifest: Manifest) -> int:

@@ -22,13 +22,13 @@ from pathlib import Path
 from ocihook.errors import RemoteError
 from ocihook.remote.blobs import Blob, Blobs
 from ocihook.store.frame import load_json
+from ocihook.store.manifest import MAX_MANIFEST_BYTES
 from ocihook.store.pack import PackInfo
 
 PUSH_LASTS_S = 7 * 86400.0  # then whoever announced it has died
 PRUNE_LASTS_S = 3600.0
 _PRUNE_ACTS_S = 1800.0  # a prune stops by itself long before others take it for dead
 _POLL_S = 1.0
-_MAX_RECORD_BYTES = 64 << 20
 _MAX_LAYOUT_BYTES = 4 << 30
 _MANIFEST = re.compile(r"([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})\.manifest")
 
@@ -50,7 +50,7 @@ class ObjectRemote:
 
     def manifest(self, checkpoint_id: str) -> bytes | None:
         """Return a checkpoint's manifest; None if there is none."""
-        return self._blobs.read(self._of(checkpoint_id, "manifest"), _MAX_RECORD_BYTES)
+        return self._blobs.read(self._of(checkpoint_id, "manifest"), MAX_MANIFEST_BYTES)
 
     def layout(self, checkpoint_id: str) -> bytes | None:
         """Return its layout."""
@@ -171,7 +171,7 @@ class ObjectRemote:
             if now_s - blob.modified_s > lasts_s:
                 self._blobs.remove(blob.name)
                 continue
-            data = self._blobs.read(blob.name, _MAX_RECORD_BYTES)
+            data = self._blobs.read(blob.name, MAX_MANIFEST_BYTES)
             if data is not None:
                 try:
                     names.update(map(str, load_json(data)))

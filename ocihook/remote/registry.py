@@ -20,6 +20,7 @@ from ocihook.errors import RegistryError, RemoteError
 from ocihook.oci.layout import MANIFEST_TYPE
 from ocihook.oci.registry import Repository, digest_of
 from ocihook.remote.blobs import PIECE_BYTES
+from ocihook.store.manifest import MAX_MANIFEST_BYTES
 from ocihook.store.pack import PackInfo
 
 ARTIFACT_TYPE = "application/vnd.ocihook.checkpoint.v1"
@@ -29,7 +30,7 @@ _PRUNED = "io.ocihook.pruned"  # seconds since the epoch
 _TITLE = "org.opencontainers.image.title"
 _TAG = re.compile(r"(.+)\.([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MAX_RECORD_BYTES = 4 << 30
+_MAX_LAYOUT_BYTES = 4 << 30
 
 
 class _Blob(NamedTuple):
@@ -61,16 +62,16 @@ class RegistryRemote:
     def manifest(self, checkpoint_id: str) -> bytes | None:
         """Return a checkpoint's manifest; None if there is none."""
         artifact = self._artifact(checkpoint_id)
-        return self._read(artifact.manifest) if artifact else None
+        return self._read(artifact.manifest, MAX_MANIFEST_BYTES) if artifact else None
 
     def layout(self, checkpoint_id: str) -> bytes | None:
         """Return its layout."""
         artifact = self._artifact(checkpoint_id)
-        return self._read(artifact.layout) if artifact else None
+        return self._read(artifact.layout, _MAX_LAYOUT_BYTES) if artifact else None
 
-    def _read(self, blob: _Blob) -> bytes:
-        if blob.size_bytes > _MAX_RECORD_BYTES:
-            raise RemoteError(f"{blob.name} in {self._repository} is larger than {_MAX_RECORD_BYTES} bytes")
+    def _read(self, blob: _Blob, limit_bytes: int) -> bytes:
+        if blob.size_bytes > limit_bytes:
+            raise RemoteError(f"{blob.name} in {self._repository} is larger than {limit_bytes} bytes")
         return b"".join(self._repository.read_blob(blob.digest, blob.size_bytes))
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The first line of every record of the store: what it is, its version, and the checksum of all that follows."""
 
 import json
+import os
 import re
 import reprlib
 from pathlib import Path
@@ -11,6 +12,9 @@ from xxhash import xxh3_128_hexdigest
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import open_regular
 
+# Python takes up to 230 bytes for an array or object, of which JSON needs two; those of a record have 20 and more.
+_VALUE_BYTES = 16
+_FEW_VALUES = 1000
 _FIRST_LINE = re.compile(rb"ocihook-([a-z]{1,20}) ([0-9]{1,9}) ([0-9a-f]{32})\n")
 
 
@@ -53,7 +57,8 @@ def read_record(path: Path, limit_bytes: int, what: str) -> bytes | None:
     except OSError as error:
         raise IntegrityError(f"the {what} cannot be opened: {error.strerror}") from error
     with open(fd, "rb") as file:
-        data = file.read(limit_bytes + 1)
+        # No more than it has: a read takes as much memory as it is asked for.
+        data = file.read(min(os.fstat(fd).st_size, limit_bytes) + 1)
     if len(data) > limit_bytes:
         raise IntegrityError(f"the {what} is larger than {limit_bytes} bytes")
     return data
@@ -63,8 +68,10 @@ def load_json(body: bytes) -> Any:  # noqa: ANN401 - anything that JSON can say
     """Read JSON strictly.
 
     Raises:
-        ValueError: if it is not JSON.
+        ValueError: if it is not JSON, or has more arrays and objects than any record.
     """
+    if body.count(b"[") + body.count(b"{") > _FEW_VALUES + len(body) // _VALUE_BYTES:
+        raise ValueError("it is made of next to nothing but brackets")
     return json.loads(body.decode(), parse_constant=_refuse_constant)
 
 
@@ -92,6 +99,13 @@ def as_object(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{reprlib.repr(value)} is not an object")
     json.dumps(value).encode()
+    return value
+
+
+def as_list(value: object) -> list[Any]:
+    """Return a JSON array; else a ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"{reprlib.repr(value)} is not an array")
     return value
 
 

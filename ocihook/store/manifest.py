@@ -16,6 +16,7 @@ from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import replace_file
 from ocihook.model import ContainerRef
 from ocihook.store.frame import (
+    as_list,
     as_name,
     as_number,
     as_object,
@@ -33,9 +34,13 @@ REGION_PACK_PREFIX = "ocihook-region-"
 PACK_NAME = re.compile(r"ocihook-(region-)?[0-9]{1,4}\.pack")
 VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 
-_MAX_MANIFEST_BYTES = 32 << 20  # a TiB of memory takes 5 MiB; reading takes several times the size
+MAX_MANIFEST_BYTES = 8 << 20  # 3 TiB of memory, or 9000 processes; it is what bounds the memory that reading takes
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
+# What runc and crun write beside CRIU's images: the names of the first descriptors. Without it they restore nothing.
+DESCRIPTORS_NAME = "descriptors.json"
+_DESCRIPTORS = re.compile(re.escape(DESCRIPTORS_NAME))
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")
 
 
@@ -70,7 +75,10 @@ class Region(NamedTuple):
 
 
 class OtherImage(NamedTuple):
-    """An image that was left as CRIU wrote it. CRIU takes a missing one as empty, so it is recorded here."""
+    """An image that was left as CRIU wrote it. CRIU takes a missing one as empty, so it is recorded here.
+
+    Or DESCRIPTORS_NAME, which a record has under a key of its own, that older readers ignore.
+    """
 
     name: str
     size_bytes: int
@@ -138,11 +146,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 {"name": i.name, "size_bytes": i.size_bytes, "segments": [list(s) for s in i.segments]}
                 for i in manifest.packed_images
             ],
-            "other_images": [image._asdict() for image in manifest.other_images],
+            "other_images": [i._asdict() for i in manifest.other_images if i.name != DESCRIPTORS_NAME],
+            "other_files": [i._asdict() for i in manifest.other_images if i.name == DESCRIPTORS_NAME],
             "packs": [{**p._asdict(), "table_checksum": f"{p.table_checksum:016x}"} for p in manifest.packs],
             **(with_regions if version > 1 else {}),
         },
-        indent=1,
+        separators=(",", ":"),
     ).encode()
     return encode_frame("manifest", version, body)
 
@@ -178,14 +187,11 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
         )
         for r in (value["regions"] if version > 1 else ())
     )
-    gpu = as_object(value["gpu"]) if version > 1 else {}
+    gpu = as_gpu(value["gpu"]) if version > 1 else {}
     others = tuple(
-        OtherImage(
-            as_name(i["name"], _OTHER_NAME),
-            as_number(i["size_bytes"]),
-            as_name(i["digest"], re.compile(r"[0-9a-f]{32}")),
-        )
-        for i in value["other_images"]
+        as_other_image(i["name"], i["size_bytes"], i["digest"], pattern)
+        for pattern, listed in other_images(value).items()
+        for i in listed
     )
     packs = tuple(
         PackInfo(
@@ -218,12 +224,44 @@ def _from_json(value: Any, version: int) -> Manifest:  # noqa: ANN401 - anything
     )
 
 
+def other_images(value: Mapping[str, Any]) -> dict[re.Pattern[str], Any]:
+    """Return what a record says of images that were not packed, by the names that are allowed there."""
+    return {_OTHER_NAME: value["other_images"], _DESCRIPTORS: value.get("other_files", [])}
+
+
+def as_other_image(name: object, size_bytes: object, digest: object, pattern: re.Pattern[str]) -> OtherImage:
+    """Return an image that was not packed; else a ValueError."""
+    return OtherImage(as_name(name, pattern), as_number(size_bytes), as_name(digest, _DIGEST))
+
+
 def as_page_number(value: object) -> int:
     """Return a size or an address of whole pages; else a ValueError."""
     number = as_number(value)
     if number % PAGE_BYTES:
         raise ValueError(f"{number} is not a multiple of a page")
     return number
+
+
+def as_gpu(value: object) -> dict[str, Any]:
+    """Return what a container had of GPUs (README.md), {} if nothing; else a ValueError, TypeError or KeyError."""
+    gpu = as_object(value)
+    if not gpu:
+        return gpu
+    as_text(gpu["driver"])
+    as_number(gpu.get("processes", 0))
+    for device in as_list(gpu["devices"]):
+        for key in ("uuid", "name"):
+            as_text(as_object(device)[key])
+        for number in (device["held_bytes"], device.get("minor", 0), device.get("total_bytes", 0)):
+            as_number(number)
+    for process, held in as_object(gpu.get("held", {})).items():
+        as_name(process, PROCESS)
+        for size in as_object(held).values():
+            as_number(size)
+    for process, thread in as_object(gpu.get("threads", {})).items():
+        as_name(process, PROCESS)
+        as_name(str(thread) if type(thread) is int else thread, PROCESS)
+    return gpu
 
 
 def digest_file(path: Path) -> str:
@@ -243,8 +281,8 @@ def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> Non
         OSError: from the file system, a full one included.
     """
     data = encode_manifest(manifest)
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise StoreError(f"the manifest would be larger than {_MAX_MANIFEST_BYTES} bytes")
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise StoreError(f"the manifest would be larger than {MAX_MANIFEST_BYTES} bytes")
     replace_file(directory / MANIFEST_NAME, data, mode=0o600, durable=durable)
 
 
@@ -254,5 +292,5 @@ def read_manifest(directory: Path) -> Manifest | None:
     Raises:
         IntegrityError: if there is one that cannot be used.
     """
-    data = read_record(directory / MANIFEST_NAME, _MAX_MANIFEST_BYTES, "manifest")
+    data = read_record(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES, "manifest")
     return None if data is None else decode_manifest(data)

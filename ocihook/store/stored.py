@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from ocihook.errors import IntegrityError
 from ocihook.model import ContainerRef
 from ocihook.store.frame import as_name, as_number, as_object, as_text, decode_frame, encode_frame, load_json
-from ocihook.store.manifest import PROCESS, OtherImage, as_page_number
+from ocihook.store.manifest import (
+    DESCRIPTORS_NAME,
+    PROCESS,
+    OtherImage,
+    as_gpu,
+    as_other_image,
+    as_page_number,
+    other_images,
+)
 from ocihook.store.names import DOMAIN_NAME
 
 CHECKPOINT_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
@@ -23,7 +31,6 @@ VERSION = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SEED = re.compile(r"[0-9a-f]{16}")
 _IMAGE = re.compile(r"pages-[0-9]{1,10}\.img")
-_OTHER = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 
 
 class Link(NamedTuple):
@@ -110,11 +117,12 @@ def encode_stored(manifest: StoredManifest) -> bytes:
         "images": [list(image) for image in manifest.images],
         "regions": [list(region) for region in manifest.regions],
         "gpu": manifest.gpu,
-        "other_images": [list(image) for image in manifest.other_images],
+        "other_images": [list(image) for image in manifest.other_images if image.name != DESCRIPTORS_NAME],
+        "other_files": [list(image) for image in manifest.other_images if image.name == DESCRIPTORS_NAME],
         "page_ids_digest": manifest.page_ids_digest,
         "added_bytes": manifest.added_bytes,
     }
-    return encode_frame("checkpoint", VERSION, json.dumps(body, indent=1).encode())
+    return encode_frame("checkpoint", VERSION, json.dumps(body, separators=(",", ":")).encode())
 
 
 def decode_stored(data: bytes) -> StoredManifest:
@@ -147,10 +155,11 @@ def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JS
             StoredRegion(as_name(process, PROCESS), as_page_number(start), as_page_number(size), as_number(number))
             for process, start, size, number in value["regions"]
         ),
-        gpu=as_object(value["gpu"]),
+        gpu=as_gpu(value["gpu"]),
         other_images=tuple(
-            OtherImage(as_name(n, _OTHER), as_number(s), as_name(d, re.compile(r"[0-9a-f]{32}")))
-            for n, s, d in value["other_images"]
+            as_other_image(name, size, found, pattern)
+            for pattern, listed in other_images(value).items()
+            for name, size, found in listed
         ),
         page_ids_digest=as_name(value["page_ids_digest"], _DIGEST),
         added_bytes=as_number(value["added_bytes"]),

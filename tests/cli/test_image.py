@@ -17,7 +17,8 @@ from click.testing import CliRunner, Result
 
 from ocihook.cli.main import cli
 from ocihook.engine import archive as engine_archive
-from ocihook.errors import ArchiveError, ConfigError, RegistryError
+from ocihook.errors import ArchiveError, ConfigError, IntegrityError, RegistryError
+from tests.damage import flip_bit
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.fakes.registry import Registry, answers
 
@@ -193,6 +194,22 @@ def test_what_cannot_be_built_or_pushed(tmp_path: Path, plain: Path, registry: R
     largest.write_bytes(bytes(largest.stat().st_size))
     assert "is not blob" in str(error("push", layout, target, "--plain-http"))
     assert registry.manifests == {}
+
+
+def test_a_damaged_checkpoint_becomes_no_image_unless_it_is_wanted(
+    tmp_path: Path, plain: Path, registry: Registry
+) -> None:
+    packed, target = tmp_path / "packed.tar", f"{registry.address}/team/job:1"
+    run_json("archive", "pack", plain, packed)
+    with tarfile.open(packed) as tar:
+        flip_bit(packed, tar.getmember("checkpoint/ocihook-0.pack").offset_data + 100)
+    for arguments in (("build", packed, tmp_path / "out"), ("push", packed, target, "--plain-http")):
+        assert isinstance(run("image", *arguments).exception, IntegrityError)
+    assert not (tmp_path / "out").exists()
+    assert registry.requests == []
+    run_json("image", "build", packed, tmp_path / "out", "--no-verify")
+    run_json("image", "push", packed, target, "--plain-http", "--no-verify")
+    assert packed.read_bytes() in registry.blobs.values()
 
 
 def test_an_interrupted_push_ends_at_once(tmp_path: Path, plain: Path, registry: Registry) -> None:

@@ -69,12 +69,12 @@ class Registry:
         return sum(m == method and part in path for m, path in self.requests)
 
 
-def answers(status: int, **headers: str) -> Fault:
+def answers(status: int, body: bytes = b"{}", /, **headers: str) -> Fault:
     """Return a fault: another answer."""
 
     def fault(handler: "_Handler") -> bool:
         handler.take_body()
-        handler.answer(status, b"{}", **headers)
+        handler.answer(status, body, **headers)
         return True
 
     return fault

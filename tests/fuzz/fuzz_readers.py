@@ -29,11 +29,14 @@ with atheris.instrument_imports(include=["ocihook"]):
         read_layout,
         write_layout_archive,
     )
+    from ocihook.ops.archive import inspect_archive, verify_archive
     from ocihook.store.manifest import Manifest, PackedImage, Segment, decode_manifest, encode_manifest
     from ocihook.store.pack import PAGE_BYTES, PackFile, PackInfo
     from ocihook.store.packing import Packs, pack_images
 
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+
+from tests.fakes.images import make_archive, make_image_set
 
 _TRAILER = struct.Struct("<8sQQII")
 _work = Path()  # set in `main`: where a target may keep files
@@ -135,11 +138,29 @@ def layout(data: bytes) -> None:
     manifest_file.unlink()
 
 
+def archive(data: bytes) -> None:
+    """Take the bytes as an archive, plain and with the checksums of its headers put right."""
+    path = _work / "archive.tar"
+    sound = bytearray(data)
+    for start in range(0, len(data) - 511, 512):
+        block = sound[start : start + 512]
+        if block[257:262] == b"ustar":
+            sound[start + 148 : start + 156] = b"%06o\0 " % (sum(block) - sum(block[148:156]) + 8 * ord(" "))
+    for candidate in (data, bytes(sound)):
+        path.write_bytes(candidate)
+        for read in (inspect_archive, lambda path: verify_archive(path, workers=1)):
+            try:
+                read(path)
+            except OcihookError:
+                continue
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "manifest": manifest,
     "packs": packs,
     "criu_images": criu_images,
     "layout": layout,
+    "archive": archive,
 }
 
 
@@ -179,6 +200,8 @@ def write_seeds(directory: Path) -> None:
     layer = Blob.of(b"a layer")
     image_of = make_image(layer, "none", layer.digest, annotations={}, architecture="amd64", created="")
     write_layout_archive(image_of, directory / "layout" / "tar", "example.org/job:1", lambda _: None)
+    make_image_set(directory / "images", {1: image[: 8 * PAGE_BYTES]})
+    make_archive(directory / "archive" / "plain", directory / "images")
     (directory / "layout" / "manifest").write_bytes(image_of.manifest.data or b"")
 
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocihook.engine.archive import compression_of, read_facts
+from ocihook.engine.archive import ArchiveFacts, Member, compression_of, read_facts
 from ocihook.errors import ArchiveError, ImageError, IntegrityError, OcihookError, StoreFull
+from ocihook.oci.layout import is_layout, read_layout
 from ocihook.ops import archive as ops
 from ocihook.store.manifest import Manifest
 from ocihook.store.store import Store
@@ -205,6 +206,19 @@ def test_plain_archive_with_a_short_page_image_does_not_verify(tmp_path: Path, i
         ops.verify_archive(tmp_path / "a.tar", workers=1)
 
 
+@pytest.mark.parametrize("kind", ["plain", "packed", "thin"])
+def test_a_lost_list_of_descriptors_is_noticed(tmp_path: Path, plain: Path, kind: str) -> None:
+    """runc and crun write it beside CRIU's images, and restore nothing without it."""
+    whole, store = tmp_path / f"{kind}.tar", Store(tmp_path / "store")
+    if kind != "plain":
+        into = store if kind == "thin" else None
+        ops.pack_archive(plain, whole, compression="none", force=False, workers=1, into_store=into)
+    ops.verify_archive(whole, workers=1, store=store)
+    lost = remake(whole, tmp_path / "lost.tar", without="checkpoint/descriptors.json")
+    with pytest.raises(OcihookError, match=r"descriptors\.json"):
+        ops.verify_archive(lost, workers=1, store=store)
+
+
 def test_what_is_no_checkpoint_archive_says_so(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", entry("readme"))
     with pytest.raises(ArchiveError, match="is no checkpoint archive"):
@@ -214,6 +228,72 @@ def test_what_is_no_checkpoint_archive_says_so(tmp_path: Path) -> None:
         read_facts(tmp_path / "b.tar")
     listed = dict(ops.list_archives([tmp_path]))
     assert all(isinstance(value, ArchiveError) for value in listed.values())
+
+
+def chain_of_headers(source: Path, target: Path) -> Path:
+    """Write `target` as `source` with thousands of headers before its first member."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 5
+    target.write_bytes((info.tobuf(tarfile.GNU_FORMAT) + b"name".ljust(512, b"\0")) * 4000 + source.read_bytes())
+    return target
+
+
+def test_a_hostile_archive_does_not_keep_others_from_being_listed(tmp_path: Path, plain: Path) -> None:
+    chained = chain_of_headers(plain, tmp_path / "a.tar")
+    listed = dict(ops.list_archives([tmp_path]))
+    assert isinstance(listed[chained], ArchiveError)
+    assert str(chained) in str(listed[chained])
+    assert isinstance(listed[plain], ArchiveFacts)
+
+
+def test_a_hostile_tar_is_no_image_layout(tmp_path: Path, plain: Path) -> None:
+    chained = chain_of_headers(plain, tmp_path / "a.tar")
+    assert not is_layout(chained)
+    with pytest.raises(ArchiveError, match="is no OCI image layout, or damaged"):
+        read_layout(chained)
+
+
+def claim(source: Path, target: Path, name: str, size_bytes: int) -> Path:
+    """Write `target` as `source`, with a member that claims to be so large, as a sparse file of one byte."""
+    map_of_parts = b"1\n0\n1\n".ljust(512, b"\0")
+    info = tarfile.TarInfo("GNUSparseFile.0/" + name)
+    sparse = {"major": "1", "minor": "0", "name": f"checkpoint/{name}", "realsize": str(size_bytes)}
+    info.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
+    content = map_of_parts + b"x"
+    info.size = len(content)
+    with tarfile.open(source) as old, tarfile.open(target, "w") as new:
+        members = {member.name: member for member in old if member.name != f"checkpoint/{name}"}
+        last = members.pop("checkpoint/pagemap-9.img")  # comes too late to be known
+        for member in members.values():
+            new.addfile(member, old.extractfile(member))
+        new.addfile(info, BytesIO(content))
+        new.addfile(last, old.extractfile(last))
+    return target
+
+
+@pytest.mark.parametrize("name", ["pages-1.img", "pages-2.img", "pages-3.img"])
+def test_a_page_image_that_claims_more_than_its_pagemap_is_not_read(
+    tmp_path: Path, plain: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine terabytes of zeros would be read for an hour, or fill the disk."""
+    claiming = claim(plain, tmp_path / "a.tar", name, 9 << 40)
+    assert read_facts(claiming).sizes[name] == 9 << 40
+    extract, extracted = ops._extract, []
+
+    def note(member: Member, path: Path) -> None:
+        extracted.append(member.image_name)
+        extract(member, path)
+
+    monkeypatch.setattr(ops, "_extract", note)
+    for act in (
+        lambda: pack(claiming, tmp_path / "out.tar"),
+        lambda: ops.verify_archive(claiming, workers=1),
+        lambda: ops.diff_archives(claiming, plain),
+    ):
+        with pytest.raises(ImageError, match=name):
+            act()
+    assert "pagemap-9.img" in extracted
+    assert name not in extracted
 
 
 def test_output_is_replaced_only_by_force_and_never_half(tmp_path: Path, plain: Path) -> None:

@@ -15,6 +15,7 @@ from ocihook.engine import archive
 from ocihook.engine.archive import compression_of, read_facts, read_members, write_archive
 from ocihook.errors import ArchiveError
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
+from tests.memory_bound import run_within
 
 
 @pytest.fixture
@@ -134,8 +135,8 @@ def test_a_document_too_large_to_be_read_is_refused(tmp_path: Path, plain: Path)
         for member in old:
             if member.name != "config.dump":
                 new.addfile(member, old.extractfile(member))
-    with_member(small, tmp_path / "a", tarfile.TarInfo("config.dump"), bytes((16 << 20) + 1))
-    with pytest.raises(ArchiveError, match=r"member 'config.dump' is not a file of at most 16777216 bytes"):
+    with_member(small, tmp_path / "a", tarfile.TarInfo("config.dump"), bytes((4 << 20) + 1))
+    with pytest.raises(ArchiveError, match=r"member 'config.dump' is not a file of at most 4194304 bytes"):
         read_facts(tmp_path / "a")
 
 
@@ -211,6 +212,123 @@ def test_names_that_are_not_utf_8_survive_copying(tmp_path: Path, plain: Path) -
     command = ["tar", "-tf", str(tmp_path / "b"), "--quoting-style=literal"]
     listed = subprocess.run(command, check=True, capture_output=True, timeout=10)
     assert b"volumes/\xff\xfe" in listed.stdout
+
+
+def pax_header(data: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    info = tarfile.TarInfo("././@PaxHeader")
+    info.type, info.size = kind, len(data)
+    return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % 512)
+
+
+def long_name(data: bytes) -> bytes:
+    return pax_header(data, tarfile.GNUTYPE_LONGNAME)
+
+
+def before_all(source: Path, target: Path, headers: bytes, compression: str = "none") -> Path:
+    write(target, headers + source.read_bytes(), compression)
+    return target
+
+
+@pytest.mark.parametrize("compression", archive.COMPRESSIONS)
+@pytest.mark.parametrize("header", [pax_header(b"7 a=bc\n"), long_name(b"name\0"), pax_header(b"", tarfile.XGLTYPE)])
+def test_headers_in_a_chain_are_refused(tmp_path: Path, plain: Path, header: bytes, compression: str) -> None:
+    """tarfile calls itself for each of them, so that thousands end in a RecursionError."""
+    path = before_all(plain, tmp_path / "a", header * 5000, compression)
+    with pytest.raises(ArchiveError, match=f"{path} .*a member has more than 16 headers"):
+        read_all(path)
+
+
+def test_a_few_headers_before_a_member_are_read(tmp_path: Path, plain: Path) -> None:
+    headers = pax_header(b"7 a=bc\n", tarfile.XGLTYPE) + pax_header(b"12 mtime=12\n") + long_name(b"another\0")
+    path = before_all(plain, tmp_path / "a", headers)
+    first = next(read_members(path))
+    assert (first.name, first.info.mtime) == ("another", 12)
+
+
+@pytest.mark.parametrize("mtime", ["nan", "inf", "-inf", "1e999"])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, plain: Path, mtime: str) -> None:
+    record = f" mtime={mtime}\n"
+    path = before_all(plain, tmp_path / "a", pax_header(f"{len(record) + 2}{record}".encode()))
+    with pytest.raises(ArchiveError, match="has an impossible size, time or name"):
+        read_all(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"2 " * (100 << 10) + b"=", "malformed"),  # as older tarfiles read it, 10^5 keys of 10^5 bytes each
+        (b"9" * (200 << 10) + b" hdrcharset", "a number that is none"),
+        (b"9 a=b\n", "malformed"),
+        (b"6 abc\n", "malformed"),
+    ],
+)
+def test_attributes_that_cost_more_than_they_hold_are_refused(
+    tmp_path: Path, plain: Path, data: bytes, why: str
+) -> None:
+    path = before_all(plain, tmp_path / "a", pax_header(data))
+    with pytest.raises(ArchiveError, match=why):
+        read_all(path)
+
+
+_READ = (
+    "from ocihook.engine.archive import read_facts; from ocihook.errors import ArchiveError; from pathlib import Path"
+)
+_REFUSE = """
+try:
+    read_facts(Path(sys.argv[1]))
+except ArchiveError as error:
+    print(error)
+"""
+
+
+def sparse_header(parts: int, size: int) -> bytes:
+    """Return a member of GNU's old sparse format; its map goes on in blocks of their own."""
+    info = tarfile.TarInfo("checkpoint/pages-9.img")
+    info.type = tarfile.GNUTYPE_SPARSE
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[482] = 1
+    block[483:495] = b"%011o\0" % size
+    block[148:156] = b"%06o\0 " % (sum(block) - sum(block[148:156]) + 8 * ord(" "))
+    rows = b"".join(b"%011o\0%011o\0" % (2 * number + 1, 1) for number in range(21)) + b"\1" + bytes(7)
+    return bytes(block) + rows * (parts // 21)
+
+
+def global_attributes(number: int) -> bytes:
+    rows = b"".join(b"18 %02d-%04d=value\n" % (number, row) for row in range(9999))
+    return pax_header(rows, tarfile.XGLTYPE) + tarfile.TarInfo(f"volumes/{number}").tobuf(tarfile.USTAR_FORMAT)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        pytest.param(sparse_header(5_000_000, 1 << 40), id="map of a sparse file"),
+        pytest.param(b"".join(map(global_attributes, range(100))), id="attributes of all members"),
+    ],
+)
+def test_an_archive_cannot_take_more_memory_than_it_may(tmp_path: Path, plain: Path, headers: bytes) -> None:
+    path = before_all(plain, tmp_path / "a", headers, "zstd")
+    assert path.stat().st_size < 4 << 20
+    assert "damaged" in run_within(64 << 20, _REFUSE, path, before=_READ)
+
+
+def test_members_without_end_are_refused_in_bounded_memory(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "one", "w") as tar:
+        tar.addfile(tarfile.TarInfo("volumes/" + "x" * 80))
+    block = (tmp_path / "one").read_bytes()[:512]
+    with archive._open_stream(tmp_path / "a", "wb", "zstd") as stream:
+        for number in range(400_000):
+            name = bytearray(block)
+            name[8:16] = b"%08d" % number
+            name[148:156] = b"%06o\0 " % (sum(name) - sum(name[148:156]) + 8 * ord(" "))
+            stream.write(name)
+    told = run_within(160 << 20, _REFUSE, tmp_path / "a", before=_READ)
+    assert "its names are too long, or too many" in told
+
+
+def test_a_stream_without_end_behind_its_tar_is_refused(tmp_path: Path, plain: Path) -> None:
+    write(tmp_path / "a", plain.read_bytes() + bytes(64 << 20), "zstd")
+    with pytest.raises(ArchiveError, match="goes on for more than 16777216 bytes behind its end"):
+        read_all(tmp_path / "a")
 
 
 @settings(max_examples=300, deadline=None)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,19 @@ def test_packs_of_an_earlier_dump_into_the_directory_do_not_count(directory: Pat
     pack(directory)
     image_set.rehydrate_image_set(directory, workers=1)
     assert (directory / "pages-1.img").read_bytes() == fresh[1]
+
+
+@pytest.mark.parametrize("act", [image_set.verify_image_set, image_set.rehydrate_image_set])
+def test_an_image_that_no_pagemap_names_is_refused(directory: Path, act: Callable[..., object]) -> None:
+    """A manifest can claim any size, of zeros that no pack has."""
+    manifest = pack(directory)
+    (directory / "pagemap-7.img").unlink()
+    others = tuple(image for image in manifest.other_images if image.name != "pagemap-7.img")
+    manifests.write_manifest(directory, dataclasses.replace(manifest, other_images=others), durable=False)
+    before = contents(directory)
+    with pytest.raises(ImageError, match=r"no pagemap is there that names pages-2\.img"):
+        act(directory, workers=1)
+    assert contents(directory) == before
 
 
 class Killed(BaseException):

@@ -17,10 +17,12 @@ from ocihook.criu.images import (
     parse_dump_stats,
     parse_pagemap,
     parse_processes,
+    parse_runs,
     read_pagemaps,
 )
 from ocihook.criu.proto import message_class
 from ocihook.errors import ImageError
+from tests.memory_bound import run_within
 
 PAGEMAP = struct.pack("<II", 0x54564319, 0x56084025)
 PSTREE = struct.pack("<II", 0x54564319, 0x50273030)
@@ -53,22 +55,28 @@ def test_a_pagemap_of_each_age() -> None:
         {"vaddr": 0x5000, "compat_nr_pages": 0, "nr_pages": 1 << 33, "flags": PRESENT | 2},  # 4.2; lazy too
         pages_id=7,
     )
-    assert parse_pagemap(data) == Pagemap(
-        "pages-7.img",
-        (
-            PageRun(0x1000, 2, is_present=True),
-            PageRun(0x2000, 3, is_present=False),
-            PageRun(0x3000, 4, is_present=True),
-            PageRun(0x4000, 5, is_present=False),
-            PageRun(0x5000, 1 << 33, is_present=True),
-        ),
-        is_compressed=False,
-    )
-    assert parse_pagemap(data).present_bytes == (2 + 4 + (1 << 33)) * PAGE_BYTES
+    assert list(parse_runs(data)) == [
+        PageRun(0x1000, 2, is_present=True),
+        PageRun(0x2000, 3, is_present=False),
+        PageRun(0x3000, 4, is_present=True),
+        PageRun(0x4000, 5, is_present=False),
+        PageRun(0x5000, 1 << 33, is_present=True),
+    ]
+    assert parse_pagemap(data) == Pagemap("pages-7.img", (2 + 4 + (1 << 33)) * PAGE_BYTES, is_compressed=False)
+
+
+def test_of_a_pagemap_nothing_is_kept_but_sums(tmp_path: Path) -> None:
+    """It may have millions of runs, and a container as many processes as it likes."""
+    runs = 400_000
+    entry = message("pagemap_entry", vaddr=0x1000, compat_nr_pages=1000, flags=PRESENT)
+    (tmp_path / "pagemap-1.img").write_bytes(pagemap() + entry * runs)
+    program = "print(sum(p.present_bytes for p in read_pagemaps(Path(sys.argv[1])).values()))"
+    before = "from pathlib import Path; from ocihook.criu.images import read_pagemaps"
+    assert int(run_within(40 << 20, program, tmp_path, before=before)) == runs * 1000 * PAGE_BYTES
 
 
 def test_a_pagemap_without_memory() -> None:
-    assert parse_pagemap(pagemap()) == Pagemap("pages-1.img", (), is_compressed=False)
+    assert parse_pagemap(pagemap()) == Pagemap("pages-1.img", 0, is_compressed=False)
 
 
 def test_a_field_of_later_criu_means_that_its_pages_are_opaque() -> None:
@@ -118,7 +126,8 @@ def test_a_pagemap_cut_anywhere_but_between_messages_is_refused() -> None:
     whole = {len(pagemap()), len(pagemap({"vaddr": 0x1000, "compat_nr_pages": 2}))}
     for size in range(len(data)):
         if size in whole:
-            assert len(parse_pagemap(data[:size]).runs) < 2
+            assert parse_pagemap(data[:size]).present_bytes < 300 * PAGE_BYTES
+            assert len(list(parse_runs(data[:size]))) < 2
         else:
             with pytest.raises(ImageError):
                 parse_pagemap(data[:size])

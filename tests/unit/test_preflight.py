@@ -5,12 +5,16 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ocihook.config import Policy, Settings
+from ocihook.cuda import signs as signs_module
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
 from ocihook.errors import PreflightError
@@ -252,9 +256,6 @@ ring = ctypes.CDLL(None).syscall(425, 4, (ctypes.c_char * 120)())
 print("ready", ring >= 0, flush=True)
 sys.stdin.read()
 """
-    import subprocess
-    import sys
-
     environment = {**os.environ, "NCCL_P2P_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0", "OTHER": "x"}
     for name, has_driver in ((library, True), (tmp_path / "libcudart.so.13", False)):
         name.write_bytes(bytes(4096))
@@ -280,9 +281,45 @@ sys.stdin.read()
             assert signs == Signs(pid=signs.pid)
 
 
-def test_device_files_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ocihook.cuda import signs
+@pytest.fixture
+def inside(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """A process with a root of its own, and that root."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: chroot")
+    root = tmp_path / "root"
+    (root / "etc").mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", "import os, sys; os.chroot(sys.argv[1]); print('ready', flush=True); input()", root],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process.pid, root
+        process.communicate("\n")
 
+
+def test_configuration_of_nccl_is_read_where_the_container_has_it(inside: tuple[int, Path]) -> None:
+    pid, root = inside
+    (root / "etc/nccl.conf").write_text("NCCL_P2P_DISABLE=1\nOTHER=1\n")
+    assert signs_module._environment(pid)["NCCL_P2P_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize("link", ["etc", "etc/nccl.conf", "root"])
+def test_a_link_of_the_container_does_not_lead_to_the_nodes_files(inside: tuple[int, Path], link: str) -> None:
+    pid, root = inside
+    nodes = root.parent / "nodes"
+    nodes.mkdir()
+    for name in ("nccl.conf", ".nccl.conf"):
+        (nodes / name).write_text("NCCL_OF_THE_NODE=1\n")
+    if link == "etc":
+        (root / "etc").rmdir()
+    (root / link).symlink_to(nodes / "nccl.conf" if link.endswith("conf") else nodes)
+    assert "NCCL_OF_THE_NODE" not in signs_module._environment(pid)
+
+
+def test_device_files_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     links = [
         "/dev/nvidia0",
         "/dev/nvidiactl",
@@ -291,20 +328,18 @@ def test_device_files_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -
         "/dev/null",
         "/tmp/nvidia0",
     ]
-    monkeypatch.setattr(signs, "_links", lambda _pid: [(str(n), link) for n, link in enumerate(links)])
-    monkeypatch.setattr(signs, "_minor", lambda _pid, fd: {"0": 4, "3": 1}.get(fd, -1))
+    monkeypatch.setattr(signs_module, "_links", lambda _pid: [(str(n), link) for n, link in enumerate(links)])
+    monkeypatch.setattr(signs_module, "_minor", lambda _pid, fd: {"0": 4, "3": 1}.get(fd, -1))
     found = read_signs(os.getpid())
     assert (found.device_files, found.gpu_minors, found.has_mig) == (4, frozenset({4}), False)
-    monkeypatch.setattr(signs, "_minor", lambda _pid, fd: {"0": 4, "3": 12}.get(fd, -1))
+    monkeypatch.setattr(signs_module, "_minor", lambda _pid, fd: {"0": 4, "3": 12}.get(fd, -1))
     assert read_signs(os.getpid()).has_mig
 
 
 def test_somebody_elses_nccl_socket_does_not_count(library: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(f"\0tmp/nccl-socket-1-{os.getpid()}")
-        from ocihook.cuda import signs
-
-        assert str(os.fstat(other.fileno()).st_ino) in signs._nccl_sockets(os.getpid())
+        assert str(os.fstat(other.fileno()).st_ino) in signs_module._nccl_sockets(os.getpid())
         pid = os.fork()
         if pid == 0:
             os.closerange(3, 1000)

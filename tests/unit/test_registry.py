@@ -245,7 +245,9 @@ def test_manifests_and_tags(registry: Registry) -> None:
         repository.get_manifest("v1")
 
 
-@pytest.mark.parametrize("fault", [answers(500), answers(429, **{"Retry-After": "0"}), breaks()])
+@pytest.mark.parametrize(
+    "fault", [answers(500), answers(429, **{"Retry-After": "0"}), answers(503, **{"Retry-After": "soon"}), breaks()]
+)
 def test_what_may_go_right_later_is_tried_again(registry: Registry, fault: Callable[..., bool]) -> None:
     registry.fail("PUT", fault, times=2)
     assert connect(registry).put_manifest("latest", b"{}") == digest_of(b"{}")
@@ -254,6 +256,47 @@ def test_what_may_go_right_later_is_tried_again(registry: Registry, fault: Calla
     with pytest.raises(RegistryError):
         connect(registry).put_manifest("latest", b"{}")
     assert registry.count("PUT") == 6
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b"null", b'{"tags": {"a": 1}}', b'{"tags": "v1"}', b'{"tags": [1]}', b"[" * 99999]
+)
+def test_a_list_of_tags_that_cannot_be_read_does_not_count_as_empty(registry: Registry, data: bytes) -> None:
+    """A prune would take it for a remote that has no checkpoints."""
+    registry.fail("GET", sends(data))
+    with pytest.raises(RegistryError, match="no list of tags"):
+        connect(registry).tags()
+
+
+def test_a_list_of_tags_may_be_empty(registry: Registry) -> None:
+    registry.fail("GET", sends(b'{"name": "team/job", "tags": null}'))
+    assert connect(registry).tags() == []
+
+
+@pytest.mark.parametrize("following", ["/v2/team/job/tags/list?n=1000", "/v2/team/job/tags/list?last=b"])
+def test_pages_of_tags_that_link_in_a_circle(registry: Registry, following: str) -> None:
+    registry.fail("GET", answers(200, b'{"tags": ["a", "b"]}', Link=f'<{following}>; rel="next"'), times=9)
+    with pytest.raises(RegistryError, match="the list of tags has no end"):
+        connect(registry).tags()
+    assert registry.count("GET") <= 2
+
+
+def test_a_page_of_tags_that_is_missing_is_no_end(registry: Registry) -> None:
+    repository = connect(registry)
+    for tag in ("a", "b", "c"):
+        repository.put_manifest(tag, b"{}")
+    registry.fail("GET", lambda _: False)
+    registry.fail("GET", answers(404))
+    with pytest.raises(RegistryError, match="does not know it"):
+        repository.tags()
+
+
+@pytest.mark.parametrize("asked", ["61", "999999999", "9" * 400, "Wed, 21 Oct 2099 07:28:00 GMT"])
+def test_a_registry_that_asks_for_years_is_not_waited_for(registry: Registry, asked: str) -> None:
+    registry.fail("PUT", answers(429, **{"Retry-After": asked}), times=9)
+    with pytest.raises(RegistryError, match=r"takes no request for the next [0-9inf]+ s\. Try again then"):
+        connect(registry).put_manifest("latest", b"{}")
+    assert registry.count("PUT") == 1
 
 
 @pytest.mark.parametrize("auth", ["basic", "bearer"])

@@ -38,8 +38,8 @@ MANIFEST = StoredManifest(
     host={"kernel": "6"},
     images=(StoredImage("pages-1.img", 8192),),
     regions=(StoredRegion("7/1", 0x7F0000000000, 4096, 0),),
-    gpu={"driver": "1"},
-    other_images=(OtherImage("core-1.img", 3, "0" * 32),),
+    gpu={"driver": "1", "devices": []},
+    other_images=(OtherImage("core-1.img", 3, "0" * 32), OtherImage("descriptors.json", 2, "1" * 32)),
     page_ids_digest="cd" * 32,
     added_bytes=5,
 )
@@ -118,6 +118,7 @@ def test_a_manifest_is_read_again() -> None:
         {"images": [["pages-1.img", "1"]]},
         {"regions": [["7", 1, 4096, 0]]},
         {"gpu": []},
+        {"gpu": {"driver": "1", "devices": [1]}},
         {"host": {"a": 1}},
         {"page_ids_digest": "x"},
         {"container": {}},
