@@ -1,12 +1,16 @@
 """Logging of agent and command line: the journal with fields of its own, stderr, or a file for a detached agent."""
 
+import contextlib
+import fcntl
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
+FILE_BYTES = 1 << 20  # of a file, which is in memory (/run); as much again is kept of what was before
 _PRIORITIES = {10: 7, 20: 6, 30: 4, 40: 3, 50: 2}  # syslog(3), by level
 
 Fields = Callable[[], Mapping[str, str]]
@@ -54,6 +58,27 @@ class _JournalHandler(logging.Handler):
         super().close()
 
 
+class _FileHandler(WatchedFileHandler):
+    """Appends to a file that many processes write, each of which opens it anew where another has put it aside."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        with contextlib.suppress(OSError):  # as no record is a reason not to go on
+            self._put_aside()
+
+    def _put_aside(self) -> None:
+        if os.stat(self.baseFilename).st_size < FILE_BYTES:
+            return
+        fd = os.open(self.baseFilename, os.O_RDONLY | os.O_CLOEXEC)  # whose lock is not our parent's, too
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or another process is at it
+            now = os.stat(self.baseFilename)
+            if os.path.samestat(now, os.fstat(fd)) and now.st_size >= FILE_BYTES:
+                Path(self.baseFilename).replace(f"{self.baseFilename}.1")
+        finally:
+            os.close(fd)
+
+
 def _encode(name: str, value: str) -> bytes:
     data = value.encode("utf-8", "replace")
     if b"\n" not in data:
@@ -62,10 +87,13 @@ def _encode(name: str, value: str) -> bytes:
 
 
 def set_up_logging(level: int, file: Path | None = None) -> None:
-    """Send all records to `file`, else to the journal where stderr is connected to it, else to stderr."""
+    """Send all records to `file`, else to the journal where stderr is connected to it, else to stderr.
+
+    Of a file the last `FILE_BYTES` and a little more are kept at least, twice that at most; the older in FILE.1.
+    """
     handler: logging.Handler
     if file is not None:
-        handler = logging.FileHandler(file, delay=True)
+        handler = _FileHandler(file, delay=True)
     elif "JOURNAL_STREAM" in os.environ and JOURNAL_SOCKET.exists():
         handler = _JournalHandler()
     else:

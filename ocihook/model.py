@@ -1,7 +1,10 @@
 """Facts that several layers pass to one another."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+
+_ENGINES_ID = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +26,10 @@ class ContainerRef:
         return bool(self.pod_namespace) or self.engine == "cri-o"  # without a kubelet CRI-O tells no namespace
 
     def __str__(self) -> str:
-        short_id = self.id[:12]
+        shown = short_id(self.id)
         if self.pod_name:
-            return f"{self.pod_namespace}/{self.pod_name}/{self.name or short_id}"
-        return f"{self.name} ({short_id})" if self.name else short_id
+            return f"{self.pod_namespace}/{self.pod_name}/{self.name or shown}"
+        return f"{self.name} ({shown})" if self.name else shown
 
     def to_json(self) -> dict[str, str]:
         """Return what `from_json` takes."""
@@ -45,3 +48,8 @@ class ContainerRef:
         if not all(isinstance(item, str) for item in known.values()):
             raise ValueError("every fact of a container is a string")
         return cls(**known)
+
+
+def short_id(container_id: str) -> str:
+    """Return the id that an engine has made as engines show it; one that somebody chose (with runc alone) whole."""
+    return container_id[:12] if _ENGINES_ID.fullmatch(container_id) else container_id

@@ -35,14 +35,19 @@ MACHINE = os.uname().machine
 GLIBC = ("2_34", "2_28", "2_27", "2_26", "2_24", "2_17")  # of RHEL 9, and what came before
 LICENSES = ("*.dist-info/METADATA", "*.dist-info/licenses/*", "*.dist-info/LICENSE*")
 
-# What is taken of each distribution. tests import all of ocihook, and what it imports late, under every Python.
+# What is taken of each distribution; a * stands for slashes, too. Tests import all of ocihook, and what it imports
+# late, under every Python.
 KEPT: dict[str, tuple[str, ...]] = {
     "backports-zstd": ("backports/zstd/*",),
-    "botocore": (  # a seventh of it: object storage, and the services that lead to its credentials
+    "botocore": (  # a sixth of it: object storage, and the services that lead to its credentials
         "botocore/*.py",
         "botocore/cacert.pem",
-        "botocore/data/*.json",
+        "botocore/data/_retry.json",
+        "botocore/data/endpoints.json",
+        "botocore/data/partitions.json",
+        "botocore/data/sdk-default-configuration.json",
         "botocore/data/s3/*",
+        "botocore/data/signin/*",
         "botocore/data/sso/*",
         "botocore/data/sso-oidc/*",
         "botocore/data/sts/*",
@@ -77,7 +82,10 @@ KEPT: dict[str, tuple[str, ...]] = {
     "urllib3": ("urllib3/*",),
     "xxhash": ("xxhash/*",),
 }
-DROPPED = ("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.h", "*.c", "*.proto", "*/py.typed", "*/tests/*")
+DROPPED = (
+    *("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.h", "*.c", "*.proto", "*/py.typed", "*/tests/*"),
+    "botocore/data/*/examples-1.json",
+)
 
 
 def main() -> int:
@@ -149,10 +157,13 @@ def unpack(wheel: Path, site: Path) -> None:
     name = str(parse_wheel_filename(wheel.name)[0])
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
-            if entry.is_dir() or not _matches(entry.filename, (*KEPT[name], *LICENSES)):
-                continue
-            if not _matches(entry.filename, DROPPED):
+            if not entry.is_dir() and is_kept(name, entry.filename):
                 archive.extract(entry, site)
+
+
+def is_kept(distribution: str, name: str) -> bool:
+    """Tell whether a file of a distribution is taken."""
+    return _matches(name, (*KEPT[distribution], *LICENSES)) and not _matches(name, DROPPED)
 
 
 def copy_project(site: Path) -> None:

@@ -289,6 +289,78 @@ def traced(_directory: Path) -> None:
     _outside(lambda: _call(101, 0x4206, victim, 0, 0))  # PTRACE_SEIZE
 
 
+def traced_inside(_directory: Path) -> None:
+    """A child that is traced by us, since it asked for it (PTRACE_TRACEME)."""
+    if os.fork() == 0:
+        _call(101, 0, 0, 0, 0)
+        os.write(_TOLD, b"x")
+        while True:
+            signal.pause()
+    os.read(_READY, 1)
+
+
+def sigtrap(_directory: Path) -> None:
+    """A signal of debuggers' that waits, since it is blocked."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTRAP])
+    os.kill(os.getpid(), signal.SIGTRAP)
+
+
+def hidden_file(directory: Path) -> None:
+    """A file in a directory on which something is mounted afterwards; the test gives us mounts of our own."""
+    (directory / "hidden").mkdir()
+    _KEPT.append((directory / "hidden/file").open("w"))
+    _mount_tmpfs(directory / "hidden")
+
+
+def hidden_mount(directory: Path) -> None:
+    """A file on a mount on which another one is mounted."""
+    _mount_tmpfs(directory / "hidden")
+    _KEPT.append((directory / "hidden/file").open("w"))
+    _mount_tmpfs(directory / "hidden")
+
+
+def hidden_name(directory: Path) -> None:
+    """A file in a directory on which one is mounted that has another file of this name."""
+    (directory / "hidden").mkdir()
+    _KEPT.append((directory / "hidden/file").open("w"))
+    _mount_tmpfs(directory / "hidden")
+    (directory / "hidden/file").touch()
+
+
+def _mount_tmpfs(place: Path) -> None:
+    place.mkdir(exist_ok=True)
+    assert _libc.mount(b"tmpfs", os.fsencode(place), b"tmpfs", 0, None) == 0
+
+
+def unix_closed_in_flight(_directory: Path) -> None:
+    """A connection that was closed before it was accepted."""
+    _unix_client().close()
+
+
+def unix_sent_in_flight(_directory: Path) -> None:
+    """A connection over which something was sent before it was accepted."""
+    client = _unix_client()
+    client.send(b"x")
+    _KEPT.append(client)
+
+
+def _unix_client() -> socket.socket:
+    server, client = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+    server.bind(f"\0ocihook-{os.getpid()}")
+    server.listen()
+    client.connect(server.getsockname())
+    _KEPT.append(server)
+    return client
+
+
+def udp_corked(_directory: Path) -> None:
+    """A socket that holds back what is sent."""
+    cork = 1
+    corked = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    corked.setsockopt(socket.IPPROTO_UDP, cork, 1)
+    _KEPT.append(corked)
+
+
 def session_outside(_directory: Path) -> None:
     """Of a session whose leader is not in the tree: the test does not make it a leader."""
 

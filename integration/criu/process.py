@@ -22,6 +22,9 @@ _SESSION_LEADERS = {
     "session_unseen": ["unshare", "--pid", "--fork", "--kill-child"],
 }
 
+# Mounts of its own, and standard files that are on them.
+_OWN_MOUNTS = ["unshare", "--mount", "sh", "-c", 'exec "$@" </dev/null >/dev/null 2>&1', "sh"]
+
 
 class Hazard:
     """A process with something special about it (integration/criu/hazard.py), and a directory of its own."""
@@ -31,8 +34,9 @@ class Hazard:
         self.images = directory / "images"
         self.images.mkdir()
         leader = _SESSION_LEADERS.get(name, [])
+        mounts = _OWN_MOUNTS if name.startswith("hidden_") else []
         self._process = subprocess.Popen(
-            [*leader, sys.executable, "-S", _PROGRAM, name, directory, str(port)],
+            [*leader, *mounts, sys.executable, "-S", _PROGRAM, name, directory, str(port)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

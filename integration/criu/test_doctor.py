@@ -57,6 +57,7 @@ HAZARDS = {
     "nested_user": "nested-namespace",
     "nested_time": "nested-namespace",
     "traced": "traced",
+    "traced_inside": "traced",
     "session_outside": "session-leader",
     "session_unseen": "session-leader",
 }

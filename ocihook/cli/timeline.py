@@ -71,7 +71,7 @@ def _open_sessions() -> list[dict[str, Any]]:
 def _print(found: Timeline) -> None:
     facts = [f"session {found.session}", f"{found.seconds:.3f} s", found.outcome]
     facts += [f"checkpoint {found.checkpoint}"] if found.checkpoint else []
-    click.echo(printable(f"{found.act} of {found.container or 'an unknown container'}: {', '.join(facts)}"))
+    click.echo(printable(f"{found.act} of {found.who}: {', '.join(facts)}"))
     if found.error:
         click.echo(printable(found.error))
     rows, lane = [], ""

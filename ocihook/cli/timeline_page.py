@@ -41,7 +41,7 @@ th { color: var(--faint); font-weight: 600; } .number { text-align: right; white
 
 def page(timeline: Timeline) -> str:
     """Return the page. Names in it, which containers chose, are text and nothing else."""
-    title = f"{timeline.act} of {timeline.container or 'an unknown container'}"
+    title = f"{timeline.act} of {timeline.who}"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timeline.began))
     facts = [f"session {timeline.session}", when, f"{timeline.seconds:.3f} s", timeline.outcome]
     facts += [f"checkpoint {timeline.checkpoint}"] if timeline.checkpoint else []

@@ -15,6 +15,7 @@ IO_URING_REMEDY = (
     "keep it away by a seccomp filter (podman's default, RuntimeDefault in Kubernetes) or sysctl "
     "kernel.io_uring_disabled=2; UV_USE_IO_URING=0 does for Node, USE_LIBUV=0 does not for torchrun"
 )
+TRACED_INSIDE_REMEDY = "have the application trace none of its own processes, as sandboxes and crash handlers do"
 
 
 class Cause(NamedTuple):
@@ -45,18 +46,15 @@ def explain(log: str) -> Explanation | None:
     # CRIU tells of its success only where it is told to log as much as runtimes have it log.
     if _HAS_SUCCEEDED.search(log) or not (has_ended or _IS_VERBOSE.search(log)):
         return None
-    process = said = first_error = ""
+    before, first_error = _Before(), ""
     for line in lines:
-        if found := _PROCESS.search(line):
-            process = found[1]
-        elif _STAGE.search(line):
-            said = ""
-        elif line.startswith(_OURS):
-            said = line.removeprefix(_OURS)
-        elif said and _SCRIPT_FAILED.search(line):
-            return Explanation("ocihook", said.rstrip("."), "", f"{_OURS}{said}")
-        if cause := _cause_of(line):
-            return _filled(*cause, line, process)
+        before.read(line)
+        if before.said and _SCRIPT_FAILED.search(line):
+            return Explanation("ocihook", before.said.rstrip("."), "", f"{_OURS}{before.said}")
+        if before.not_seized and _FREEZE_FAILED.search(line):
+            return _filled(_TRACED, before.not_seized, before)
+        if cause := _cause_of(line, before):
+            return _filled(cause, line, before)
         if not first_error and _ERROR.search(line) and not _NOISE.search(line):
             first_error = line
     if not first_error:
@@ -65,15 +63,44 @@ def explain(log: str) -> Explanation | None:
     return Explanation("unknown", f"CRIU says «{_text(first_error)}»", "", first_error)
 
 
-def _cause_of(line: str) -> tuple[Cause, re.Match[str]] | None:
+class _Before:
+    """What the log has said before a line: whom and what an error is about."""
+
+    def __init__(self) -> None:
+        self.process = ""
+        self.opened = ""  # the name of a file, as the kernel shows it
+        self.said = ""  # by us
+        self.not_seized = ""  # the line that says so
+
+    def read(self, line: str) -> None:
+        if found := _PROCESS.search(line):
+            self.process = found[1]
+        elif found := _PATH.search(line):
+            self.opened = found[1]
+        elif _STAGE.search(line):
+            self.said = ""
+        elif line.startswith(_OURS):
+            self.said = line.removeprefix(_OURS)
+        elif _NOT_SEIZED.search(line):
+            self.not_seized = line
+        if _SEIZED.search(line):
+            self.not_seized = ""
+
+
+def _cause_of(line: str, before: _Before) -> Cause | None:
     if not _ERROR.search(line) or _NOISE.search(line):
         return None
-    return next(((cause, match) for cause in _CAUSES if (match := cause.pattern.search(line))), None)
+    cause = next((cause for cause in _CAUSES if cause.pattern.search(line)), None)
+    has_its_name = bool(before.opened) and f"link remap for {before.opened}. Use" in line  # else it had " (deleted)"
+    return _HIDDEN if has_its_name else cause
 
 
-def _filled(cause: Cause, match: re.Match[str], line: str, process: str) -> Explanation:
-    values = {name: _printable(value or "") for name, value in match.groupdict().items()}
-    who = f"process {process}" if process else "a process"
+def _filled(cause: Cause, line: str, before: _Before) -> Explanation:
+    match = cause.pattern.search(line)
+    assert match is not None
+    named = {name: value or "" for name, value in match.groupdict().items()}
+    values = {name: _printable(value) for name, value in ({"opened": before.opened} | named).items()}
+    who = f"process {before.process}" if before.process else "a process"
     return Explanation(
         cause.name,
         cause.what.format(who=who, **values),
@@ -102,6 +129,12 @@ _HAS_ENDED = re.compile(r"(?:Dumping|Restoring) FAILED")
 # CRIU says these before anything is wrong, or says them of every failure.
 _NOISE = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER_XT_MARK|exited, status=")
 _PROCESS = re.compile(r"(?:Dumping (?:task|opened files|path)|Collecting mappings|Dump files)[^(]*\(pid: ([0-9]+)")
+_PATH = re.compile(r"Dumping path for -?[0-9]+ fd via self -?[0-9]+ \[(.*)\]$")
+# In a frozen cgroup CRIU takes who is traced for one about to end, and tries until its time is over. A zombie cannot be
+# seized either: CRIU says so, says that it is seized, and goes on.
+_NOT_SEIZED = re.compile(r"Unable to interrupt task: \d+ \(Operation not permitted\)")
+_SEIZED = re.compile(r"Seized task \d+|Dumping task")
+_FREEZE_FAILED = re.compile(r"Timeout reached\. Try to interrupt|Dumping FAILED")
 
 
 def _causes(*rows: tuple[str, str, str, str]) -> Iterator[Cause]:
@@ -159,6 +192,18 @@ _CAUSES: Sequence[Cause] = tuple(
             r"Can't create link remap for (?P<path>.+)\. Use link-remap option",
             "{path} is in use by a name that it no longer has (POSIX semaphores are)",
             f"write `link-remap` into {_CONF}",
+        ),
+        (
+            "hidden-file",
+            r"Unaccessible path opened|Can't (?:create link remap for|link remap to .*: Invalid cross-device)",
+            "{who} has {opened} open, which is not found by that name: something was mounted over it since",
+            "unmount what hides it, or have the application close it and keep it elsewhere",
+        ),
+        (
+            "hidden-file",
+            r"Open files on overmounted mounts are not .* path=(?P<path>.+)$",
+            "{who} has {path} open, on a mount that is hidden by another one",
+            "unmount what hides it, or have the application close it and keep it elsewhere",
         ),
         (
             "inotify",
@@ -222,6 +267,18 @@ _CAUSES: Sequence[Cause] = tuple(
             "have it close the connection before the dump",
         ),
         (
+            "unix-in-flight",
+            r"unix: (?:Found a closed|Non-empty write queue on an) in-flight socket",
+            "a Unix connection was used or closed by its client before {who} has accepted it",
+            "try again; if it stays so, have the application accept connections or close its listening socket",
+        ),
+        (
+            "udp-corked",
+            r"Can't dump corked dgram socket",
+            "{who} has a UDP socket that holds back what it sends (UDP_CORK)",
+            "have the application take UDP_CORK off before the dump",
+        ),
+        (
             "no-network-lock",
             r'execvp\("(?P<program>ip6?tables-restore|nft)".*No such file',  # criu#2339
             "CRIU holds a container's network still with {program}, which this node does not have",
@@ -230,15 +287,27 @@ _CAUSES: Sequence[Cause] = tuple(
         # Processes.
         (
             "nested-namespace",
+            r"Can't dump nested time namespace for (?P<pid>\d+)",
+            "process {pid} and its children are in different time namespaces, which CRIU cannot dump",
+            "start them without `unshare --time`",
+        ),
+        (
+            "nested-namespace",
             r"Can't dump nested (?P<kind>\w+) namespace for (?P<pid>\d+)",
             "process {pid} is in a nested {kind} namespace, as a sandbox or a container in the container makes",
             "turn the sandbox off, or do not run containers inside",
         ),
         (
             "traced",
-            r"Unseizable non-zombie (?P<pid>\d+) found, state (?P<state>\S+), err -1/1\d*$",
-            "process {pid} is being traced, by a debugger or strace",
-            "end the tracer",
+            r"(?:Unseizable non-zombie|Unable to interrupt task:) (?P<pid>\d+) (?:found, .*, err -1/1\d*$|\(Oper)",
+            "process {pid} is being traced: by a debugger, by strace, or by a process of its own container",
+            "end the tracer (`grep TracerPid /proc/{pid}/status`), or have the application trace none of its own",
+        ),
+        (
+            "pending-sigtrap",
+            r"Can't dump the (?P<pid>\d+) thread with a pending SIGTRAP",  # criu#1429
+            "thread {pid} blocks SIGTRAP while one waits for it, with which CRIU cannot dump it",
+            "have the application take the signal, or send it none while it is blocked",
         ),
         (
             "session-leader",
@@ -396,3 +465,4 @@ _CAUSES: Sequence[Cause] = tuple(
         ),
     )
 )
+_HIDDEN, _TRACED = (next(cause for cause in _CAUSES if cause.name == name) for name in ("hidden-file", "traced"))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ocihook.config import OWNER_ANNOTATION
 from ocihook.errors import IdentificationError
-from ocihook.model import ContainerRef
+from ocihook.model import ContainerRef, short_id
 
 
 class _Names(NamedTuple):
@@ -54,7 +54,7 @@ def container_ref(
     if len(marks) > 1 or not all(map(_NAMESPACE.fullmatch, marks.values())):
         told = ", ".join(f"{key} {value!r}" for key, value in marks.items())
         raise IdentificationError(
-            f"container {container_id[:12]} has the annotations {told}: nobody can tell whose it is",
+            f"container {short_id(container_id)} has the annotations {told}: nobody can tell whose it is",
             hint="an engine writes one of them, remove the other from the pod",
         )
     engine = engine_of(annotations)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ocihook.criu.explain import IO_URING_REMEDY
+from ocihook.criu.explain import IO_URING_REMEDY, TRACED_INSIDE_REMEDY
 from ocihook.cuda.driver import CudaState
 from ocihook.cuda.nvml import Gpu
 from ocihook.cuda.signs import Signs
@@ -22,7 +22,7 @@ from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
 from ocihook.ops.gpu import read_node
 
 FIRST_DRIVER = 570
@@ -130,6 +130,21 @@ def refusals(situation: Situation) -> list[str]:
 def memory_refusals(situation: Situation) -> list[str]:
     """Return those of them that are about room, on the node, in the container's limit and on the disk."""
     return [*_about_room(situation)]
+
+
+def trace_refusals(init_pid: int) -> list[str]:
+    """Return which processes of a container are traced and by whom, each tracer once, with what to do about it."""
+    pids = descendants(init_pid)
+    found: dict[int, int] = {}  # by the tracer, the first that it traces
+    for pid in pids:
+        for thread in thread_ids(pid):
+            if tracer := tracer_pid(thread):
+                found.setdefault(tracer, pid)
+    return [
+        f"process {pid} is traced by process {tracer}, so that CRIU cannot dump it: "
+        + (TRACED_INSIDE_REMEDY if tracer in pids else f"end that tracer, a debugger or strace: kill {tracer}")
+        for tracer, pid in found.items()
+    ]
 
 
 def restore_refusals(need_bytes: int, available_ram_bytes: int, cgroup_room_bytes: int | None) -> list[str]:

@@ -36,6 +36,7 @@ class Timeline(NamedTuple):
     session: str
     act: str
     container: str
+    engine: str  # and its runtime; "" where they are not known
     checkpoint: str
     outcome: str
     error_code: str
@@ -43,6 +44,13 @@ class Timeline(NamedTuple):
     began: float  # seconds since 1970
     seconds: float
     bars: tuple[Bar, ...]
+
+    @property
+    def who(self) -> str:
+        """The container and its engine, for people."""
+        if not self.container:
+            return "an unknown container"
+        return f"container {self.container}" + (f" of {self.engine}" if self.engine else "")
 
     @property
     def lanes(self) -> list[str]:
@@ -70,10 +78,12 @@ def lay_out(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ())
         stored = [other for other in others if act_of(other) == "store" and other["facts"]["checkpoint"] == checkpoint]
         bars += [bar for other in stored for bar in _phases(other, "store, in the background")]
     code, error = error_of(record)
+    container = ContainerRef.from_json(record["container"]) if record.get("container") else None
     return Timeline(
         session=str(record["id"]),
         act=act_of(record),
-        container=str(ContainerRef.from_json(record["container"])) if record.get("container") else "",
+        container=str(container or ""),
+        engine=", ".join(filter(None, (container.engine, container.runtime))) if container else "",
         checkpoint=checkpoint,
         outcome=outcome_of(record),
         error_code=code,
@@ -189,5 +199,5 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         facts |= {"failed": True} if bar.failed else {}
         microseconds = {"ts": round(bar.start_s * 1e6, 3), "dur": round(bar.seconds * 1e6, 3)}
         events.append({"ph": "X", "pid": 1, "tid": numbers[bar.lane], "name": bar.name, **microseconds, "args": facts})
-    kept = ("session", "act", "container", "checkpoint", "outcome", "error", "began")
+    kept = ("session", "act", "container", "engine", "checkpoint", "outcome", "error", "began")
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {key: getattr(timeline, key) for key in kept}}

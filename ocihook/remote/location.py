@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from ocihook.oci.registry import Repository
 
 FORMS = (
-    "an absolute path, s3://BUCKET/PREFIX?endpoint=URL&region=NAME&profile=NAME, or "
+    "an absolute path, s3://BUCKET/PREFIX?endpoint=URL&region=NAME&profile=NAME&checksums=when_required, or "
     "oci://REGISTRY/REPOSITORY?authfile=PATH&ca_file=PATH&plain_http=yes; what follows ? may lack"
 )
-_S3_OPTIONS = {"endpoint", "region", "profile"}
+_S3_OPTIONS = {"endpoint", "region", "profile", "checksums"}
 _OCI_OPTIONS = {"authfile", "ca_file", "plain_http"}
 
 

@@ -24,18 +24,32 @@ class S3Blobs:
     A pack is one PUT (they are far below the 5 GB that S3 takes at once), with a checksum that the server compares.
     """
 
-    def __init__(self, bucket: str, prefix: str, *, endpoint: str = "", region: str = "", profile: str = "") -> None:
+    def __init__(
+        self, bucket: str, prefix: str, *, endpoint: str = "", region: str = "", profile: str = "", checksums: str = ""
+    ) -> None:
         """Take bucket and prefix; what is empty is found in the environment and in AWS's files.
 
+        Args:
+            bucket: of the storage.
+            prefix: of all blobs, without a slash at its end.
+            endpoint: a URL, where it is not Amazon's.
+            region: of the bucket.
+            profile: of AWS's files.
+            checksums: when botocore adds checksums of its own, request_checksum_calculation and
+                response_checksum_validation alike: when_supported, or when_required for servers that know none of
+                them; those compare the hash that a request is signed with.
+
         Raises:
-            RemoteError: if there is no such profile, or the endpoint is no URL.
+            RemoteError: if there is no such profile, the endpoint is no URL, or `checksums` is nothing known.
         """
         self._bucket = bucket
         self._prefix = prefix + "/" if prefix else ""
         with self._telling():
             session = botocore.session.Session(profile=profile or None)
+            names = ("request_checksum_calculation", "response_checksum_validation")
+            config = _CONFIG.merge(Config(**dict.fromkeys(names, checksums))) if checksums else _CONFIG
             self._connect = partial(
-                session.create_client, "s3", region_name=region or None, endpoint_url=endpoint or None, config=_CONFIG
+                session.create_client, "s3", region_name=region or None, endpoint_url=endpoint or None, config=config
             )
             self._connection = os.getpid(), self._connect()
 

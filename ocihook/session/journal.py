@@ -168,6 +168,13 @@ class Journal:
         entry = self._data["stages"][stage]
         entry |= {"seconds": time.time() - entry["began"], "status": status, "message": message}
         self.save()
+        if status == 0:
+            with contextlib.suppress(OSError):  # without it the agent is asked again, and says the same
+                self._go_on(stage).touch(mode=0o600)
+
+    def _go_on(self, stage: str) -> Path:
+        """Return the file that tells hook/criu-action that a stage was let go on: it need not ask a second time."""
+        return self.path.with_suffix(f".{stage}")
 
     def add(self, effect: E) -> E:
         """Record an effect, before it is made."""
@@ -232,6 +239,8 @@ class Journal:
                 keep(self.session_id, self.to_json())
             except OSError as error:  # whatever a session did is undone by now: nothing is to be tried again
                 log.warning("session %s is not in the history: %s", self.session_id, error)
+        for stage in self._data["stages"]:
+            self._go_on(stage).unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def save(self) -> None:

@@ -32,7 +32,7 @@ from ocihook.ops.gpu import (
     wait_for_room,
 )
 from ocihook.ops.image_set import MovedRegions, discard_packs, discard_regions
-from ocihook.ops.preflight import Situation, heed, memory_refusals, refusals
+from ocihook.ops.preflight import Situation, heed, memory_refusals, refusals, trace_refusals
 from ocihook.ops.staging import stage_in_memory
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
@@ -194,7 +194,8 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
         plugin = loaded_plugin(runtime, call.criu_config)
         situation = Situation.read(dump.init_pid, signs, known, dump.patience, packs_dir=packs_dir, plugin=plugin)
         criu = options_for(runtime, call.criu_config, call.criu_asked)
-        heed([*refusals(situation), *file_refusals(dump.init_pid, criu)], policy.gpu_preflight)
+        others = [*file_refusals(dump.init_pid, criu), *trace_refusals(dump.init_pid)]
+        heed([*refusals(situation), *others], policy.gpu_preflight)
     # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
     if not ours:

@@ -122,6 +122,21 @@ def test_a_dump_and_a_restore_without_any_agent_running(node: Node) -> None:
     assert log.count(": packed 1474560 bytes") == 1, "a stage that CRIU asks for twice is done once"
 
 
+def test_a_stage_starts_python_once(node: Node) -> None:
+    """CRIU <= 4.1.1 starts the action script at least twice; a veto stays one however often it is asked for."""
+    started, python = node.scratch / "started", node.scratch / "python"
+    python.write_text(f'#!/bin/sh\necho "$CRTOOLS_SCRIPT_ACTION" >> {started}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    node.render(str(python), PROJECT)
+    assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+    assert started.read_text().split() == ["pre-dump", "post-dump"]
+    node.annotate({"ocihook.io/mode": "no such"})
+    assert "pre-dump 1" in node.criu("checkpoint", "pre-dump")
+    assert started.read_text().split()[2:] == ["pre-dump"] * 2
+    node.history()
+    assert not list(node.run_dir("sessions").iterdir())
+
+
 def test_why_a_dump_fails_is_told_while_criu_is_still_there(node: Node) -> None:
     """When it unlocks the network and has not written its inventory, the last image of a dump."""
     (node.images / "inventory.img").unlink()

@@ -16,6 +16,10 @@ CAUSES = {
     "dump-flock": "file-locks",
     "dump-ghost_large": "ghost-file",
     "dump-ghost_mapped": "ghost-file",
+    "dump-hidden_file": "hidden-file",
+    "dump-hidden_file-link-remap": "hidden-file",
+    "dump-hidden_mount": "hidden-file",
+    "dump-hidden_name": "hidden-file",
     "dump-icmp": "kernel-6.16",
     "dump-inotify_overlay": "inotify",
     "dump-io_uring": "io-uring",
@@ -40,14 +44,21 @@ CAUSES = {
     "dump-session_outside": "session-leader",
     "dump-session_unseen": "session-leader",
     "dump-shm_sysv": "sysv-ipc",
+    "dump-sigtrap": "pending-sigtrap",
     "dump-tcp_established": "tcp-established",
     "dump-tcp_established-4.2.1": "tcp-established",
     "dump-tcp_in_flight": "tcp-in-flight",
     "dump-tcp_listen": "kernel-6.16",
     "dump-terminal": "terminal",
     "dump-traced": "traced",
+    "dump-traced-frozen": "traced",
+    "dump-traced_inside": "traced",
+    "dump-traced_inside-frozen": "traced",
+    "dump-udp_corked": "udp-corked",
     "dump-unix-half": "unix-half",
+    "dump-unix_closed_in_flight": "unix-in-flight",
     "dump-unix_external": "unix-external",
+    "dump-unix_sent_in_flight": "unix-in-flight",
     "dump-userfaultfd": "anonymous-file",
     "dump-vsock": "socket-kind",
     "restore-address-gone": "address-gone",
@@ -92,7 +103,13 @@ def test_real_logs(name: str) -> None:
         ("dump-mount", "/tmp was mounted into the container after"),
         ("dump-device_fuse", "has a device (chr 10:229) open"),
         ("dump-session_unseen", "30675 belongs to a session outside its PID namespace. Start it with `setsid`"),
-        ("dump-nested_user", "is in a nested user namespace"),
+        ("dump-nested_user", "is in a nested user namespace, as a sandbox"),
+        ("dump-nested_time", "its children are in different time namespaces, which CRIU cannot dump. Start them"),
+        ("dump-hidden_file", "has /scratch/hidden/file open, which is not found by that name"),
+        ("dump-hidden_name", "has /scratch/hidden/file open, which is not found by that name"),
+        ("dump-hidden_mount", "has /scratch/hidden/file open, on a mount that is hidden by another one. Unmount"),
+        ("dump-traced", "is being traced: by a debugger"),
+        ("dump-traced_inside-frozen", "or by a process of its own container. End the tracer (`grep TracerPid /proc/"),
         ("dump-userfaultfd", "has a file of the kind userfaultfd open"),
         ("dump-no-network-lock", "still with iptables-restore, which this node does not have. Install iptables"),
         ("restore-file-size", "/scratch/data has 1 bytes, when the checkpoint was made it had 1000"),
@@ -134,6 +151,31 @@ def test_what_is_not_known_is_quoted() -> None:
     assert explanation is not None
     assert explanation.name == "unknown"
     assert str(explanation) == "CRIU says «sockets: something new of (family 40)»"
+
+
+def test_a_zombie_is_not_traced() -> None:
+    """CRIU cannot seize it either, and goes on."""
+    head, _, tail = read("dump-flock").partition("Dumping task")
+    zombie = (
+        "(00.1) Warn  (compel/src/lib/infect.c:133): Unable to interrupt task: 7 (Operation not permitted)\n"
+        "(00.1) Seized task 7, state 6\n"
+    )
+    for end in (f"Dumping task{tail}", "Error (criu/cr-dump.c:1791): Timeout reached. Try to interrupt: 0\n"):
+        explanation = explain(f"{head}\n{zombie}(00.2) {end}")
+        assert explanation is not None
+        assert explanation.name == ("file-locks" if end.startswith("Dumping") else "freeze-timeout")
+
+
+def test_a_name_that_is_gone_is_not_hidden() -> None:
+    """Only the very file that has its name still is; which CRIU tells where it logs as much as runtimes have it log."""
+    log = read("dump-hidden_file")
+    for other in (
+        log.replace("hidden/file]", "hidden/file (deleted)]"),
+        "".join(line for line in log.splitlines(keepends=True) if "Dumping path" not in line),
+    ):
+        explanation = explain(other)
+        assert explanation is not None
+        assert explanation.name == "link-remap"
 
 
 def test_killed() -> None:

@@ -15,6 +15,8 @@ import pytest
 from ocihook import wire
 from ocihook.hook import client
 from ocihook.hook.client import _without_agent, main
+from ocihook.linux.procfs import Process
+from ocihook.session.journal import Journal
 
 PROJECT = Path(__file__).parents[2]
 # What an interpreter without `site` has loaded by itself, and what the hook adds.
@@ -117,19 +119,49 @@ def listening(
         yield listener
 
 
-@pytest.mark.parametrize("stage", ["setup-namespaces", "post-restore"])
-def test_the_action_passes_on_only_where_there_is_gpu_memory(tmp_path: Path, stage: str) -> None:
+def run_action(tmp_path: Path, stage: str) -> str:
+    """Run the action script as a child of this process, which stands for CRIU; return what it has Python print."""
     action, python = tmp_path / "criu-action", tmp_path / "python"
     python.write_text("#!/bin/sh\necho called\n")
     python.chmod(0o755)
     text = (PROJECT / "ocihook/hook/criu-action").read_text()
-    action.write_text(text.replace("@PYTHONS@", f"/missing/python3 '{python}'"))
+    text = text.replace("@PYTHONS@", f"/missing/python3 '{python}'").replace(wire.RUNTIME_DIR, str(tmp_path))
+    action.write_text(text)
     environment = {"CRTOOLS_SCRIPT_ACTION": stage, "CRTOOLS_IMAGE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["sh", action], env=environment, capture_output=True, text=True, timeout=10, check=True)
+    assert done.stderr == ""
+    return done.stdout.strip()
 
-    def run() -> str:
-        done = subprocess.run(["sh", action], env=environment, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout
 
-    assert run() == ""
+@pytest.mark.parametrize("stage", ["setup-namespaces", "post-restore"])
+def test_the_action_passes_on_only_where_there_is_gpu_memory(tmp_path: Path, stage: str) -> None:
+    assert run_action(tmp_path, stage) == ""
     (tmp_path / "ocihook-region-7.pack").touch()
-    assert run().startswith("called")
+    assert run_action(tmp_path, stage) == "called"
+
+
+def test_the_action_asks_again_only_what_was_not_answered(tmp_path: Path) -> None:
+    """CRIU adds up what its starts return: after a veto they may ask again, but none may pass for another CRIU."""
+    criu = Process.find(os.getpid())
+    assert criu is not None
+    for other in (criu._replace(start_ticks=criu.start_ticks - 1), criu._replace(pid=criu.pid + 1)):
+        answered(tmp_path, other, 0)
+        assert run_action(tmp_path, "pre-dump") == "called"
+    journal = answered(tmp_path, criu, 1)
+    assert run_action(tmp_path, "pre-dump") == "called"
+    journal.finish()
+    journal = answered(tmp_path, criu, 0)
+    assert run_action(tmp_path, "pre-dump") == ""
+    assert run_action(tmp_path, "post-dump") == "called"
+    journal.begin_stage("post-dump")
+    assert run_action(tmp_path, "post-dump") == "called"
+    journal.finish()
+    assert run_action(tmp_path, "pre-dump") == "called"
+    assert not list((tmp_path / "sessions").glob(f"{criu.pid}-{criu.start_ticks}*"))
+
+
+def answered(runtime_dir: Path, criu: Process, status: int) -> Journal:
+    journal = Journal.create(runtime_dir, criu)
+    journal.begin_stage("pre-dump")
+    journal.end_stage("pre-dump", status, "")
+    return journal

@@ -45,7 +45,7 @@ def dump(**changes: Any) -> dict[str, Any]:
         "id": "7-7",
         "began": 100.0,
         "ended": 110.0,
-        "container": {"id": "ab" * 32, "name": "web"},
+        "container": {"id": "ab" * 32, "name": "web", "engine": "podman", "runtime": "runc"},
         "stages": {"pre-dump": stage(100.5, 5.5), "post-dump": stage(108.0, 0.5)},
         "phases": [{"name": "gpu lock", "began": 101.0, "seconds": 0.4, "bytes": 0}],
         "spans": spans,
@@ -86,6 +86,29 @@ def test_every_part_is_at_its_place() -> None:
         (GPUS[1], "checkpoint of 12"): 290,
         (GPUS[0], "restore of 11"): 90,
     }
+
+
+@pytest.mark.parametrize(
+    ("container", "head"),
+    [
+        (dump()["container"], "dump of container web (abababababab) of podman, runc"),
+        ({"id": "ab" * 32, "engine": "cri-o"}, "dump of container abababababab of cri-o"),
+        ({"id": "abrasive-cicada", "runtime": "crun"}, "dump of container abrasive-cicada of crun"),
+        ({"id": "training-of-the-large-model", "name": ""}, "dump of container training-of-the-large-model"),
+        (None, "dump of an unknown container"),
+    ],
+)
+def test_heads_name_container_and_engine(
+    monkeypatch: pytest.MonkeyPatch, container: dict[str, str] | None, head: str
+) -> None:
+    record = dump(container=container)
+    text = page(lay_out(record))
+    assert f"<title>{head}</title>" in text
+    assert f"<h1>{head}</h1>" in text
+    monkeypatch.setattr(command, "load_settings", Settings)
+    monkeypatch.setattr(history, "read", lambda _: [record])
+    monkeypatch.setattr(command, "_open_sessions", list)
+    assert CliRunner().invoke(command.timeline, []).output.startswith(f"{head}: session 7-7")
 
 
 def test_a_restore_onto_other_gpus_and_one_that_failed() -> None:

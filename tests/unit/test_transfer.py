@@ -9,8 +9,10 @@ import secrets
 import shutil
 import socket
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ocihook.ops import transfer
 from ocihook.ops.prune import Keep, prune
 from ocihook.ops.transfer import RemoteCheckpoints, list_remote, prune_remote, pull, push
 from ocihook.remote.directory import DirectoryBlobs
+from ocihook.remote.location import _blobs as open_blobs
 from ocihook.remote.location import open_remote
 from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.store.pack import PAGE_BYTES
@@ -447,6 +450,43 @@ def test_a_remote_that_never_answers(node: Node, endpoint: str, monkeypatch: pyt
         location = f"s3://bucket?endpoint=http://127.0.0.1:{silent.getsockname()[1]}&region=us-east-1"
         with pytest.raises(RemoteError, match="Read timeout"):
             push(node.domain, ids(node)[0], location)
+
+
+@pytest.mark.parametrize(
+    ("option", "has_own"), [("", True), ("&checksums=when_supported", True), ("&checksums=when_required", False)]
+)
+def test_servers_that_know_no_checksums(endpoint: str, tmp_path: Path, option: str, *, has_own: bool) -> None:
+    """What botocore adds by itself can be left out; the hash that a request is signed with is compared all the same."""
+    del endpoint  # its credentials are needed
+    seen: list[Any] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            seen.append(self.headers)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "pack").write_bytes(b"x" * 1000)
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        blobs = open_blobs(f"s3://bucket?endpoint={url}&region=us-east-1{option}")
+        assert list(blobs.send("pack", tmp_path / "pack")) == [1000]
+        blobs.write("mark", b"y")
+        server.shutdown()
+    assert len(seen) == 2
+    for headers in seen:
+        names = {name.lower() for name in headers}
+        assert bool(names & {"x-amz-trailer", "x-amz-sdk-checksum-algorithm"}) is has_own
+        assert has_own or re.fullmatch("[0-9a-f]{64}", headers["x-amz-content-sha256"])
+
+
+def test_a_kind_of_checksums_that_is_not_known() -> None:
+    with pytest.raises(RemoteError, match="when_required"):
+        open_remote("s3://bucket?region=us-east-1&checksums=never", "team")
 
 
 @pytest.mark.parametrize(

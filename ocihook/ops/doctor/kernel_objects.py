@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ocihook.criu.explain import IO_URING_REMEDY
+from ocihook.criu.explain import IO_URING_REMEDY, TRACED_INSIDE_REMEDY
 from ocihook.criu.version import find_program
 from ocihook.engine.identity import engine_of
 from ocihook.linux.open_files import OpenFile, Watch, can_open_handle, locks, mounts, namespaces, watches
@@ -213,10 +213,16 @@ def _check_processes(workload: Workload) -> Iterator[Finding]:
     own = namespaces(workload.init_pid)
     for pid in workload.pids:
         nested = [kind for kind in _NOT_NESTED if namespaces(pid).get(kind, own.get(kind)) != own.get(kind)]
-        if nested:
+        if nested == ["time"]:
+            detail = f"{workload.who(pid)} is in a time namespace of its own, which CRIU cannot dump"
+            yield Finding("nested-namespace", Status.FAIL, detail, "start it without `unshare --time`")
+        elif nested:
             detail = f"{workload.who(pid)} is in a nested {nested[0]} namespace, as a sandbox or a container makes"
             yield Finding("nested-namespace", Status.FAIL, detail, "turn the sandbox off; run no containers inside")
-        if tracer := tracer_pid(pid):
+        if (tracer := tracer_pid(pid)) in workload.pids:
+            detail = f"{workload.who(pid)} is traced by {workload.who(tracer)}, which is of the container, too"
+            yield Finding("traced", Status.FAIL, detail, TRACED_INSIDE_REMEDY)
+        elif tracer:
             detail = f"{workload.who(pid)} is traced by {workload.who(tracer)}"
             yield Finding("traced", Status.FAIL, detail, f"end the tracer: kill {tracer}")
         if has_session_outside(pid) and "pid" not in nested:
