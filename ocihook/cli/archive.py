@@ -11,6 +11,7 @@ import click
 from ocihook.cli.render import F, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import load_settings
 from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
+from ocihook.errors import plain
 from ocihook.ops import archive as ops
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
@@ -54,7 +55,7 @@ def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
                 "created": "",
                 "packed": None,
                 "thin": None,
-                "error": str(facts),
+                "error": plain(facts),
             }
         rows.append(row)
     if as_json:

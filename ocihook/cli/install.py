@@ -7,7 +7,7 @@ import click
 
 from ocihook.cli.render import json_option, print_json, printable
 from ocihook.config import load_settings
-from ocihook.errors import OcihookError, UnsupportedError
+from ocihook.errors import OcihookError, UnsupportedError, plain
 from ocihook.ops.install import (
     DRAIN_S,
     NODE,
@@ -81,7 +81,7 @@ def _complete_pending(timeout_s: float) -> None:
     try:
         left = complete_pending(load_settings(), timeout_s=timeout_s)
     except (OcihookError, OSError) as error:
-        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(str(error))}", err=True)
+        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(plain(error))}", err=True)
         return
     for row in left:
         reason = row.reason or "it was not stored in time"

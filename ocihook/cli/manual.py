@@ -27,6 +27,10 @@ _FILES = {
     "/var/lib/ocihook/store": "Checkpoints of mode store.",
     "/var/lib/ocihook/history": "The last sessions, and totals of all: see ocihook-timeline(1), ocihook-metrics(1).",
 }
+_JSON_ERRORS = (
+    "With `--json` an error is one JSON object on one line of standard error, whose member `error` has `code`, `text`, "
+    "`remedy` and `exit_status`; standard output has results only."
+)
 _SHELLS: Mapping[str, type[ShellComplete]] = {
     "bash/ocihook": BashComplete,
     "zsh/_ocihook": ZshComplete,
@@ -117,7 +121,7 @@ def _exit_status() -> list[str]:
     lines = [".SH EXIT STATUS"]
     for status, meaning in EXIT_STATUS.items():
         lines += [".TP", f".B {status}", _text(meaning[0].upper() + meaning[1:] + ".")]
-    return lines
+    return [*lines, ".PP", _text(_JSON_ERRORS)]
 
 
 def _settings() -> str:

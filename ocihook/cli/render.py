@@ -23,6 +23,19 @@ def print_json(value: dict[str, Any]) -> None:
     click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2))
 
 
+def print_error(code: str, text: str, remedy: str, exit_status: int, *, as_json: bool) -> None:
+    """Print on stderr what went wrong: a line for people, or one JSON object on one line for programs.
+
+    stdout is left to results, of which there may be some before an error.
+    """
+    if as_json:
+        error = {"code": code, "text": text, "remedy": remedy, "exit_status": exit_status}
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "error": error}), err=True)
+        return
+    sentence = f"{text.rstrip('.')}. {remedy[0].upper()}{remedy[1:]}" if remedy else text
+    click.echo(f"ocihook: error: {printable(sentence)}", err=True)
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows under column names; without names, just the rows."""
     from rich import box

@@ -18,7 +18,7 @@ from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # 
 from typing import IO, Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from ocihook.engine.identity import container_ref
-from ocihook.errors import ArchiveError, IdentificationError
+from ocihook.errors import ArchiveDamaged, ArchiveError, IdentificationError
 from ocihook.model import ContainerRef
 
 if sys.version_info >= (3, 14):
@@ -79,8 +79,8 @@ def _errors_told(where: str) -> Iterator[None]:
         raise
 
 
-def _damaged(where: str, why: object) -> ArchiveError:
-    return ArchiveError(f"{where} is truncated or damaged: {why}", hint="use another copy of it")
+def _damaged(where: str, why: object) -> ArchiveDamaged:
+    return ArchiveDamaged(f"{where} is truncated or damaged: {why}", hint="use another copy of it")
 
 
 class Member(NamedTuple):

@@ -92,9 +92,36 @@ def test_errors_are_one_line_and_an_exit_status(archive: Path, tmp_path: Path) -
     assert (damaged.returncode, damaged.stdout) == (4, "")
     assert damaged.stderr.startswith("ocihook: error: ")
     assert damaged.stderr.count("\n") == 1
-    assert run("archive", "pack", str(archive), str(archive)).returncode == 4
+    assert run("archive", "pack", str(archive), str(archive)).returncode == 3
+    assert run("archive", "inspect", __file__).returncode == 6
+    assert run("archive", "unpack", str(archive), str(tmp_path / "b.tar")).returncode == 8
     assert run("archive", "verify", str(tmp_path / "none")).returncode == 2
     assert run("no-such-command").returncode == 2
+
+
+def test_errors_are_json_for_programs(archive: Path, tmp_path: Path) -> None:
+    """On stderr, one object on one line: stdout is left to results."""
+    for arguments, code, status, word in (
+        (["archive", "pack", str(archive), str(archive)], "exists", 3, "exists"),
+        (["archive", "inspect", __file__], "archive", 6, "is no tar archive"),
+        (["archive", "list"], "usage", 2, "Missing argument"),
+        (["timeline", "--html", str(tmp_path / "none/x.html"), "nothing"], "store", 1, "'nothing'"),
+    ):
+        done = run(*arguments, "--json")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1)
+        error = json.loads(done.stderr)["error"]
+        assert error.keys() == {"code", "text", "remedy", "exit_status"}
+        assert (error["code"], error["exit_status"], word in error["text"]) == (code, status, True)
+
+
+def test_errors_of_the_system_are_sentences(tmp_path: Path) -> None:
+    """Without a number, with the file and what to do."""
+    place = tmp_path / "none" / "metrics.prom"
+    done = run("metrics", "--textfile", str(place))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"ocihook: error: {place}: No such file or directory. See whether the path is right\n",
+    )
 
 
 def test_install_in_a_tree(tmp_path: Path) -> None:

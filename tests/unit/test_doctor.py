@@ -348,7 +348,7 @@ def test_what_cannot_be_read_is_told_and_stops_nothing_else(monkeypatch: pytest.
 
     finding = only(iter(run_check(_check_some_thing)))
     assert finding[:2] == ("some thing", Status.WARN)
-    assert "Permission denied: '/x'" in finding.detail
+    assert finding.detail == "cannot be told: /x: Permission denied"
 
 
 @pytest.mark.parametrize(

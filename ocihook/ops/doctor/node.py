@@ -14,7 +14,7 @@ from ocihook.config import load_settings
 from ocihook.criu.conf import action_scripts, options, plugin_dir, read_block, remove_block
 from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.errors import ConfigError, OcihookError, reason
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
@@ -218,7 +218,9 @@ def _launcher(name: str, launcher: Path) -> Finding:
     try:
         done = subprocess.run([launcher], env=environment, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(name, Status.FAIL, f"{launcher} cannot be run: {error}", "ocihook install", Repair.INSTALL)
+        return Finding(
+            name, Status.FAIL, f"{launcher} cannot be run: {reason(error)}", "ocihook install", Repair.INSTALL
+        )
     took_ms = (time.perf_counter() - started) * 1000
     if done.returncode != 0:
         return Finding(

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from ocihook.criu.version import find_program
+from ocihook.errors import plain
 from ocihook.oci.state import container_of, find_container
 from ocihook.ops.doctor import container, kernel_objects, machine, node, store
 from ocihook.ops.doctor.finding import Finding, Repair, Status
@@ -67,7 +68,7 @@ def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     except OSError as error:
         function = check.func if isinstance(check, partial) else check
         name = function.__name__.removeprefix("_check_").replace("_", " ")
-        return [Finding(name, Status.WARN, f"cannot be told: {error}", "run `sudo ocihook doctor`")]
+        return [Finding(name, Status.WARN, f"cannot be told: {plain(error)}", "run `sudo ocihook doctor`")]
 
 
 def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *, root: Path = NODE) -> list[str]:
