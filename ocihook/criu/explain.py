@@ -112,6 +112,12 @@ def _causes(*rows: tuple[str, str, str, str]) -> Iterator[Cause]:
 _CAUSES: Sequence[Cause] = tuple(
     _causes(
         (
+            "script-missing",
+            r'execvp\("(?P<path>/[^"]*)".*(?P<why>No such file|Permission denied|Exec format error)',
+            "the action script {path} cannot be run ({why})",
+            "`ocihook doctor` shows the file and the line that name it",
+        ),
+        (
             "other-script",
             r"Script (?P<path>\S+) exited with",
             "the action script {path} refused",

@@ -11,10 +11,12 @@ from ocihook.config import Settings
 from ocihook.criu import plugin, version
 from ocihook.criu.version import Program
 from ocihook.linux.procfs import Process
+from ocihook.oci.state import RunningContainer
 from ocihook.ops import criu_files
-from ocihook.ops.doctor import machine, node, run
+from ocihook.ops.doctor import kernel_objects, machine, node, run
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.run import check_node, repair, run_check
+from ocihook.ops.doctor.workload import read_workload
 from ocihook.session.journal import Journal
 from ocihook.stages.recover import recover
 
@@ -377,14 +379,76 @@ def test_harmful_options(programs: dict[str, Program], tmp_path: Path, option: s
 
 
 def test_harmless_configuration_and_foreign_scripts(programs: dict[str, Program], tmp_path: Path) -> None:
-    (tmp_path / "runc.conf").write_text("tcp-established\nmanage-cgroups=ignore\naction-script /usr/bin/other\n")
+    (tmp_path / "runc.conf").write_text("tcp-established\nmanage-cgroups=ignore\naction-script /usr/bin/env\n")
     finding = only(node._check_criu_configuration())
     assert finding.status is Status.OK
-    assert "/usr/bin/other" in finding.detail
+    assert "/usr/bin/env" in finding.detail
     (tmp_path / "runc.conf").write_text("# manage-cgroups ignore\nmanage-cgroups=ignore\nverbosity=4\nverbosity\n")
     assert list(node._check_criu_configuration()) == []
     (tmp_path / "runc.conf").write_text("manage-cgroups\tignore\n")
     assert only(node._check_criu_configuration()).remedy == "write manage-cgroups=ignore"
+
+
+def test_a_line_that_criu_refuses_is_named(programs: dict[str, Program], tmp_path: Path) -> None:
+    put(programs, "runc", 1, 3)
+    (tmp_path / "runc.conf").write_text("# ours\ntcp-closed\nghost-limit 5M\n")
+    finding = only(node._check_criu_configuration())
+    assert finding.status is Status.FAIL
+    assert f"{tmp_path}/runc.conf, line 2: CRIU has no option `tcp-closed`" in finding.detail
+    assert finding.remedy.startswith("did you mean tcp-close?")
+    (tmp_path / "crun.conf").write_text("tcp-closed\n")  # which only crun would have CRIU read
+    (tmp_path / "runc.conf").unlink()
+    assert only(node._check_criu_configuration()).status is Status.WARN
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda _: None, "No such file"),
+        (lambda path: path.write_text(""), "is not executable"),
+        (lambda path: path.mkdir(), "is no file"),
+        (lambda path: path.touch(mode=0o755), ""),
+    ],
+)
+def test_action_scripts_of_others_must_be_programs(
+    programs: dict[str, Program], tmp_path: Path, make: Callable[[Path], None], word: str
+) -> None:
+    script = tmp_path / "script"
+    make(script)
+    (tmp_path / "default.conf").write_text(
+        f'# BEGIN ocihook\naction-script /gone\n# END ocihook\naction-script "{script}"'
+    )
+    found = [f for f in node._check_criu_configuration() if f.check == "action script"]
+    assert [f.status for f in found] == [Status.FAIL] * bool(word)  # ours is another check's
+    assert all(word in f.detail and f"default.conf, line 4: the action script {script}" in f.detail for f in found)
+
+
+def test_what_fails_on_the_node_fails_for_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    container = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
+    monkeypatch.setattr(run, "find_container", lambda _name: container)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(run, "_run_all", lambda checks: [f for check in checks for f in run_check(check)])
+    broken = Finding("configuration", Status.FAIL, "config.toml is not TOML", "mend the file")
+    monkeypatch.setattr(node, "CHECKS", (lambda: iter([broken]),))
+    monkeypatch.setattr(machine, "CHECKS", ())
+    monkeypatch.setattr(kernel_objects, "CHECKS", ())
+    findings = run.check_container("0717")
+    assert broken in findings
+    assert "size" in {finding.check for finding in findings}
+
+
+@pytest.mark.parametrize("is_container", [True, False])
+def test_a_process_cannot_be_dumped_without_criu(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, *, is_container: bool
+) -> None:
+    container = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
+    monkeypatch.setattr(run, "container_of", lambda _pid: container if is_container else None)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(run, "find_program", programs.get)
+    monkeypatch.setattr(kernel_objects, "CHECKS", ())
+    assert Finding(
+        "criu", Status.FAIL, "not installed", "install CRIU 4.1.1 or later (Debian 13, Fedora 42)"
+    ) in run.check_process(os.getpid())
 
 
 def test_nothing_installed(programs: dict[str, Program]) -> None:
@@ -546,7 +610,8 @@ def test_options_that_criu_would_have(
 def test_findings_of_one_kind_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     alike = [Finding("device", Status.FAIL, str(number), "close it") for number in range(5)]
     monkeypatch.setattr(run, "_run_all", lambda _checks: [*alike, Finding("size", Status.OK, "small")])
-    assert [finding.detail for finding in run.check_process(os.getpid())] == [
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert [finding.detail for finding in run._check_workload(read_workload(os.getpid()))] == [
         "0",
         "1",
         "2; and 2 more like it",

@@ -23,23 +23,25 @@ def check_node() -> list[Finding]:
 
 
 def check_container(name: str) -> list[Finding]:
-    """Run every check of a running container.
+    """Run every check of the node and of a running container: what fails on the node fails for the container.
 
     Raises:
         IdentificationError: if there is none with this id or name.
         UnsupportedError: if it may not be looked into.
     """
     found = find_container(name)
-    return _check_workload(read_workload(found.init_pid, found))
+    return [*check_node(), *_check_workload(read_workload(found.init_pid, found))]
 
 
 def check_process(pid: int) -> list[Finding]:
-    """Run every check of a process and its descendants; if it is a container's init, of that container.
+    """Run every check of a process and its descendants, and of CRIU; if it is a container's init, of that container.
 
     Raises:
         UnsupportedError: if there is no such process, or it may not be looked into.
     """
-    return _check_workload(read_workload(pid, container_of(pid)))
+    found = container_of(pid)
+    of_node = check_node() if found else _run_all(node.CRIU_CHECKS)
+    return [*of_node, *_check_workload(read_workload(pid, found))]
 
 
 def _check_workload(workload: Workload) -> list[Finding]:
