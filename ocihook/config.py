@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ocihook.errors import AdmissionError, ConfigError
+from ocihook.errors import AdmissionError, ConfigError, printable
 
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
@@ -198,7 +198,9 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
         if key not in _POLICY_KEYS:
-            unknown.append(f"annotation {name} is not known here and has no effect; {_unknown(key, _POLICY_KEYS)}")
+            unknown.append(
+                f"annotation {printable(name)} is not known here and has no effect; {_unknown(key, _POLICY_KEYS)}"
+            )
             continue
         try:
             value = _check_annotation(name, key, text)

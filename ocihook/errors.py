@@ -257,6 +257,11 @@ _REMEDIES = {
 }
 
 
+def printable(text: str) -> str:
+    """Return one line that no terminal takes for a command, whatever an archive or a container put into it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def plain(error: BaseException) -> str:
     """Return an error in words; one of the system's says which file and why, and leaves its number out."""
     if not isinstance(error, OSError) or not error.strerror:

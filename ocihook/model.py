@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
+from ocihook.errors import printable
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerRef:
@@ -25,8 +27,8 @@ class ContainerRef:
     def __str__(self) -> str:
         short_id = self.id[:12]
         if self.pod_name:
-            return f"{self.pod_namespace}/{self.pod_name}/{self.name or short_id}"
-        return f"{self.name} ({short_id})" if self.name else short_id
+            return printable(f"{self.pod_namespace}/{self.pod_name}/{self.name or short_id}")
+        return printable(f"{self.name} ({short_id})" if self.name else short_id)
 
     def to_json(self) -> dict[str, str]:
         """Return what `from_json` takes."""

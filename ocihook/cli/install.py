@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from ocihook.cli.render import json_option, print_json, printable
+from ocihook.cli.render import json_option, print_json
 from ocihook.config import load_settings
-from ocihook.errors import OcihookError, UnsupportedError, plain
+from ocihook.errors import OcihookError, UnsupportedError, plain, printable
 from ocihook.ops.install import (
     DRAIN_S,
     NODE,

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ocihook.errors import printable
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 SCHEMA_VERSION = 1
@@ -49,11 +51,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     for row in rows:
         table.add_row(*(Text("\n".join(map(printable, str(cell).split("\n")))) for cell in row))
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
-
-
-def printable(text: str) -> str:
-    """Return one line that no terminal takes for a command, whatever an archive or a container put into it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table
 from ocihook.cli.store import percent, print_reasons
 from ocihook.config import Settings, load_settings
-from ocihook.errors import AgentError, ConfigError
+from ocihook.errors import AgentError, ConfigError, printable
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history

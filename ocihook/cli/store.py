@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable, progress_bar
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import Settings, load_settings
-from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError
+from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError, printable
 from ocihook.linux.patience import Patience
 from ocihook.ops import store as ops
 from ocihook.ops import transfer

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ocihook.cli.main import cli
-from ocihook.cli.render import format_bytes, printable
-from ocihook.errors import IntegrityError, OutputExists
+from ocihook.cli.render import format_bytes
+from ocihook.errors import IntegrityError, OutputExists, printable
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 
 MEMORY = {1: mixed_pages(100), 5: mixed_pages(20, seed=2)}

@@ -10,10 +10,14 @@ import pytest
 from ocihook.config import Settings
 from ocihook.criu import plugin, version
 from ocihook.criu.version import Program
+from ocihook.cuda.driver import CudaState
+from ocihook.cuda.signs import Signs
+from ocihook.linux.open_files import Mount
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.oci.state import RunningContainer
-from ocihook.ops import criu_files
-from ocihook.ops.doctor import kernel_objects, machine, node, run
+from ocihook.ops import criu_files, install, preflight
+from ocihook.ops.doctor import container, kernel_objects, machine, node, run
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.run import check_node, repair, run_check
 from ocihook.ops.doctor.workload import read_workload
@@ -255,7 +259,7 @@ def put_launcher(programs: dict[str, Program], conf_dir: Path, directory: Path, 
     ("states", "status", "word"),
     [
         ({"socket": "active", "service": "inactive"}, Status.OK, "systemd starts it"),
-        ({"socket": "inactive", "service": "inactive"}, Status.WARN, "socket is inactive"),
+        ({"socket": "inactive", "service": "inactive", "loaded": "loaded"}, Status.WARN, "socket is inactive"),
         ({"socket": "failed", "service": "failed"}, Status.WARN, "service has failed"),
         ({"socket": "", "service": ""}, Status.WARN, "socket is unknown"),
     ],
@@ -264,9 +268,17 @@ def test_agent_under_systemd(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: dict[str, str], status: Status, word: str
 ) -> None:
     monkeypatch.setattr(node, "_SYSTEMD", tmp_path)
-    monkeypatch.setattr(node, "run_output", lambda *command: states[command[-1].split(".")[1]] + "\n")
+
+    def systemctl(*command: str) -> str:
+        return states.get("loaded" if command[1] == "show" else command[-1].split(".")[1], "") + "\n"
+
+    monkeypatch.setattr(node, "run_output", systemctl)
     finding = only(node._check_agent())
     assert (finding.status, word in finding.detail) == (status, True)
+    if "inactive" in word:  # `ocihook install` has nothing to change where its units are there
+        assert (finding.remedy, finding.repair) == ("systemctl enable --now ocihook.socket", Repair.LISTEN)
+    if "unknown" in word:
+        assert (finding.remedy, finding.repair) == ("ocihook install", Repair.INSTALL)
     monkeypatch.setattr(node, "_SYSTEMD", tmp_path / "none")
     assert only(node._check_agent()).detail == "no systemd: the hook starts it"
 
@@ -424,8 +436,8 @@ def test_action_scripts_of_others_must_be_programs(
 
 
 def test_what_fails_on_the_node_fails_for_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    container = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
-    monkeypatch.setattr(run, "find_container", lambda _name: container)
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
+    monkeypatch.setattr(run, "find_container", lambda _name: found)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(run, "_run_all", lambda checks: [f for check in checks for f in run_check(check)])
     broken = Finding("configuration", Status.FAIL, "config.toml is not TOML", "mend the file")
@@ -441,8 +453,8 @@ def test_what_fails_on_the_node_fails_for_a_container(monkeypatch: pytest.Monkey
 def test_a_process_cannot_be_dumped_without_criu(
     programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, *, is_container: bool
 ) -> None:
-    container = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
-    monkeypatch.setattr(run, "container_of", lambda _pid: container if is_container else None)
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
+    monkeypatch.setattr(run, "container_of", lambda _pid: found if is_container else None)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(run, "find_program", programs.get)
     monkeypatch.setattr(kernel_objects, "CHECKS", ())
@@ -585,6 +597,61 @@ def test_an_installation_is_repaired_and_nothing_else(tmp_path: Path) -> None:
     assert f"wrote {tmp_path}/etc/criu/runc.conf" in done
     assert b"action-script" in (tmp_path / "etc/criu/runc.conf").read_bytes()
     assert repair([missing], list, root=tmp_path) == []
+
+
+def test_a_package_is_repaired_with_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No second launcher, and no units that name this release."""
+    monkeypatch.setattr("ocihook.ops.program.is_packaged", lambda: True)
+    launcher = tmp_path / "usr/libexec/ocihook/criu-action"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text("#!/bin/sh\n")
+    (tmp_path / "usr/lib/systemd/system").mkdir(parents=True)
+    missing = Finding("installation", Status.FAIL, "", "ocihook install", Repair.INSTALL)
+    done = repair([missing], list, root=tmp_path)
+    assert {line.partition(str(tmp_path))[2] for line in done} == {"/etc/criu/runc.conf", "/etc/criu/default.conf"}
+    assert "action-script /usr/libexec/ocihook/criu-action\n" in (tmp_path / "etc/criu/runc.conf").read_text()
+    assert not (tmp_path / "usr/local").exists()
+
+
+def test_a_socket_that_does_not_listen_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "_systemctl", lambda *words, **_: called.append(words))
+    inactive = Finding("agent", Status.WARN, "", install.LISTEN, Repair.LISTEN)
+    assert repair([inactive], list, root=tmp_path) == ["enabled and started ocihook.socket"]
+    assert called == [("enable", "--now", "ocihook.socket")]
+
+
+def test_a_container_is_told_what_the_preflight_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managed memory, too; and with what to do about it apart from what it is."""
+    pid = os.getpid()
+    signs = Signs(pid=pid, has_driver=True, device_files=1, has_managed_memory=True, has_ipc=True)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(container, "find_gpu_processes", lambda _pid: [signs])
+    monkeypatch.setattr(container, "has_driver", lambda: True)
+    monkeypatch.setattr(container, "CudaDriver", lambda: None)
+    monkeypatch.setattr(container, "states", lambda *_: {Process(pid, 1): CudaState.RUNNING})
+    monkeypatch.setattr(preflight, "read_node", lambda _patience: ("580.1", []))
+    findings = list(container._check_gpu(read_workload(pid)))
+    refused = [finding for finding in findings if finding.status is Status.FAIL]
+    situation = preflight.Situation.read(pid, [signs], {Process(pid, 1): CudaState.RUNNING}, ENDLESS)
+    assert [f"{f.detail}: {f.remedy}" for f in refused] == preflight.refusals(situation)
+    assert [f.remedy.partition(" ")[0] for f in refused] == ["install", "have"]
+    assert "cudaMallocManaged" in refused[1].detail
+
+
+def test_what_containers_name_gives_no_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither to a shell, in a remedy that is copied, nor to a terminal."""
+    mount = Mount(9, "8:1", "/x", "/a; rm -rf $HOME\n\x1b[2J", "ext4", "/dev/sda1")
+    config: dict[str, object] = {"mounts": []}
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {"org.criu.config": "/x;reboot"}, config)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(container, "mounts", lambda _pid: [mount])
+    workload = read_workload(os.getpid(), found)
+    monkeypatch.setattr(run, "_run_all", lambda _checks: list(container._check_mounts(workload)))
+    (finding,) = run._check_workload(workload)
+    assert finding.remedy.startswith(f"nsenter -t {os.getpid()} -m umount '/a; rm -rf $HOME\\n\\x1b[2J', or")
+    assert finding.detail.isprintable()
+    assert workload.options.add("tcp-close") == "echo tcp-close >> '/x;reboot'"
 
 
 @pytest.mark.parametrize(

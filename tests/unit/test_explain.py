@@ -7,8 +7,8 @@ import pytest
 from ocihook.criu.explain import explain
 
 # Real logs, cut short. integration/criu and integration/podman make most of them again, with OCIHOOK_RECORD_LOGS=1; by
-# hand, the same way, were made: those of 4.2.1, dump-unix-half, dump-no-network-lock, dump-script-missing, restore-address-gone,
-# restore-address-taken, restore-newer-images and restore-tcp-in-image.
+# hand, the same way, were made: those of 4.2.1, dump-unix-half, dump-no-network-lock, dump-script-missing,
+# restore-address-gone, restore-address-taken, restore-newer-images and restore-tcp-in-image.
 LOGS = Path(__file__).parents[1] / "data/criu-logs"
 CAUSES = {
     "dump-device_fuse": "device",

@@ -22,7 +22,7 @@ from ocihook.model import ContainerRef
 from ocihook.ops import history
 from ocihook.ops.criu_files import content, files_read_for
 from ocihook.ops.doctor.finding import Finding, Repair, Status
-from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
+from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR, LISTEN, SOCKET
 from ocihook.ops.preflight import KEEP_PLUGIN_OUT
 from ocihook.session.journal import open_journals, read_journal
 
@@ -260,7 +260,13 @@ def _check_agent() -> Iterator[Finding]:
         yield Finding("agent", Status.OK, "systemd starts it")
     else:
         detail = f"ocihook.socket is {socket or 'unknown'}: the hook starts the agent, outside systemd's care"
-        yield Finding("agent", Status.WARN, detail, "ocihook install", Repair.INSTALL)
+        loaded = run_output("systemctl", "show", "--property=LoadState", "--value", SOCKET).strip()
+        if loaded == "masked":
+            yield Finding("agent", Status.WARN, detail, f"systemctl unmask {SOCKET}, then {LISTEN}")
+        elif loaded == "loaded":
+            yield Finding("agent", Status.WARN, detail, LISTEN, Repair.LISTEN)
+        else:
+            yield Finding("agent", Status.WARN, detail, "ocihook install", Repair.INSTALL)
 
 
 def _check_sessions(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Finding]:

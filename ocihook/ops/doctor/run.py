@@ -9,9 +9,9 @@ from ocihook.criu.version import find_program
 from ocihook.errors import plain
 from ocihook.oci.state import container_of, find_container
 from ocihook.ops.doctor import container, kernel_objects, machine, node, store
-from ocihook.ops.doctor.finding import Finding, Repair, Status
+from ocihook.ops.doctor.finding import Finding, Repair, Status, without_commands
 from ocihook.ops.doctor.workload import Workload, read_workload
-from ocihook.ops.install import NODE, apply_install, plan_install
+from ocihook.ops.install import NODE, apply_install, default_libexec, listen, plan_install
 
 _NAMED = 3  # findings of one kind
 _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
@@ -47,6 +47,7 @@ def check_process(pid: int) -> list[Finding]:
 def _check_workload(workload: Workload) -> list[Finding]:
     """Run every check; of what many processes have, name a few."""
     findings = _run_all(partial(check, workload) for check in (*container.CHECKS, *kernel_objects.CHECKS))
+    findings = list(map(without_commands, findings))
     kinds: dict[tuple[str, Status], list[Finding]] = {}
     for finding in findings:
         kinds.setdefault((finding.check, finding.status), []).append(finding)
@@ -87,9 +88,11 @@ def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *,
     wanted = {finding.repair for finding in findings}
     done = []
     if Repair.INSTALL in wanted:
-        changes = plan_install(root)
+        changes = plan_install(root, default_libexec())
         apply_install(changes, root)
         done += [f"{'removed' if change.after is None else 'wrote'} {change.path}" for change in changes]
+    if Repair.LISTEN in wanted:
+        done.append(listen())
     if Repair.RECOVER in wanted:
         done += recover()
     return done
