@@ -15,7 +15,7 @@ from ocihook.stages.recover import recover
 
 @click.command()
 @click.option("--container", help="Look into this running container: id, its beginning, or name.")
-@click.option("--pid", type=click.IntRange(min=1), help="Look into this process and its descendants.")
+@click.option("--pid", type=click.IntRange(1, 1 << 22), help="Look into this process and its descendants.")
 @click.option(
     "--archive",
     type=click.Path(exists=True, path_type=Path),

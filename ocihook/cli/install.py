@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ocihook.cli.render import json_option, print_json
+from ocihook.cli.render import Seconds, json_option, print_json
 from ocihook.config import load_settings
 from ocihook.errors import OcihookError, UnsupportedError, plain, printable
 from ocihook.ops.install import (
@@ -58,7 +58,7 @@ def install(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
 @click.command()
 @_root
 @_libexec
-@click.option("--timeout", "timeout_s", type=float, default=DRAIN_S, show_default=True, help="Seconds to wait.")
+@click.option("--timeout", "timeout_s", type=Seconds(), default=DRAIN_S, show_default=True, help="Seconds to wait.")
 @_dry_run
 @json_option
 def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_json: bool) -> None:

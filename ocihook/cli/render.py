@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import click
 
+from ocihook.config import RANGES
 from ocihook.errors import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,6 +20,26 @@ SCHEMA_VERSION = 1
 def json_option(command: F) -> F:
     """Give a command `--json`, passed to it as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
+
+
+class Seconds(click.FloatRange):
+    """A time to wait: a number of seconds, and no more than fits into a year."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=366 * 86400)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
+        """Return the number; "nan" is none, though it is a float."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return number
+
+
+def count_of(key: str) -> click.IntRange:
+    """Return what may be given in place of a setting that is an integer."""
+    low, high = RANGES[key]
+    return click.IntRange(int(low), int(high))
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -38,8 +60,17 @@ def print_error(code: str, text: str, remedy: str, exit_status: int, *, as_json:
     click.echo(f"ocihook: error: {printable(sentence)}", err=True)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under column names; without names, just the rows."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, width: int = 0, folded: Collection[str] | None = None
+) -> None:
+    """Print rows under column names; without names, just the rows.
+
+    Args:
+        columns: their names, or empty ones.
+        rows: of cells.
+        width: in characters, at most; 0: the terminal's, or 160 where there is none.
+        folded: names of the columns that may take several lines; None: all.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -47,10 +78,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
     table = Table(box=None if any(columns) else box.SIMPLE, show_header=any(columns), pad_edge=False)
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=folded is not None and name not in folded)
     for row in rows:
         table.add_row(*(Text("\n".join(map(printable, str(cell).split("\n")))) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(table, width=min(width, console.width) if width else None)
 
 
 @contextlib.contextmanager

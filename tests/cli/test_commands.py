@@ -37,6 +37,26 @@ def test_every_command_and_option_has_help(path: tuple[str, ...]) -> None:
     assert all(option.help or option.hidden for option in command.params if isinstance(option, click.Option))
 
 
+NUMBERS = [
+    (path, option)
+    for path, command in ALL
+    for option in command.params
+    if option.type in (click.INT, click.FLOAT) or isinstance(option.type, click.IntRange | click.FloatRange)
+]
+
+
+@pytest.mark.parametrize(("path", "option"), NUMBERS, ids=str)
+def test_every_number_has_a_range(path: tuple[str, ...], option: click.Parameter) -> None:
+    for wrong in ("-1", "nan", "inf", "9" * 30):
+        result = CliRunner().invoke(cli, [*path, option.opts[0], wrong])
+        assert (result.exit_code, f"'{option.opts[0]}'" in result.stderr) == (2, True), wrong
+
+
+def test_there_are_numbers() -> None:
+    names = {option.opts[0] for _, option in NUMBERS}
+    assert names == {"--pid", "--workers", "--keep-last", "--timeout", "--wait", "--size"}
+
+
 def test_commands_of_the_design_are_there() -> None:
     names = {" ".join(path) for path, _ in ALL}
     wanted = ["install", "uninstall", "doctor", "ps", "recover", "agent", "demo"]
