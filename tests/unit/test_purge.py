@@ -10,6 +10,15 @@ POSTINST = POSTRM.with_name("postinst")
 ID = "20260102T030405Z-0123abcd"
 
 
+def failing_helper(root: Path) -> Path:
+    """Put a deb-systemd-helper that changes nothing, and fails, in the place of the machine's own; return where."""
+    helper = root / "bin/deb-systemd-helper"
+    helper.parent.mkdir(exist_ok=True)
+    helper.write_text("#!/bin/sh\nexit 1\n")
+    helper.chmod(0o755)
+    return helper.parent
+
+
 def purge(root: Path) -> str:
     """Run the script over a tree; return what it says."""
     text = POSTRM.read_text()
@@ -17,11 +26,7 @@ def purge(root: Path) -> str:
         assert f"={place}\n" in text
         text = text.replace(f"={place}\n", f"={root}{place}\n")
     (root / "var/lib").mkdir(parents=True, exist_ok=True)
-    helper = root / "bin/deb-systemd-helper"
-    helper.parent.mkdir(exist_ok=True)
-    helper.write_text("#!/bin/sh\nexit 1\n")
-    helper.chmod(0o755)
-    command, path = ["sh", "-c", text, "postrm", "purge"], {"PATH": f"{helper.parent}:/usr/bin:/bin"}
+    command, path = ["sh", "-c", text, "postrm", "purge"], {"PATH": f"{failing_helper(root)}:/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
@@ -102,7 +107,7 @@ def test_a_configuration_that_sets_something_stays(tmp_path: Path, before: str |
     for place in ("/run/", "/var/", "/etc/", "/usr/share/"):
         assert f" {place}" in text
         text = text.replace(f" {place}", f" {tmp_path}{place}")
-    command, path = ["sh", "-c", text, "postinst", "configure"], {"PATH": "/usr/bin:/bin"}
+    command, path = ["sh", "-c", text, "postinst", "configure"], {"PATH": f"{failing_helper(tmp_path)}:/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=path)
     assert done.returncode == 0, done.stderr
     assert file.read_text() == ("[policy]\n" if is_replaced else before)
