@@ -1,7 +1,9 @@
 """Each thing that would break a checkpoint is found, and comes with a remedy."""
 
+import dataclasses
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from ocihook.cuda.signs import Signs
 from ocihook.linux.open_files import Mount
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
+from ocihook.linux.sockets import Socket
 from ocihook.oci.state import RunningContainer
 from ocihook.ops import criu_files, install, preflight
 from ocihook.ops.doctor import container, kernel_objects, machine, node, run
@@ -637,6 +640,21 @@ def test_a_container_is_told_what_the_preflight_refuses(monkeypatch: pytest.Monk
     assert [f"{f.detail}: {f.remedy}" for f in refused] == preflight.refusals(situation)
     assert [f.remedy.partition(" ")[0] for f in refused] == ["install", "have"]
     assert "cudaMallocManaged" in refused[1].detail
+
+
+@pytest.mark.parametrize(("manager", "is_named"), [("libpod", True), ("cri-o", False), ("", False)])
+def test_podmans_own_options_for_connections_are_named(
+    monkeypatch: pytest.MonkeyPatch, manager: str, *, is_named: bool
+) -> None:
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {"io.container.manager": manager}, {})
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    workload = read_workload(os.getpid(), found)
+    connected = Socket(1, 2, socket.AF_INET, socket.SOCK_STREAM, 6, False, True, 0, "10.0.0.1")
+    for names in (frozenset[str](), frozenset({"tcp-established"})):
+        chosen = dataclasses.replace(workload, options=criu_files.CriuOptions(names=names), sockets=(connected,))
+        remedy = only(kernel_objects._about_socket(connected, chosen)).remedy
+        assert ("podman: `container checkpoint --tcp-established`" in remedy) is is_named
+        assert ("--tcp-close" in remedy) is is_named
 
 
 def test_what_containers_name_gives_no_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
