@@ -367,7 +367,7 @@ def _lines_that_end_criu(name: str, text: bytes) -> Iterator[Finding]:
     read = [file for runtime in _RUNTIMES for file in files_read_for(runtime)]
     status = Status.FAIL if name in read or not read else Status.WARN  # no runtime of this node has CRIU read it
     for line, what, remedy in faults(text, _known_options() if text else Known()):
-        detail = f"{path}, line {line}: {what}; CRIU ends at once, and engines say no more than EOF"
+        detail = f"{path}, line {line}: {what}; CRIU misreads it or ends at once, and engines say no more than EOF"
         yield Finding("criu configuration", status, detail, f"{remedy} ({path}, line {line})")
     try:
         block = read_block(text, where=str(path))
