@@ -21,7 +21,9 @@ from ocihook.stages.recover import recover
     type=click.Path(exists=True, path_type=Path),
     help="Look whether this checkpoint, an archive or an image directory, can be restored here.",
 )
-@click.option("--fix", is_flag=True, help="Do what is safe: complete the installation, start its socket, recover what was left.")
+@click.option(
+    "--fix", is_flag=True, help="Do what is safe: complete the installation, start its socket, recover what was left."
+)
 @json_option
 def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix: bool, as_json: bool) -> None:
     """Tell whether a checkpoint will work on this node, or of a container, or be restored here; and what to do if not.
