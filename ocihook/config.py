@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ocihook.errors import AdmissionError, ConfigError
+from ocihook.errors import AdmissionError, ConfigError, printable
 
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
@@ -149,15 +149,33 @@ class Annotated(NamedTuple):
     unknown: tuple[str, ...] = ()  # a sentence about each that another release may know
 
 
+class Source(NamedTuple):
+    """Where a setting stands."""
+
+    file: Path
+    line: int = 0  # the first is 1; 0: it is written in a way that nobody has looked for
+
+
 def load_settings(root: Path = Path("/")) -> Settings:
     """Read the node's configuration below `root`.
 
     Raises:
         ConfigError: naming file and key.
     """
+    return load_with_sources(root)[0]
+
+
+def load_with_sources(root: Path = Path("/")) -> tuple[Settings, Mapping[str, Source]]:
+    """Read the node's configuration below `root`, and where each setting that is no default comes from.
+
+    These are named as in TOML: `policy.mode`, `policy.allowed.mode`, `agent.workers`, `restore_from.NAMESPACE`.
+
+    Raises:
+        ConfigError: naming file and key.
+    """
     main = root / CONFIG_FILE.relative_to("/")
     drop_ins = sorted((main.parent / "config.d").glob("*.toml"))
-    named_in: dict[str, Path] = {}  # which file has a key last
+    sources: dict[str, Source] = {}  # where a setting stands last
     policy: dict[str, Any] = {}
     agent: dict[str, Any] = {}
     allowed: dict[str, Allowed] = dict(ALLOWED)
@@ -166,20 +184,37 @@ def load_settings(root: Path = Path("/")) -> Settings:
         tables = _read_toml(file)
         _check_keys(tables, ("policy", "agent", "restore_from"), str(file), "table")
         restore_from |= _read_rules(_table(tables, "restore_from", file), f"{file}: [restore_from]")
+        sources |= _sources(file, "restore_from", _table(tables, "restore_from", file))
         inner = dict(_table(tables, "policy", file))
         tables["policy"] = inner
-        allowed |= _read_allowed(_table({"allowed": inner.pop("allowed", {})}, "allowed", file), file)
+        may_be = _table({"allowed": inner.pop("allowed", {})}, "allowed", file)
+        allowed |= _read_allowed(may_be, file)
+        sources |= _sources(file, "policy.allowed", may_be)
         for name, known, values in (("policy", _POLICY_KEYS, policy), ("agent", _AGENT_KEYS, agent)):
             table = _table(tables, name, file)
             _check_keys(table, known, f"{file}: [{name}]", "key")
-            named_in |= dict.fromkeys(table, file)
+            sources |= _sources(file, name, table)
             values |= {key: _check_value(key, value, known[key], str(file)) for key, value in table.items()}
     settings = Settings(policy=Policy(**policy), allowed=allowed, restore_from=restore_from, **agent)
     if settings.policy.push == "always" and not settings.remote:
         raise ConfigError(
-            f"{named_in['push']}: push is 'always', and no remote is configured", hint="set remote in [agent]"
+            f"{sources['policy.push'].file}: push is 'always', and no remote is configured",
+            hint="set remote in [agent]",
         )
-    return settings
+    return settings, sources
+
+
+def _sources(file: Path, table: str, keys: Mapping[str, object]) -> dict[str, Source]:
+    """Return where the keys of a table stand in a file."""
+    if not keys:
+        return {}
+    lines, inside = {}, ""
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if header := re.fullmatch(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?", line):
+            inside = re.sub(r"[\s\"']", "", header[1])
+        elif key := re.match(r"\s*[\"']?([^\s\"'=#]+)[\"']?\s*=", line):
+            lines[f"{inside}.{key[1]}".lstrip(".")] = number
+    return {f"{table}.{key}": Source(file, lines.get(f"{table}.{key}", 0)) for key in keys}
 
 
 def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_pod: bool) -> Annotated:
@@ -198,7 +233,9 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
         if key not in _POLICY_KEYS:
-            unknown.append(f"annotation {name} is not known here and has no effect; {_unknown(key, _POLICY_KEYS)}")
+            unknown.append(
+                f"annotation {printable(name)} is not known here and has no effect; {_unknown(key, _POLICY_KEYS)}"
+            )
             continue
         try:
             value = _check_annotation(name, key, text)

@@ -21,13 +21,21 @@ OcihookError
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
 │  └─ RegistryError         a registry cannot be reached, refuses, or sent something wrong (`status` is HTTP's)
-├─ ArchiveError             a checkpoint archive is malformed or hostile
+├─ ArchiveError             a file is no checkpoint archive, or one that was made to do harm
+│  └─ ArchiveDamaged        an archive is cut short or damaged
+├─ ArchiveKindError         an archive is packed, thin or plain, and the command is for another kind
+├─ OutputExists             a command would write over something
 ├─ CriuError                CRIU has failed, for a cause that its log tells (criu/explain.py)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
+├─ FileError                the system refused to read or write a file
 └─ WorkerDied               a forked worker was killed, or ran out of memory (linux/workers.py)
 
-`code` crosses the socket and stands in JSON output; `exit_code` is the command line's.
+`code` crosses the socket and stands in JSON output; `exit_code` is the command line's. What a number means stands in
+cli/main.py.
 """
+
+import errno
+import os
 
 
 class OcihookError(Exception):
@@ -171,10 +179,31 @@ class RemoteError(OcihookError):
 
 
 class ArchiveError(OcihookError):
-    """A checkpoint archive is malformed or hostile."""
+    """A file is no checkpoint archive, or one that was made to do harm."""
 
     code = "archive"
+    exit_code = 6
+
+
+class ArchiveDamaged(ArchiveError):
+    """An archive is cut short or damaged."""
+
+    code = "archive-damaged"
     exit_code = 4
+
+
+class ArchiveKindError(OcihookError):
+    """An archive is packed, thin or plain, and the command is for another kind."""
+
+    code = "archive-kind"
+    exit_code = 8
+
+
+class OutputExists(OcihookError):
+    """A command would write over something."""
+
+    code = "exists"
+    exit_code = 3
 
 
 class RegistryError(RemoteError):
@@ -203,3 +232,55 @@ class AgentError(OcihookError):
 
     code = "agent"
     exit_code = 7
+
+
+class FileError(OcihookError):
+    """The system refused to read or write a file."""
+
+    code = "file"
+
+
+_REMEDIES = {
+    errno.EACCES: "run it as root, or as who owns the file",
+    errno.EPERM: "run it as root, or as who owns the file",
+    errno.ENOENT: "see whether the path is right",
+    errno.ENOTDIR: "see whether the path is right",
+    errno.EISDIR: "name a file, not a directory",
+    errno.EEXIST: "remove it, or name another place",
+    errno.EROFS: "name a place on a file system that can be written",
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or raise the quota",
+    errno.EIO: "see the kernel's log (`dmesg`): the disk may be failing",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "raise the node's limit of open files (sysctl fs.file-max)",
+    errno.ENOMEM: "free memory",
+}
+
+
+def printable(text: str) -> str:
+    """Return one line that no terminal takes for a command, whatever an archive or a container put into it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def plain(error: BaseException) -> str:
+    """Return an error in words; one of the system's says which file and why, and leaves its number out."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    why = reason(error)
+    names = [os.fsdecode(n) for n in (error.filename, error.filename2) if isinstance(n, str | bytes | os.PathLike)]
+    return f"{' and '.join(names)}: {why}" if names else why
+
+
+def reason(error: BaseException) -> str:
+    """Return the same without the file, for a sentence that names it."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    return error.strerror
+
+
+def from_system(error: OSError) -> OcihookError:
+    """Return what to tell a user of an error that nobody else has explained."""
+    hint = _REMEDIES.get(error.errno or 0, "")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull(plain(error), hint=hint)
+    return FileError(plain(error), hint=hint)

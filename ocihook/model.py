@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
+from ocihook.errors import printable
+
 _ENGINES_ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -28,8 +30,8 @@ class ContainerRef:
     def __str__(self) -> str:
         shown = short_id(self.id)
         if self.pod_name:
-            return f"{self.pod_namespace}/{self.pod_name}/{self.name or shown}"
-        return f"{self.name} ({shown})" if self.name else shown
+            return printable(f"{self.pod_namespace}/{self.pod_name}/{self.name or shown}")
+        return printable(f"{self.name} ({shown})" if self.name else shown)
 
     def to_json(self) -> dict[str, str]:
         """Return what `from_json` takes."""

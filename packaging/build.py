@@ -60,6 +60,10 @@ def build_deb(tree: Path, out: Path, version: str, _scratch: Path, *, fast: bool
     date = time.strftime("%a, %d %b %Y %H:%M:%S +0000", time.gmtime(int(os.environ["SOURCE_DATE_EPOCH"])))
     write_gz(documents / "changelog.gz", changes.replace("@VERSION@", version).replace("@DATE@", date))
     (documents / "CHANGELOG.md").rename(documents / "NEWS.md")
+    # No conffile: a purge would take it, and checkpoints that stay may need what it says. postinst puts it in place.
+    template = tree / "usr/share/ocihook/config.toml"
+    template.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(tree / "etc/ocihook/config.toml", template)
     overrides = tree / "usr/share/lintian/overrides/ocihook"
     overrides.parent.mkdir(parents=True)
     shutil.copy(HERE / "deb/lintian-overrides", overrides)
@@ -119,10 +123,17 @@ def rpm_files(tree: Path) -> list[str]:
     for path in sorted(tree.rglob("*")):
         name = f"/{path.relative_to(tree)}"
         if not path.is_dir():
-            lines.append(f"%license {name}" if name.startswith("/usr/share/licenses/") else name)
+            lines.append(f"{rpm_kind(name)}{name}")
         elif "/ocihook" in name or name == "/etc/criu":
             lines.append(f"%dir {name}")
     return lines
+
+
+def rpm_kind(name: str) -> str:
+    """Return what an RPM marks a file with."""
+    if name.startswith("/usr/share/licenses/"):
+        return "%license "
+    return "%config(noreplace) " if name.startswith("/etc/") else ""
 
 
 def package_version() -> str:

@@ -26,12 +26,14 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from ocihook import __version__
+from ocihook.cli.manual import configuration
 from ocihook.ops import program
 from ocihook.ops.install import render, unit_templates
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent
 MACHINE = os.uname().machine
+CONFIGURATION = Path("etc/ocihook/config.toml")
 GLIBC = ("2_34", "2_28", "2_27", "2_26", "2_24", "2_17")  # of RHEL 9, and what came before
 LICENSES = ("*.dist-info/METADATA", "*.dist-info/licenses/*", "*.dist-info/LICENSE*")
 
@@ -194,7 +196,7 @@ def add_programs(top: Path, prefix: Path, release: str) -> None:
 
 
 def add_node_files(dest: Path, top: Path, prefix: Path, release: str) -> None:
-    """Put in place what systemd reads, and the directory of the configuration."""
+    """Put in place what systemd reads, and the configuration, which says nothing but the defaults."""
     site = prefix / program.RELEASES_BELOW_PREFIX / release / "site-packages"
     for unit in unit_templates():
         write(top / "lib/systemd/system" / unit.name, fill(unit.read_text(), site))
@@ -202,6 +204,7 @@ def add_node_files(dest: Path, top: Path, prefix: Path, release: str) -> None:
     write(top / "lib/tmpfiles.d/ocihook.conf", (HERE / "tree/ocihook.tmpfiles").read_text())
     for directory in ("etc/criu", "etc/ocihook/config.d"):
         (dest / directory).mkdir(parents=True)
+    write(dest / CONFIGURATION, configuration())
 
 
 def add_documents(top: Path) -> None:

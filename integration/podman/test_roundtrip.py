@@ -126,5 +126,5 @@ def test_sessions_are_shown(podman: Podman) -> None:
     podman.checkpoint("c", podman.scratch / "c.tar")
     sessions(podman.namespace)
     shown = podman.ocihook("ps", "--all")
-    assert re.search(r"podman +dump +post-dump +done", shown)
+    assert re.search(r" c \([0-9a-f]{12}\) +dump +done", shown)
     assert "No session is open." in podman.ocihook("recover")

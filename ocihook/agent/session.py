@@ -11,7 +11,7 @@ from typing import Any
 from ocihook import wire
 from ocihook.config import Settings, load_settings
 from ocihook.criu.explain import Explanation
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.errors import ConfigError, OcihookError, plain
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.ops import history
@@ -99,7 +99,7 @@ class Session:
                     os.close(directory)
         except (OcihookError, OSError) as error:
             self.journal.note_error(error, "failed")
-            return self._refuse(request, str(error))
+            return self._refuse(request, plain(error))
         except Exception as error:
             log.exception("session %s: %s", self.journal.session_id, stage)
             self.journal.note_error(error, "failed")

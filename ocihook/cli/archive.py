@@ -8,16 +8,19 @@ from typing import Any
 
 import click
 
-from ocihook.cli.render import F, format_bytes, json_option, print_json, print_table, progress_bar
+from ocihook.cli.render import F, count_of, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import load_settings
 from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
+from ocihook.errors import plain
 from ocihook.ops import archive as ops
 from ocihook.store.store import Store
 from ocihook.store.stored import StoredManifest
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
-_workers = click.option("--workers", default=0, help="Processes to use; default: one for each core.")
+_workers = click.option(
+    "--workers", type=count_of("workers"), default=0, help="Processes to use; default: one for each core."
+)
 _compress = click.option(
     "--compress",
     "compression",
@@ -54,7 +57,7 @@ def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
                 "created": "",
                 "packed": None,
                 "thin": None,
-                "error": str(facts),
+                "error": plain(facts),
             }
         rows.append(row)
     if as_json:

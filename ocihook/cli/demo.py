@@ -10,7 +10,14 @@ from ocihook.ops.demo import DemoResult, check_node, enter_private_namespace, ru
 
 
 @click.command()
-@click.option("--size", "size_mib", default=1024, show_default=True, help="Memory of the container in MiB.")
+@click.option(
+    "--size",
+    "size_mib",
+    type=click.IntRange(16, 1 << 20),
+    default=1024,
+    show_default=True,
+    help="Memory of the container in MiB.",
+)
 @click.option("--inside", is_flag=True, hidden=True, help="Already in a private mount namespace.")
 @json_option
 def demo(*, size_mib: int, inside: bool, as_json: bool) -> None:

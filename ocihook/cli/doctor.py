@@ -15,13 +15,15 @@ from ocihook.stages.recover import recover
 
 @click.command()
 @click.option("--container", help="Look into this running container: id, its beginning, or name.")
-@click.option("--pid", type=click.IntRange(min=1), help="Look into this process and its descendants.")
+@click.option("--pid", type=click.IntRange(1, 1 << 22), help="Look into this process and its descendants.")
 @click.option(
     "--archive",
     type=click.Path(exists=True, path_type=Path),
     help="Look whether this checkpoint, an archive or an image directory, can be restored here.",
 )
-@click.option("--fix", is_flag=True, help="Do what is safe: complete the installation, recover what was left behind.")
+@click.option(
+    "--fix", is_flag=True, help="Do what is safe: complete the installation, start its socket, recover what was left."
+)
 @json_option
 def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix: bool, as_json: bool) -> None:
     """Tell whether a checkpoint will work on this node, or of a container, or be restored here; and what to do if not.

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from ocihook.cli.render import json_option, print_json, printable
+from ocihook.cli.render import Seconds, json_option, print_json
 from ocihook.config import load_settings
-from ocihook.errors import OcihookError, UnsupportedError
+from ocihook.errors import OcihookError, UnsupportedError, plain, printable
 from ocihook.ops.install import (
     DRAIN_S,
     NODE,
@@ -58,7 +58,7 @@ def install(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
 @click.command()
 @_root
 @_libexec
-@click.option("--timeout", "timeout_s", type=float, default=DRAIN_S, show_default=True, help="Seconds to wait.")
+@click.option("--timeout", "timeout_s", type=Seconds(), default=DRAIN_S, show_default=True, help="Seconds to wait.")
 @_dry_run
 @json_option
 def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_json: bool) -> None:
@@ -81,7 +81,7 @@ def _complete_pending(timeout_s: float) -> None:
     try:
         left = complete_pending(load_settings(), timeout_s=timeout_s)
     except (OcihookError, OSError) as error:
-        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(str(error))}", err=True)
+        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(plain(error))}", err=True)
         return
     for row in left:
         reason = row.reason or "it was not stored in time"

@@ -6,19 +6,21 @@ import signal
 import sys
 from collections.abc import Mapping
 from types import FrameType
+from typing import NoReturn
 
 import click
 from click.shell_completion import CompletionItem
 
 from ocihook import __version__
-from ocihook.cli.render import printable
-from ocihook.errors import OcihookError
+from ocihook.cli.render import print_error
+from ocihook.errors import OcihookError, from_system
 
 # name -> module:attribute and summary, so that `--help` imports none of them
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "install": ("ocihook.cli.install:install", "Have CRIU call ocihook on this node."),
     "uninstall": ("ocihook.cli.install:uninstall", "Take back what install changed."),
     "doctor": ("ocihook.cli.doctor:doctor", "Tell whether a checkpoint will work here, and what to do if not."),
+    "config": ("ocihook.cli.config:config", "Show this node's settings, and where each comes from."),
     "archive": ("ocihook.cli.archive:archive", "List, inspect, verify, pack, unpack and compare checkpoint archives."),
     "image": ("ocihook.cli.image:image", "Make OCI images of checkpoint archives, and push them."),
     "store": ("ocihook.cli.store:store", "Show, verify and prune the checkpoints of this node's store."),
@@ -37,9 +39,12 @@ EXIT_STATUS: Mapping[int, str] = {
     0: "done",
     1: "error",
     2: "usage or configuration is wrong",
+    3: "the output is there already",
     4: "a checkpoint is damaged",
     5: "not possible on this node",
+    6: "the file is no checkpoint archive, or a hostile one",
     7: "the agent failed, or something is still to be undone",
+    8: "the archive is packed, thin or plain already, or not what the command is for",
     9: "no space is left",
     10: "a remote or a registry cannot be reached, or refuses",
     130: "interrupted",
@@ -93,14 +98,26 @@ def main() -> None:
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
+        if _is_for_programs():
+            print_error("usage", error.format_message(), "", error.exit_code, as_json=True)
+        else:
+            error.show()
         sys.exit(error.exit_code)
     except OcihookError as error:
-        click.echo(f"ocihook: error: {printable(str(error))}", err=True)
-        sys.exit(error.exit_code)
+        _fail(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
         sys.exit(1)
     except OSError as error:
-        click.echo(f"ocihook: error: {printable(str(error))}", err=True)
-        sys.exit(1)
+        _fail(from_system(error))
+
+
+def _fail(error: OcihookError) -> NoReturn:
+    print_error(error.code, str(error.args[0]), error.hint, error.exit_code, as_json=_is_for_programs())
+    sys.exit(error.exit_code)
+
+
+def _is_for_programs() -> bool:
+    """Tell whether `--json` was asked for; also where what else was given made no sense."""
+    words = sys.argv[1:]
+    return "--json" in words[: words.index("--") if "--" in words else None]

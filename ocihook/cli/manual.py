@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
@@ -27,6 +28,10 @@ _FILES = {
     "/var/lib/ocihook/store": "Checkpoints of mode store.",
     "/var/lib/ocihook/history": "The last sessions, and totals of all: see ocihook-timeline(1), ocihook-metrics(1).",
 }
+_JSON_ERRORS = (
+    "With `--json` an error is one JSON object on one line of standard error, whose member `error` has `code`, `text`, "
+    "`remedy` and `exit_status`; standard output has results only."
+)
 _SHELLS: Mapping[str, type[ShellComplete]] = {
     "bash/ocihook": BashComplete,
     "zsh/_ocihook": ZshComplete,
@@ -117,7 +122,7 @@ def _exit_status() -> list[str]:
     lines = [".SH EXIT STATUS"]
     for status, meaning in EXIT_STATUS.items():
         lines += [".TP", f".B {status}", _text(meaning[0].upper() + meaning[1:] + ".")]
-    return lines
+    return [*lines, ".PP", _text(_JSON_ERRORS)]
 
 
 def _settings() -> str:
@@ -166,25 +171,62 @@ def _settings() -> str:
     return _done([*lines, ".SH SEE ALSO", ".BR ocihook (1)"])
 
 
-def _keys(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
+def configuration() -> str:
+    """Return a config.toml with all settings, each with its meaning and default, and all of them comments.
+
+    A line that begins with `#` and no blank is a setting: without the `#` it says what holds anyway.
+    """
+    lines = _remark(
+        "Settings of ocihook on this node: ocihook.toml(5). What is commented out is the default. A file in config.d "
+        "overrides this one; `ocihook config show` tells what holds, and where it comes from."
+    )
+    lines += ["", *_remark("What to do with a container. A key is also an annotation: ocihook.io/quiesce-signal.")]
+    lines += ["[policy]", *_commented(config.Policy), ""]
+    lines += _remark("What the annotations of pods may set: values of a word, the most of a number, or any or none.")
+    lines += ["[policy.allowed]", *(f"#{key} = {json.dumps(value)}" for key, value in config.ALLOWED.items()), ""]
+    lines += _remark(
+        "Whose checkpoints a container may be restored from, beside those of its own namespace: "
+        'team-b = ["team-a"]. "*" stands for all, _node for containers in no pod.'
+    )
+    lines += ["[restore_from]", "", *_remark("What holds for the whole node."), "[agent]"]
+    return "\n".join([*lines, *_commented(config.Settings)]) + "\n"
+
+
+def _commented(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
+    for name, default, text in _described(settings):
+        yield from ("", *_remark(f"{text} ({_allowed_values(name, default)})"), f"#{name} = {json.dumps(default)}")
+
+
+def _remark(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _described(settings: type[config.Policy | config.Settings]) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, default and meaning of each setting."""
     source = inspect.getsource(settings).splitlines()
     texts = {match["key"]: match["text"] for line in source if (match := _SETTING.fullmatch(line))}
     for field in dataclasses.fields(settings):
-        if field.name in config.TABLES:
-            continue
-        default = f'"{field.default}"' if isinstance(field.default, str) else f"{field.default}"
-        yield from (".TP", f".B {_plain(field.name)}")
-        text = texts.get(field.name) or ""
-        is_value = text.partition(":")[0] in config.CHOICES.get(field.name, ())
-        yield _text(f"{text if is_value else text[:1].upper() + text[1:]}.")
-        yield ".br"
-        allowed = f"{_KINDS[type(field.default)]}, default {default}"
-        if field.name in config.CHOICES:
-            allowed += "; one of " + ", ".join(f'"{choice}"' for choice in config.CHOICES[field.name])
-        if field.name in config.RANGES:
-            low, high = config.RANGES[field.name]
-            allowed += f"; from {low:.0f} to {high:.0f}" if isinstance(field.default, int) else f"; {low:g} to {high:g}"
-        yield _plain(f"({allowed})")
+        if field.name not in config.TABLES:
+            text = texts.get(field.name) or ""
+            is_value = text.partition(":")[0] in config.CHOICES.get(field.name, ())
+            yield field.name, field.default, f"{text if is_value else text[:1].upper() + text[1:]}."
+
+
+def _allowed_values(name: str, default: object) -> str:
+    """Return what a setting may be, in words."""
+    shown = f'"{default}"' if isinstance(default, str) else f"{default}"
+    allowed = f"{_KINDS[type(default)]}, default {shown}"
+    if name in config.CHOICES:
+        allowed += "; one of " + ", ".join(f'"{choice}"' for choice in config.CHOICES[name])
+    if name in config.RANGES:
+        low, high = config.RANGES[name]
+        allowed += f"; from {low:.0f} to {high:.0f}" if isinstance(default, int) else f"; {low:g} to {high:g}"
+    return allowed
+
+
+def _keys(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
+    for name, default, text in _described(settings):
+        yield from (".TP", f".B {_plain(name)}", _text(text), ".br", _plain(f"({_allowed_values(name, default)})"))
 
 
 def _allowed() -> Iterator[str]:

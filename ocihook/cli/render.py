@@ -2,11 +2,15 @@
 
 import contextlib
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import click
+
+from ocihook.config import RANGES
+from ocihook.errors import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,13 +22,55 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
 
 
+class Seconds(click.FloatRange):
+    """A time to wait: a number of seconds, and no more than fits into a year."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=366 * 86400)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
+        """Return the number; "nan" is none, though it is a float."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return number
+
+
+def count_of(key: str) -> click.IntRange:
+    """Return what may be given in place of a setting that is an integer."""
+    low, high = RANGES[key]
+    return click.IntRange(int(low), int(high))
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object."""
     click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under column names; without names, just the rows."""
+def print_error(code: str, text: str, remedy: str, exit_status: int, *, as_json: bool) -> None:
+    """Print on stderr what went wrong: a line for people, or one JSON object on one line for programs.
+
+    stdout is left to results, of which there may be some before an error.
+    """
+    if as_json:
+        error = {"code": code, "text": text, "remedy": remedy, "exit_status": exit_status}
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "error": error}), err=True)
+        return
+    sentence = f"{text.rstrip('.')}. {remedy[0].upper()}{remedy[1:]}" if remedy else text
+    click.echo(f"ocihook: error: {printable(sentence)}", err=True)
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, width: int = 0, folded: Collection[str] | None = None
+) -> None:
+    """Print rows under column names; without names, just the rows.
+
+    Args:
+        columns: their names, or empty ones.
+        rows: of cells.
+        width: in characters, at most; 0: the terminal's, or 160 where there is none.
+        folded: names of the columns that may take several lines; None: all.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -32,15 +78,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
     table = Table(box=None if any(columns) else box.SIMPLE, show_header=any(columns), pad_edge=False)
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=folded is not None and name not in folded)
     for row in rows:
         table.add_row(*(Text("\n".join(map(printable, str(cell).split("\n")))) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
-
-
-def printable(text: str) -> str:
-    """Return one line that no terminal takes for a command, whatever an archive or a container put into it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(table, width=min(width, console.width) if width else None)
 
 
 @contextlib.contextmanager

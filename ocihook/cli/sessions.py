@@ -1,16 +1,17 @@
 """`ocihook ps` and `ocihook recover`: what sessions do on this node, and putting back what a dead one left."""
 
 import contextlib
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable
-from ocihook.cli.store import percent, print_reasons
+from ocihook.cli.render import Seconds, format_bytes, json_option, print_json, print_table
+from ocihook.cli.store import percent, reasons
 from ocihook.config import Settings, load_settings
-from ocihook.errors import AgentError, ConfigError
+from ocihook.errors import AgentError, ConfigError, printable
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
@@ -18,6 +19,8 @@ from ocihook.ops.store import list_pending
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.stages.recover import recover as recover_sessions
 from ocihook.store.store import Store
+
+_WIDTH = 100  # of what is printed, in characters
 
 
 @click.command()
@@ -34,25 +37,33 @@ def ps(*, show_all: bool, as_json: bool) -> None:
     if as_json:
         print_json({"sessions": found, "pending": [row._asdict() for row in pending]})
         return
-    columns = ["SESSION", "CONTAINER", "ENGINE", "ACT", "STAGE", "STATE", "RAW", "STORED", "TIME"]
-    print_table(columns, [_row(record) for record in found])
+    columns = ["SESSION", "BEGAN", "CONTAINER", "ACT", "STATE", "RAW", "STORED", "TIME"]
+    print_table(columns, [_row(record) for record in found], width=_WIDTH, folded=("CONTAINER", "STATE"))
+    for record in found:
+        if cause := history.error_of(record)[1]:
+            _print_wrapped(f"{record['id']}: {cause}")
     if pending:
         rows = [
             [row.id, row.container, row.domain, row.state, format_bytes(row.raw_bytes), percent(row)] for row in pending
         ]
-        print_table(["CHECKPOINT", "CONTAINER", "DOMAIN", "STATE", "RAW", "STORED"], rows)
-        print_reasons(pending)
+        columns = ["CHECKPOINT", "CONTAINER", "DOMAIN", "STATE", "RAW", "STORED"]
+        print_table(columns, rows, width=_WIDTH, folded=("CONTAINER", "DOMAIN"))
+        for sentence in reasons(pending):
+            _print_wrapped(sentence)
+
+
+def _print_wrapped(sentence: str) -> None:
+    click.echo("\n".join(textwrap.wrap(printable(sentence), _WIDTH, subsequent_indent="    ")))
 
 
 def _row(record: dict[str, Any]) -> list[str]:
-    stages, facts = record["stages"], record["facts"]
+    facts = record["facts"]
     container = ContainerRef.from_json(record["container"]) if record["container"] else None
     return [
         record["id"],
+        time.strftime("%m-%d %H:%M:%S", time.localtime(record["began"])),
         str(container or ""),
-        container.engine or container.runtime if container else "",
         history.act_of(record),
-        list(stages)[-1] if stages else "",
         _state(record),
         format_bytes(facts["raw_bytes"]) if "raw_bytes" in facts else "",
         format_bytes(facts["stored_bytes"]) if "stored_bytes" in facts else "",
@@ -61,10 +72,13 @@ def _row(record: dict[str, Any]) -> list[str]:
 
 
 def _state(record: dict[str, Any]) -> str:
-    if "failure" in record["facts"] and history.outcome_of(record) == "failed":
-        return f"failed: {record['facts']['failure']['name']}"
-    if "ended" in record or Process(*record["criu"]).is_alive():
+    if code := history.error_of(record)[0]:
+        return f"{history.outcome_of(record)}: {code}"
+    if "ended" in record:
         return history.outcome_of(record)
+    if Process(*record["criu"]).is_alive():
+        stage = list(record["stages"])[-1:]
+        return ", ".join([history.outcome_of(record), *stage])
     waiting = ", ".join(effect["kind"] for effect in record["effects"])
     return f"undoing: {waiting}" if waiting else "ending"
 
@@ -78,7 +92,14 @@ def _settings() -> Settings:
 
 
 @click.command()
-@click.option("--wait", "release_timeout_s", default=60.0, show_default=True, help="Seconds for a container to run.")
+@click.option(
+    "--wait",
+    "release_timeout_s",
+    type=Seconds(),
+    default=60.0,
+    show_default=True,
+    help="Seconds for a container to run.",
+)
 @json_option
 def recover(*, release_timeout_s: float, as_json: bool) -> None:
     """Undo what sessions left whose agent was killed.

@@ -2,14 +2,15 @@
 
 import re
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import click
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable, progress_bar
-from ocihook.config import Settings, load_settings
-from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError
+from ocihook.cli.render import Seconds, count_of, format_bytes, json_option, print_json, print_table, progress_bar
+from ocihook.config import RANGES, Settings, load_settings
+from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError, printable
 from ocihook.linux.patience import Patience
 from ocihook.ops import store as ops
 from ocihook.ops import transfer
@@ -126,16 +127,17 @@ def _print_listed(rows: list[ops.Listed], *, as_json: bool) -> None:
         for row in rows
     ]
     print_table(["DOMAIN", "CHECKPOINT", "CONTAINER", "CREATED", "STATE", "RAW", "ADDED"], cells)
-    print_reasons(rows)
+    for sentence in reasons(rows):
+        click.echo(sentence)
 
 
-def print_reasons(rows: list[ops.Listed]) -> None:
-    """Say why checkpoints are not complete, and what to do about it."""
+def reasons(rows: list[ops.Listed]) -> Iterator[str]:
+    """Yield why checkpoints are not complete, and what to do about it."""
     for row in rows:
         if row.reason:
             tried = f" ({row.attempts} attempts)" if row.attempts > 1 else ""
             remedy = f"{row.remedy[0].upper()}{row.remedy[1:]}"
-            click.echo(printable(f"{row.id} is {row.state}{tried}: {row.reason.rstrip('.')}. {remedy}"))
+            yield printable(f"{row.id} is {row.state}{tried}: {row.reason.rstrip('.')}. {remedy}")
 
 
 def _state(row: ops.Listed) -> str:
@@ -195,7 +197,10 @@ def verify(*, read_data: bool, as_json: bool) -> None:
 
 @store.command()
 @click.option(
-    "--keep-last", metavar="N", type=int, help="Keep the newest N checkpoints of each container, by its owner."
+    "--keep-last",
+    metavar="N",
+    type=count_of("keep_last"),
+    help="Keep the newest N checkpoints of each container, by its owner.",
 )
 @click.option("--keep-within", metavar="TIME", help="Keep what is younger, as in 36h or 14d.")
 @click.option("--max-size", metavar="SIZE", help="Then remove the oldest of all until the rest takes no more: 500G.")
@@ -226,8 +231,8 @@ def prune(
     settings = load_settings()
     keep = Keep.of(settings) if remote is None else Keep.of_remote(settings)
     if keep_last is not None or keep_within is not None or max_size is not None:
-        within_s = 0.0 if keep_within is None else _number(keep_within, _UNITS_S)
-        max_bytes = 0 if max_size is None else _number(max_size, _UNITS_BYTES)
+        within_s = 0.0 if keep_within is None else _number(keep_within, _UNITS_S, "keep_within_s")
+        max_bytes = 0 if max_size is None else _number(max_size, _UNITS_BYTES, "max_store_bytes")
         keep = Keep(keep_last or 0, within_s, int(max_bytes))
     archives = archive_dir or (Path(settings.archive_dir) if settings.archive_dir else None)
     if remote is not None:
@@ -249,11 +254,14 @@ def prune(
             click.echo(f"{pruned.where}: freed {format_bytes(pruned.freed_bytes)}")
 
 
-def _number(text: str, units: dict[str, int]) -> float:
+def _number(text: str, units: dict[str, int], key: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]?)", text)
     if not match or match[2] not in units:
         raise click.BadParameter(f"{text!r} is not a number with one of the units {', '.join(filter(None, units))}")
-    return float(match[1]) * units[match[2]]
+    number = float(match[1]) * units[match[2]]
+    if number > RANGES[key][1]:
+        raise click.BadParameter(f"{text!r} is more than can be")
+    return number
 
 
 @store.command()
@@ -341,7 +349,7 @@ def repair(*, as_json: bool) -> None:
 
 @click.command()
 @click.argument("checkpoint", required=False)
-@click.option("--timeout", "timeout_s", type=float, help="Seconds to wait for each; default: as long as it takes.")
+@click.option("--timeout", "timeout_s", type=Seconds(), help="Seconds to wait for each; default: as long as it takes.")
 @json_option
 def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> None:
     """Wait until CHECKPOINT, or every one that is pending, is complete in the store.

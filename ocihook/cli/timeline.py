@@ -8,9 +8,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ocihook.cli.render import format_bytes, json_option, print_json, print_table, printable
+from ocihook.cli.render import format_bytes, json_option, print_json, print_table
 from ocihook.config import load_settings
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, printable
 from ocihook.linux.files import replace_file
 from ocihook.ops import history
 from ocihook.ops.timeline import Bar, Timeline, chrome_trace, lay_out

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _CONF = "/etc/criu/runc.conf (for crun see `ocihook doctor`)"
+_PODMAN_DUMP = "; or by podman: `container checkpoint --tcp-established`, and the same in the restore"
+_PODMAN_RESTORE = "; or by podman: `container restore --tcp-established`, or --tcp-close where it has that"
 # libuv takes io_uring wherever it may: torchrun, its agent, does so with USE_LIBUV=0, too.
 IO_URING_REMEDY = (
     "keep it away by a seccomp filter (podman's default, RuntimeDefault in Kubernetes) or sysctl "
@@ -145,6 +147,12 @@ def _causes(*rows: tuple[str, str, str, str]) -> Iterator[Cause]:
 _CAUSES: Sequence[Cause] = tuple(
     _causes(
         (
+            "script-missing",
+            r'execvp\("(?P<path>/[^"]*)".*(?P<why>No such file|Permission denied|Exec format error)',
+            "the action script {path} cannot be run ({why})",
+            "`ocihook doctor` shows the file and the line that name it",
+        ),
+        (
             "other-script",
             r"Script (?P<path>\S+) exited with",
             "the action script {path} refused",
@@ -228,13 +236,15 @@ _CAUSES: Sequence[Cause] = tuple(
             "tcp-established",
             r"Connected TCP socket, consider using",
             "{who} has an established TCP connection",
-            f"write `tcp-close` (connections are closed) or `tcp-established` (the address must stay) into {_CONF}",
+            f"write `tcp-close` (connections are closed) or `tcp-established` (the address must stay) into {_CONF}"
+            + _PODMAN_DUMP,
         ),
         (
             "tcp-in-image",
             r"Connected TCP socket in image",
             "the checkpoint has established TCP connections, and nothing says what is to become of them",
-            f"write the option that it was made with, `tcp-close` or `tcp-established`, into this node's {_CONF}",
+            f"write the option that it was made with, `tcp-close` or `tcp-established`, into this node's {_CONF}"
+            + _PODMAN_RESTORE,
         ),
         (
             "tcp-in-flight",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
 from ocihook.engine.identity import container_ref
-from ocihook.errors import ArchiveError, IdentificationError
+from ocihook.errors import ArchiveDamaged, ArchiveError, IdentificationError
 from ocihook.model import ContainerRef
 from ocihook.tar import MAX_MEMBER_BYTES, READ_ERRORS, Tar, hole_bytes
 
@@ -71,8 +71,8 @@ def _errors_told(where: str) -> Iterator[None]:
         raise _damaged(where, error) from error
 
 
-def _damaged(where: str, why: object) -> ArchiveError:
-    return ArchiveError(f"{where} is truncated or damaged: {why}", hint="use another copy of it")
+def _damaged(where: str, why: object) -> ArchiveDamaged:
+    return ArchiveDamaged(f"{where} is truncated or damaged: {why}", hint="use another copy of it")
 
 
 class Member(NamedTuple):

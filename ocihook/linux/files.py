@@ -26,9 +26,10 @@ def replace_file(path: Path, data: bytes, *, mode: int, durable: bool = True) ->
             if durable:
                 os.fsync(fd)
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        error.filename = str(path)  # a write that finds no space names nothing
         raise
     if durable:
         sync_directory(path.parent)

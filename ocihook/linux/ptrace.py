@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ocihook.errors import GivenUp, TraceError
+from ocihook.errors import GivenUp, TraceError, plain
 from ocihook.linux.memory import memory_path, read_mappings, write_memory
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
@@ -455,7 +455,7 @@ def held(pid: int, patience: Patience | None, *, without: int = 0) -> Iterator[l
                 except OSError as error:
                     if Process.find(tid) is not None:  # it has not just ended
                         raise TraceError(
-                            f"process {pid} cannot be held: {error}",
+                            f"process {pid} cannot be held: {plain(error)}",
                             hint="no debugger or tracer may be attached during a dump",
                         ) from error
             if patience is not None and not patience.within(_STOP_TIMEOUT_S).until(

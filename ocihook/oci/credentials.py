@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ocihook.errors import ConfigError
+from ocihook.errors import ConfigError, plain
 
 _MAX_FILE_BYTES = 1 << 20
 _DOCKER_HUB = ("docker.io", "https://index.docker.io/v1/")
@@ -66,7 +66,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             value = json.loads(file.read(_MAX_FILE_BYTES))
     except OSError as error:
-        raise ConfigError(f"credentials cannot be read: {error}") from error
+        raise ConfigError(f"credentials cannot be read: {plain(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, Mapping):

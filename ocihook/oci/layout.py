@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ocihook.errors import ArchiveError
+from ocihook.errors import ArchiveDamaged, ArchiveError
 from ocihook.linux.files import create_private, sync_directory
 from ocihook.tar import READ_ERRORS, Tar
 
@@ -66,7 +66,9 @@ class Blob(NamedTuple):
             while left_bytes:
                 piece = file.read(min(_COPY_BYTES, left_bytes))
                 if not piece:
-                    raise ArchiveError(f"{self.path} ends {left_bytes} bytes too early", hint="use another copy of it")
+                    raise ArchiveDamaged(
+                        f"{self.path} ends {left_bytes} bytes too early", hint="use another copy of it"
+                    )
                 left_bytes -= len(piece)
                 yield piece
 
@@ -226,7 +228,7 @@ def _in_directory(directory: Path) -> _Find:
     def find(name: str) -> Blob:
         path = directory / name
         if not path.is_file():
-            raise ArchiveError(f"{directory} has no {name}", hint="use another copy of it")
+            raise ArchiveDamaged(f"{directory} has no {name}", hint="use another copy of it")
         return Blob("", path.stat().st_size, path=path)
 
     return find
@@ -242,7 +244,7 @@ def _in_archive(path: Path) -> _Find:
 
     def find(name: str) -> Blob:
         if name not in places:
-            raise ArchiveError(f"{path} has no {name}", hint="use another copy of it")
+            raise ArchiveDamaged(f"{path} has no {name}", hint="use another copy of it")
         size_bytes, offset = places[name]
         return Blob("", size_bytes, path=path, offset=offset)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.errors import IdentificationError
+from ocihook.errors import IdentificationError, reason
 from ocihook.linux.procfs import Process, command_line, parent_pid
 
 _DEFAULT_ROOTS = {"runc": "/run/runc", "crun": "/run/crun"}
@@ -168,7 +168,7 @@ def _read_json(path: Path) -> Mapping[str, object]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, PermissionError) as error:
-        raise IdentificationError(f"{path} cannot be read: {error}") from error
+        raise IdentificationError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(value, Mapping):
         raise IdentificationError(f"{path} is not a JSON object")
     return value

@@ -30,7 +30,14 @@ from ocihook.criu.images import (
     read_runs,
 )
 from ocihook.engine.archive import IMAGE_DIRECTORY, ArchiveFacts, Member, read_facts, read_members, write_archive
-from ocihook.errors import ArchiveError, ImageError, OcihookError, StoreFull, UnsupportedError
+from ocihook.errors import (
+    ArchiveKindError,
+    ImageError,
+    OcihookError,
+    OutputExists,
+    StoreFull,
+    UnsupportedError,
+)
 from ocihook.linux.files import sync_directory
 from ocihook.ops.image_set import (
     check_other_images,
@@ -172,11 +179,12 @@ def read_thin_archive(path: Path) -> Thin:
     """Return which checkpoint a thin archive stands for.
 
     Raises:
-        ArchiveError: if it is malformed, or not thin.
+        ArchiveError: if it is malformed.
+        ArchiveKindError: if it is not thin.
     """
     thin = inspect_archive(path).thin
     if thin is None:
-        raise ArchiveError(f"{path} is not thin: its memory is in it")
+        raise ArchiveKindError(f"{path} is not thin: its memory is in it", hint="name a checkpoint, or a thin archive")
     return thin
 
 
@@ -343,7 +351,7 @@ def pack_archive(
 
         def visit(member: Member) -> None:
             if member.image_name == MANIFEST_NAME or (member.image_name == THIN_NAME and into_store):
-                raise ArchiveError(f"{source} is packed already")
+                raise ArchiveKindError(f"{source} is packed already", hint="use it as it is")
             images.take(member)
 
         facts = read_facts(source, visit)
@@ -362,7 +370,7 @@ def pack_archive(
             output.scratch, container=facts.container, host=host, workers=workers, durable=False, progress=progress
         )
         if manifest is None:
-            raise ArchiveError(
+            raise ArchiveKindError(
                 f"{source} has no memory that could be packed", hint="CRIU itself may have compressed it"
             )
         added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
@@ -414,7 +422,7 @@ def unpack_archive(
             _refuse_gpu_state(source, manifest.gpu if manifest else {})
             names = rehydrate_image_set(output.scratch, workers=workers, progress=progress, elsewhere=images.packs)
             if not is_packed(facts):
-                raise ArchiveError(f"{source} is not packed")
+                raise ArchiveKindError(f"{source} is not packed", hint="use it as it is")
         output.write(compression, dropped=set(names), added=names)
 
 
@@ -459,7 +467,7 @@ class _Output(NamedTuple):
 @contextlib.contextmanager
 def _output(source: Path, target: Path, *, force: bool) -> Iterator[_Output]:
     if target.exists() and not force:
-        raise ArchiveError(f"{target} exists", hint="name another output, or use --force")
+        raise OutputExists(f"{target} exists", hint="name another output, or use --force")
     with scratch_directory(target.absolute().parent) as scratch:
         yield _Output(source, target, scratch)
 
@@ -557,7 +565,7 @@ class _Memory:
     def _dumped_pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
         pagemap = self.pagemaps[pagemap_name]
         if pagemap.is_compressed:
-            raise ImageError(f"{pagemap.pages_name} is compressed by CRIU itself and cannot be compared")
+            raise UnsupportedError(f"{pagemap.pages_name} is compressed by CRIU itself and cannot be compared")
         content = self._content(pagemap.pages_name)
         window, position = b"", 0
         for run in read_runs(self.directory / pagemap_name):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from ocihook.criu.conf import options, plugin_dir
 from ocihook.criu.plugin import find_plugin
@@ -20,6 +21,10 @@ class CriuOptions:
     names: frozenset[str] = frozenset()  # of those that are set and take no value
     ghost_limit_bytes: int = _GHOST_LIMIT_BYTES
     scanned: tuple[str, ...] = ()  # irmap-scan-path
+
+    def add(self, option: str) -> str:
+        """Return the command that has CRIU take an option; a container may have chosen the file's name."""
+        return f"echo {option} >> {quote(self.file)}"
 
     def has(self, *names: str) -> bool:
         """Tell whether one of these is set."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.errors import printable
 from ocihook.linux.open_files import OpenFile, deleted_files
 from ocihook.linux.procfs import descendants
 from ocihook.ops.criu_files import CriuOptions
@@ -52,13 +53,14 @@ def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[R
     for file in sorted(each_once.values(), key=lambda file: file.stored_bytes):
         if file.links == 0 and file.is_regular and file.stored_bytes > limit:
             size = -(-file.stored_bytes // _MIB)
-            what = f"uses {file.name}, which is deleted and has {size} MiB; CRIU's limit is {limit // _MIB} MiB"
-            remedy = f"echo ghost-limit {_rounded(size)}M >> {options.file}"
+            name = printable(file.name)
+            what = f"uses {name}, which is deleted and has {size} MiB; CRIU's limit is {limit // _MIB} MiB"
+            remedy = options.add(f"ghost-limit {_rounded(size)}M")
             yield RefusedFile("ghost-file", file.pid, what, remedy)
         elif file.links > 0 and not options.has("link-remap") and not _is_called_so(file):
             kind = "a POSIX semaphore" if Path(file.name).name.startswith("sem.") else "a file"
-            what = f"uses {kind} by a name that it no longer has: {file.name}"
-            yield RefusedFile("link-remap", file.pid, what, f"echo link-remap >> {options.file}")
+            what = f"uses {kind} by a name that it no longer has: {printable(file.name)}"
+            yield RefusedFile("link-remap", file.pid, what, options.add("link-remap"))
 
 
 def has_place(file: OpenFile) -> bool:

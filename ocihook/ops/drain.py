@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from ocihook import wire
+from ocihook.criu.version import find_program
 from ocihook.errors import AgentError
 from ocihook.linux.procfs import Process, command_line
 from ocihook.session.journal import open_journals
@@ -49,7 +50,22 @@ def _users(runtime_dir: Path) -> list[str]:
 
 
 def _is_criu_at_work(pid: int) -> bool:
-    return _CRIU_AT_WORK.match(" ".join(command_line(pid))) is not None
+    return _CRIU_AT_WORK.match(" ".join(command_line(pid))) is not None and _is_nodes_criu(pid)
+
+
+def _is_nodes_criu(pid: int) -> bool:
+    """Tell whether a process runs a CRIU of the node: any other may call itself so, and those of containers do not end.
+
+    It is the node's own, from wherever it is run, or another one in our mount namespace, as one that was replaced.
+    """
+    try:
+        running = os.stat(f"/proc/{pid}/exe")
+        if (criu := find_program("criu")) and os.path.samestat(running, os.stat(criu.path)):
+            return True
+        name = os.path.basename(os.readlink(f"/proc/{pid}/exe")).removesuffix(" (deleted)")
+        return name == "criu" and os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
+    except OSError:  # it has ended
+        return False
 
 
 def _end_agent(runtime_dir: Path) -> bool:

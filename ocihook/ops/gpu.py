@@ -16,7 +16,7 @@ from ocihook.cuda.driver import CudaDriver, CudaState, GpuMap
 from ocihook.cuda.nvml import Gpu, read_gpus
 from ocihook.cuda.process import CudaProcess
 from ocihook.cuda.signs import Signs, count_device_files, read_signs
-from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError
+from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError, plain
 from ocihook.linux.memory import Span, anonymous_spans, prefault, subtract
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids
@@ -208,7 +208,7 @@ def _checkpoint_prefaulted(
     try:
         thread = HeldThread(able, patience)
     except OSError as error:
-        raise TraceError(f"thread {able} of process {process.pid} cannot be held: {error}") from error
+        raise TraceError(f"thread {able} of process {process.pid} cannot be held: {plain(error)}") from error
 
     def fill(address: int, size_bytes: int) -> None:
         if _has_huge_pages():

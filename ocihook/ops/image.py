@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.engine.archive import compression_of, content_digest
-from ocihook.errors import ArchiveError, ConfigError
+from ocihook.errors import ConfigError, OutputExists
 from ocihook.linux.files import sync_directory
 from ocihook.oci.layout import (
     Blob,
@@ -121,7 +121,7 @@ def build_image(
     if name:
         Reference.parse(name)
     if target.exists():
-        raise ArchiveError(f"{target} exists", hint="name another output")
+        raise OutputExists(f"{target} exists", hint="name another output")
     parent = target.absolute().parent
     with scratch_directory(parent) as scratch, _image_of(source, parent, thin, is_verified, progress) as image:
         made = scratch / "image"

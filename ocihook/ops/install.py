@@ -33,8 +33,10 @@ CONF_NAMES = ("runc.conf", "crun.conf", "default.conf")
 UNIT_DIR = Path("/etc/systemd/system")
 # What is enabled, with the target that wants it: the agent listens, prunes once a day, and looks after a boot for
 # what the one before left.
+SOCKET = "ocihook.socket"
+LISTEN = f"systemctl enable --now {SOCKET}"
 WANTED_BY = {
-    "ocihook.socket": "sockets.target",
+    SOCKET: "sockets.target",
     "ocihook-prune.timer": "timers.target",
     "ocihook.service": "multi-user.target",
 }
@@ -173,6 +175,16 @@ def apply_install(changes: list[Change], root: Path) -> None:
             with _explained(link), contextlib.suppress(FileExistsError):
                 _make_directories(link.parent)
                 link.symlink_to(UNIT_DIR / link.name)
+
+
+def listen() -> str:
+    """Have systemd listen for the hook, whoever has put its units there; return what was done.
+
+    Raises:
+        UnsupportedError: if systemd refuses.
+    """
+    _systemctl("enable", "--now", SOCKET, hint="checkpoints work without it: the hook then starts the agent itself")
+    return f"enabled and started {SOCKET}"
 
 
 def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, *, timeout_s: float = DRAIN_S) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ocihook import __version__
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import GivenUp, IntegrityError, OcihookError, StoreError, StoreFull
+from ocihook.errors import GivenUp, IntegrityError, OcihookError, StoreError, StoreFull, plain
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
@@ -344,8 +344,8 @@ def _failure(domain: Domain, error: OcihookError | OSError) -> Failure:
     if isinstance(error, OcihookError):
         return Failure(error.code, str(error.args[0]), error.hint or "remove the cause, then `ocihook wait`")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failure(StoreFull.code, str(error), f"make room in {domain.directory}, then `ocihook wait`")
-    return Failure("system", str(error), "remove the cause, then `ocihook wait`")
+        return Failure(StoreFull.code, plain(error), f"make room in {domain.directory}, then `ocihook wait`")
+    return Failure("system", plain(error), "remove the cause, then `ocihook wait`")
 
 
 @contextlib.contextmanager
@@ -363,7 +363,7 @@ def _recorded(settings: Settings | None, domain: Domain, job: Job) -> Iterator[N
         manifest = domain.read(job.id)
         facts |= {"raw_bytes": manifest.raw_bytes, "stored_bytes": manifest.added_bytes}
     except (OcihookError, OSError) as error:
-        record |= {"outcome": "failed", "error": str(error), "error_code": getattr(error, "code", "system")}
+        record |= {"outcome": "failed", "error": plain(error), "error_code": getattr(error, "code", "system")}
         raise
     finally:
         phase = {"name": "store", "began": record["began"], "seconds": time.monotonic() - started}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.config import Settings
-from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError, StoreError
+from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError, StoreError, plain
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import run_forked
 from ocihook.ops.prune import Keep, Pruned, choose
@@ -218,14 +218,16 @@ def push_due(settings: Settings, now: Callable[[], float] = time.time, *, at_onc
                 domain.pushes.end(waiting.checkpoint_id)
                 log.info("checkpoint %s is at the remote, %d bytes were sent", moved.checkpoint_id, moved.moved_bytes)
             except (OcihookError, OSError) as error:
-                later = domain.pushes.failed(waiting, str(error), now())
-                wrong.append(f"checkpoint {waiting.checkpoint_id} in domain {domain.name} was not pushed: {error}")
+                later = domain.pushes.failed(waiting, plain(error), now())
+                wrong.append(
+                    f"checkpoint {waiting.checkpoint_id} in domain {domain.name} was not pushed: {plain(error)}"
+                )
                 log.error("%s; attempt %d, the next in %.0f s", wrong[-1], later.attempts, later.next_s - now())
     if settings.remote and not wrong:
         try:
             prune_remote_by_policy(settings)
         except (OcihookError, OSError) as error:
-            wrong.append(f"the remote was not pruned: {error}")
+            wrong.append(f"the remote was not pruned: {plain(error)}")
             log.error("%s", wrong[-1])
     return wrong
 

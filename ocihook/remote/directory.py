@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from ocihook.errors import RemoteError
+from ocihook.errors import RemoteError, plain
 from ocihook.linux.files import make_directory, open_regular, sync_directory
 from ocihook.remote.blobs import PIECE_BYTES, Blob
 
@@ -140,4 +140,4 @@ class DirectoryBlobs:
             yield
         except OSError as error:
             hint = "make room there, or `ocihook store prune --remote`" if error.errno == errno.ENOSPC else ""
-            raise RemoteError(f"the remote {self._directory}: {error}", hint=hint) from error
+            raise RemoteError(f"the remote {self._directory}: {plain(error)}", hint=hint) from error

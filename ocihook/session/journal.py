@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ocihook import wire
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
 from ocihook.linux.files import replace_file
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
@@ -224,7 +224,7 @@ class Journal:
             outcome: of the session, where its stages do not tell: degraded, failed.
         """
         code = getattr(error, "code", "system" if isinstance(error, OSError) else "defect")
-        self._data |= {"error": str(error), "error_code": code, "outcome": outcome}
+        self._data |= {"error": plain(error), "error_code": code, "outcome": outcome}
 
     def finish(self, keep: Callable[[str, Mapping[str, Any]], None] | None = None) -> None:
         """End the session's journal.

@@ -2,7 +2,7 @@
 
 import logging
 
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
 from ocihook.linux.patience import Patience
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
@@ -50,7 +50,7 @@ def _undo(effect: Effect, journal: Journal, patience: Patience) -> None:
     except OSError as error:
         raise OcihookError(
             f"{effect.kind} of session {journal.session_id} (container {journal.container}) "
-            f"could not be undone: {error}",
+            f"could not be undone: {plain(error)}",
             hint="remove the cause and run `ocihook recover`",
         ) from error
     log.info("undone: %s of session %s, container %s", effect.kind, journal.session_id, journal.container)

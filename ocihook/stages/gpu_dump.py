@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ocihook.cuda.driver import CudaDriver, CudaState
 from ocihook.cuda.nvml import Gpu as Device
 from ocihook.cuda.signs import Signs
-from ocihook.errors import CudaError, IntegrityError, OcihookError
+from ocihook.errors import CudaError, IntegrityError, OcihookError, plain
 from ocihook.linux.cgroup import wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import unpin_directory
@@ -167,7 +167,7 @@ def _give_back(journal: Journal, alive: Mapping[str, Process], spans: Spans) -> 
         except OSError as error:
             left = {name: process for name, process in alive.items() if process.is_alive()}
             if len(left) == len(alive):
-                raise OcihookError(f"GPU memory cannot be given back: {error}") from error
+                raise OcihookError(f"GPU memory cannot be given back: {plain(error)}") from error
             alive = left
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.cuda.driver import CudaDriver, CudaState
-from ocihook.errors import CudaError, IdentificationError, OcihookError
+from ocihook.errors import CudaError, IdentificationError, OcihookError, plain
 from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import make_device
 from ocihook.linux.memory import available_bytes
@@ -185,7 +185,7 @@ def fill_memory(restore: Restore, checkpoint: Checkpoint) -> int:
                 processes, workers=workers, patience=restore.patience, progress=restore.progress, spans=spans
             )
         except OSError as error:
-            raise OcihookError(f"GPU memory cannot be written into the restored processes: {error}") from error
+            raise OcihookError(f"GPU memory cannot be written into the restored processes: {plain(error)}") from error
         phase["bytes"] = size
     return size
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ocihook.config import Policy, Settings
+from ocihook.errors import plain
 from ocihook.linux.cgroup import Freezer, find_freezer
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
@@ -101,8 +102,8 @@ class Dump(Act):
     def degrade(self, error: Exception, consequence: str) -> str:
         """Record that not all goes as it was wanted; return what is to be told."""
         self.journal.note_error(error, "degraded")
-        log.warning("container %s: %s. %s", self.container, str(error).rstrip("."), consequence)
-        return f"warning: container {self.container}: {str(error).rstrip('.')}. {consequence}"
+        log.warning("container %s: %s. %s", self.container, plain(error).rstrip("."), consequence)
+        return f"warning: container {self.container}: {plain(error).rstrip('.')}. {consequence}"
 
     @property
     def container(self) -> ContainerRef:

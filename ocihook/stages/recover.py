@@ -8,7 +8,7 @@ from typing import NamedTuple
 import ocihook.stages.order  # noqa: F401 - whose participants know the effects
 from ocihook import wire
 from ocihook.config import Settings
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
 from ocihook.linux.patience import Patience
 from ocihook.ops import history
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
@@ -63,5 +63,5 @@ def _recover(path: Path, *, settings: Settings | None, is_served: bool, timeout_
         keep = partial(history.keep, Path(settings.history_dir), limit=settings.history_kept) if settings else None
         journal.finish(keep)
     except (OcihookError, OSError) as error:
-        return Recovery(path.stem, container, "failed", str(error))
+        return Recovery(path.stem, container, "failed", plain(error))
     return Recovery(path.stem, container, "undone", ", ".join(kinds) or "nothing was left")

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ocihook.config import Settings
-from ocihook.errors import ConfigError, IntegrityError, KeyMissing
+from ocihook.errors import ConfigError, IntegrityError, KeyMissing, plain, reason
 from ocihook.store.names import check_domain_name
 
 KEY_ID_BYTES = 8
@@ -134,7 +134,7 @@ def _content(path: Path) -> str:
         mode = path.stat().st_mode
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise KeyMissing(f"the key file {path} cannot be read: {error}") from error
+        raise KeyMissing(f"the key file {path} cannot be read: {reason(error)}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"the key file {path} is open to others than its owner", hint=f"chmod 600 {path}")
     return text
@@ -150,7 +150,7 @@ def _output(command: str) -> str:
         said = done.stderr[-500:].decode(errors="replace").strip()
         raise KeyMissing(f"the key command {command!r} ended with status {done.returncode}: {said}")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise KeyMissing(f"the key command {command!r} gave no key: {error}") from error
+        raise KeyMissing(f"the key command {command!r} gave no key: {plain(error)}") from error
 
 
 def _derived(key: Key, salt: bytes, purpose: bytes) -> bytes:

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ocihook.cli.main import cli
-from ocihook.cli.render import format_bytes, printable
-from ocihook.errors import ArchiveError, IntegrityError
+from ocihook.cli.render import format_bytes
+from ocihook.errors import IntegrityError, OutputExists, printable
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 
 MEMORY = {1: mixed_pages(100), 5: mixed_pages(20, seed=2)}
@@ -95,7 +95,7 @@ def test_an_output_that_exists_is_kept_without_force(tmp_path: Path, plain: Path
     target = tmp_path / "out.tar"
     target.write_text("precious")
     refused = run("pack", plain, target)
-    assert isinstance(refused.exception, ArchiveError)
+    assert isinstance(refused.exception, OutputExists)
     assert "exists. Name another output, or use --force" in str(refused.exception)
     assert target.read_text() == "precious"
     assert run("pack", plain, target, "--force").exit_code == 0
@@ -149,7 +149,7 @@ def test_an_archive_cannot_give_commands_to_a_terminal(tmp_path: Path, plain: Pa
     with tarfile.open(hostile, "a") as tar:
         tar.addfile(tarfile.TarInfo("\x1b[2J/../x"))
     refused = ocihook("archive", "inspect", hostile)
-    assert refused.returncode == 4
+    assert refused.returncode == 6
     assert "climbs out" in refused.stderr
     assert "\x1b" not in refused.stderr
 

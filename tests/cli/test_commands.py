@@ -37,6 +37,26 @@ def test_every_command_and_option_has_help(path: tuple[str, ...]) -> None:
     assert all(option.help or option.hidden for option in command.params if isinstance(option, click.Option))
 
 
+NUMBERS = [
+    (path, option)
+    for path, command in ALL
+    for option in command.params
+    if option.type in (click.INT, click.FLOAT) or isinstance(option.type, click.IntRange | click.FloatRange)
+]
+
+
+@pytest.mark.parametrize(("path", "option"), NUMBERS, ids=str)
+def test_every_number_has_a_range(path: tuple[str, ...], option: click.Parameter) -> None:
+    for wrong in ("-1", "nan", "inf", "9" * 30):
+        result = CliRunner().invoke(cli, [*path, option.opts[0], wrong])
+        assert (result.exit_code, f"'{option.opts[0]}'" in result.stderr) == (2, True), wrong
+
+
+def test_there_are_numbers() -> None:
+    names = {option.opts[0] for _, option in NUMBERS}
+    assert names == {"--pid", "--workers", "--keep-last", "--timeout", "--wait", "--size"}
+
+
 def test_commands_of_the_design_are_there() -> None:
     names = {" ".join(path) for path, _ in ALL}
     wanted = ["install", "uninstall", "doctor", "ps", "recover", "agent", "demo"]
@@ -92,9 +112,36 @@ def test_errors_are_one_line_and_an_exit_status(archive: Path, tmp_path: Path) -
     assert (damaged.returncode, damaged.stdout) == (4, "")
     assert damaged.stderr.startswith("ocihook: error: ")
     assert damaged.stderr.count("\n") == 1
-    assert run("archive", "pack", str(archive), str(archive)).returncode == 4
+    assert run("archive", "pack", str(archive), str(archive)).returncode == 3
+    assert run("archive", "inspect", __file__).returncode == 6
+    assert run("archive", "unpack", str(archive), str(tmp_path / "b.tar")).returncode == 8
     assert run("archive", "verify", str(tmp_path / "none")).returncode == 2
     assert run("no-such-command").returncode == 2
+
+
+def test_errors_are_json_for_programs(archive: Path, tmp_path: Path) -> None:
+    """On stderr, one object on one line: stdout is left to results."""
+    for arguments, code, status, word in (
+        (["archive", "pack", str(archive), str(archive)], "exists", 3, "exists"),
+        (["archive", "inspect", __file__], "archive", 6, "is no tar archive"),
+        (["archive", "list"], "usage", 2, "Missing argument"),
+        (["timeline", "--html", str(tmp_path / "none/x.html"), "nothing"], "store", 1, "'nothing'"),
+    ):
+        done = run(*arguments, "--json")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1)
+        error = json.loads(done.stderr)["error"]
+        assert error.keys() == {"code", "text", "remedy", "exit_status"}
+        assert (error["code"], error["exit_status"], word in error["text"]) == (code, status, True)
+
+
+def test_errors_of_the_system_are_sentences(tmp_path: Path) -> None:
+    """Without a number, with the file and what to do."""
+    place = tmp_path / "none" / "metrics.prom"
+    done = run("metrics", "--textfile", str(place))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"ocihook: error: {place}: No such file or directory. See whether the path is right\n",
+    )
 
 
 def test_install_in_a_tree(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from ocihook import errors
 from ocihook.cli.main import EXIT_STATUS
-from ocihook.cli.manual import documents
-from ocihook.config import ALLOWED, TABLES, Policy, Settings
+from ocihook.cli.manual import configuration, documents
+from ocihook.config import ALLOWED, TABLES, Policy, Settings, load_settings
 from tests.cli.test_commands import ALL
 
 PROJECT = Path(__file__).parents[2]
@@ -76,3 +76,20 @@ def test_the_readme_has_every_command() -> None:
     text = (PROJECT / "README.md").read_text()
     missing = [path[0] for path, _ in COMMANDS if len(path) == 1 and f"ocihook {path[0]}" not in text]
     assert missing == []
+
+
+def test_the_configuration_of_packages_says_the_defaults(tmp_path: Path) -> None:
+    """As it is, with any one of its lines no comment any more, and with all of them."""
+    file = tmp_path / "etc/ocihook/config.toml"
+    file.parent.mkdir(parents=True)
+    lines = configuration().splitlines()
+    assert max(map(len, lines)) <= 120
+    settings = [number for number, line in enumerate(lines) if re.match(r"#\w", line)]
+    fields = [f.name for c in (Policy, Settings) for f in dataclasses.fields(c) if f.name not in TABLES]
+    named = sorted(lines[number].lstrip("#").partition(" ")[0] for number in settings)
+    assert named == sorted([*fields, *ALLOWED])
+    for chosen in ([], *([number] for number in settings), settings):
+        text = "\n".join(line[number in chosen :] for number, line in enumerate(lines))
+        file.write_text(text)
+        assert load_settings(tmp_path) == Settings()
+        assert text.count("\n#") == configuration().count("\n#") - len(chosen)

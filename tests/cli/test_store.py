@@ -232,3 +232,12 @@ def test_pins_uses_and_pushes_are_shown(node: Node, tmp_path: Path, monkeypatch:
     assert as_json("store", "prune", "--dry-run")["pruned"][0]["removed"] == [first]
     assert as_json("store", "prune")["pruned"][0]["removed"] == [first]
     assert "has no checkpoint" in str(run("store", "unpin", first).exception)
+
+
+@pytest.mark.parametrize(
+    "option", [("--keep-last", "-1"), ("--max-size", "9" * 400), ("--keep-within", "9" * 30 + "w")]
+)
+def test_a_prune_takes_no_number_that_makes_no_sense(node: Node, option: tuple[str, str]) -> None:
+    before = as_json("store", "list")["checkpoints"]
+    assert run("store", "prune", *option).exit_code == 2
+    assert as_json("store", "list")["checkpoints"] == before

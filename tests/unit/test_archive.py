@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ocihook.engine.archive import ArchiveFacts, Member, compression_of, read_facts
-from ocihook.errors import ArchiveError, ImageError, IntegrityError, OcihookError, StoreFull
+from ocihook.errors import (
+    ArchiveError,
+    ArchiveKindError,
+    ImageError,
+    IntegrityError,
+    OcihookError,
+    OutputExists,
+    StoreFull,
+    UnsupportedError,
+)
 from ocihook.oci.layout import is_layout, read_layout
 from ocihook.ops import archive as ops
 from ocihook.store.manifest import Manifest
@@ -299,7 +308,7 @@ def test_a_page_image_that_claims_more_than_its_pagemap_is_not_read(
 def test_output_is_replaced_only_by_force_and_never_half(tmp_path: Path, plain: Path) -> None:
     target = tmp_path / "out.tar"
     target.write_text("precious")
-    with pytest.raises(ArchiveError, match="exists"):
+    with pytest.raises(OutputExists, match="exists"):
         pack(plain, target)
     packed = tmp_path / "packed.tar"
     pack(plain, packed)
@@ -315,10 +324,10 @@ def test_output_is_replaced_only_by_force_and_never_half(tmp_path: Path, plain: 
 
 
 def test_packing_twice_and_unpacking_a_plain_one_are_errors(tmp_path: Path, plain: Path) -> None:
-    with pytest.raises(ArchiveError, match="is not packed"):
+    with pytest.raises(ArchiveKindError, match="is not packed"):
         unpack(plain, tmp_path / "out.tar")
     pack(plain, tmp_path / "packed.tar")
-    with pytest.raises(ArchiveError, match="is packed already"):
+    with pytest.raises(ArchiveKindError, match="is packed already"):
         pack(tmp_path / "packed.tar", tmp_path / "out.tar")
 
 
@@ -419,12 +428,12 @@ def test_memory_that_criu_compressed_itself_stays_as_it_is(tmp_path: Path) -> No
     assert ops.verify_archive(tmp_path / "packed.tar", workers=1) is not None
     unpack(tmp_path / "packed.tar", tmp_path / "again.tar")
     assert members(tmp_path / "again.tar") == members(tmp_path / "plain.tar")
-    with pytest.raises(ImageError, match=r"pages-2.img is compressed by CRIU itself and cannot be compared"):
+    with pytest.raises(UnsupportedError, match=r"pages-2.img is compressed by CRIU itself and cannot be compared"):
         ops.diff_archives(tmp_path / "packed.tar", tmp_path / "plain.tar")
     for pages in ("pages-1.img", "pagemap-1.img", "core-1.img"):
         (tmp_path / "images" / pages).unlink()
     make_archive(tmp_path / "opaque.tar", tmp_path / "images")
-    with pytest.raises(ArchiveError, match=r"no memory that could be packed. CRIU itself may have compressed it"):
+    with pytest.raises(ArchiveKindError, match=r"no memory that could be packed. CRIU itself may have compressed it"):
         pack(tmp_path / "opaque.tar", tmp_path / "out.tar")
 
 
@@ -495,7 +504,7 @@ def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
     stored = ops.verify_archive(thin, store=Store(store), workers=1)
     assert stored is not None
     assert stored.raw_bytes == sum(map(len, MEMORY.values()))
-    with pytest.raises(ArchiveError, match="packed already"):
+    with pytest.raises(ArchiveKindError, match="packed already"):
         ops.pack_archive(thin, again, into_store=Store(store), compression="none", force=False, workers=2)
     packed = tmp_path / "packed.tar"
     ops.pack_archive(thin, packed, store=Store(store), compression="none", force=False, workers=2)

@@ -1,11 +1,12 @@
 """Configuration: defaults < config.toml < config.d < annotations; every mistake names the file and the key."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from ocihook.config import ALLOWED, CHOICES, Policy, Settings, apply_annotations, load_settings
+from ocihook.config import ALLOWED, CHOICES, RANGES, TABLES, Policy, Settings, apply_annotations, load_settings
 from ocihook.errors import AdmissionError, ConfigError
 
 
@@ -18,6 +19,22 @@ def write(root: Path, text: str, name: str = "config.toml") -> Path:
 
 def test_nothing_configured(tmp_path: Path) -> None:
     assert load_settings(tmp_path) == Settings()
+
+
+NUMBERS = [
+    (table, field.name)
+    for table, settings in (("policy", Policy), ("agent", Settings))
+    for field in dataclasses.fields(settings)
+    if field.name not in TABLES and isinstance(field.default, int | float)
+]
+
+
+@pytest.mark.parametrize(("table", "key"), NUMBERS)
+def test_every_number_has_a_range(tmp_path: Path, table: str, key: str) -> None:
+    for wrong in (-1, int(RANGES[key][1]) + 1, "nan", "inf"):
+        write(tmp_path, f"[{table}]\n{key} = {wrong}\n")
+        with pytest.raises(ConfigError, match=rf"{key} must be (between|an integer)"):
+            load_settings(tmp_path)
 
 
 def test_later_sources_win(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Each thing that would break a checkpoint is found, and comes with a remedy."""
 
+import dataclasses
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,11 +12,18 @@ import pytest
 from ocihook.config import Settings
 from ocihook.criu import plugin, version
 from ocihook.criu.version import Program
+from ocihook.cuda.driver import CudaState
+from ocihook.cuda.signs import Signs
+from ocihook.linux.open_files import Mount
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
-from ocihook.ops import criu_files
-from ocihook.ops.doctor import machine, node, run
+from ocihook.linux.sockets import Socket
+from ocihook.oci.state import RunningContainer
+from ocihook.ops import criu_files, install, preflight
+from ocihook.ops.doctor import container, kernel_objects, machine, node, run
 from ocihook.ops.doctor.finding import Finding, Repair, Status
 from ocihook.ops.doctor.run import check_node, repair, run_check
+from ocihook.ops.doctor.workload import read_workload
 from ocihook.session.journal import Journal
 from ocihook.stages.recover import recover
 
@@ -253,7 +262,7 @@ def put_launcher(programs: dict[str, Program], conf_dir: Path, directory: Path, 
     ("states", "status", "word"),
     [
         ({"socket": "active", "service": "inactive"}, Status.OK, "systemd starts it"),
-        ({"socket": "inactive", "service": "inactive"}, Status.WARN, "socket is inactive"),
+        ({"socket": "inactive", "service": "inactive", "loaded": "loaded"}, Status.WARN, "socket is inactive"),
         ({"socket": "failed", "service": "failed"}, Status.WARN, "service has failed"),
         ({"socket": "", "service": ""}, Status.WARN, "socket is unknown"),
     ],
@@ -262,9 +271,17 @@ def test_agent_under_systemd(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: dict[str, str], status: Status, word: str
 ) -> None:
     monkeypatch.setattr(node, "_SYSTEMD", tmp_path)
-    monkeypatch.setattr(node, "run_output", lambda *command: states[command[-1].split(".")[1]] + "\n")
+
+    def systemctl(*command: str) -> str:
+        return states.get("loaded" if command[1] == "show" else command[-1].split(".")[1], "") + "\n"
+
+    monkeypatch.setattr(node, "run_output", systemctl)
     finding = only(node._check_agent())
     assert (finding.status, word in finding.detail) == (status, True)
+    if "inactive" in word:  # `ocihook install` has nothing to change where its units are there
+        assert (finding.remedy, finding.repair) == ("systemctl enable --now ocihook.socket", Repair.LISTEN)
+    if "unknown" in word:
+        assert (finding.remedy, finding.repair) == ("ocihook install", Repair.INSTALL)
     monkeypatch.setattr(node, "_SYSTEMD", tmp_path / "none")
     assert only(node._check_agent()).detail == "no systemd: the hook starts it"
 
@@ -348,7 +365,7 @@ def test_what_cannot_be_read_is_told_and_stops_nothing_else(monkeypatch: pytest.
 
     finding = only(iter(run_check(_check_some_thing)))
     assert finding[:2] == ("some thing", Status.WARN)
-    assert "Permission denied: '/x'" in finding.detail
+    assert finding.detail == "cannot be told: /x: Permission denied"
 
 
 @pytest.mark.parametrize(
@@ -377,14 +394,76 @@ def test_harmful_options(programs: dict[str, Program], tmp_path: Path, option: s
 
 
 def test_harmless_configuration_and_foreign_scripts(programs: dict[str, Program], tmp_path: Path) -> None:
-    (tmp_path / "runc.conf").write_text("tcp-established\nmanage-cgroups=ignore\naction-script /usr/bin/other\n")
+    (tmp_path / "runc.conf").write_text("tcp-established\nmanage-cgroups=ignore\naction-script /usr/bin/env\n")
     finding = only(node._check_criu_configuration())
     assert finding.status is Status.OK
-    assert "/usr/bin/other" in finding.detail
+    assert "/usr/bin/env" in finding.detail
     (tmp_path / "runc.conf").write_text("# manage-cgroups ignore\nmanage-cgroups=ignore\nverbosity=4\nverbosity\n")
     assert list(node._check_criu_configuration()) == []
     (tmp_path / "runc.conf").write_text("manage-cgroups\tignore\n")
     assert only(node._check_criu_configuration()).remedy == "write manage-cgroups=ignore"
+
+
+def test_a_line_that_criu_refuses_is_named(programs: dict[str, Program], tmp_path: Path) -> None:
+    put(programs, "runc", 1, 3)
+    (tmp_path / "runc.conf").write_text("# ours\ntcp-closed\nghost-limit 5M\n")
+    finding = only(node._check_criu_configuration())
+    assert finding.status is Status.FAIL
+    assert f"{tmp_path}/runc.conf, line 2: CRIU has no option `tcp-closed`" in finding.detail
+    assert finding.remedy.startswith("did you mean tcp-close?")
+    (tmp_path / "crun.conf").write_text("tcp-closed\n")  # which only crun would have CRIU read
+    (tmp_path / "runc.conf").unlink()
+    assert only(node._check_criu_configuration()).status is Status.WARN
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda _: None, "No such file"),
+        (lambda path: path.write_text(""), "is not executable"),
+        (lambda path: path.mkdir(), "is no file"),
+        (lambda path: path.touch(mode=0o755), ""),
+    ],
+)
+def test_action_scripts_of_others_must_be_programs(
+    programs: dict[str, Program], tmp_path: Path, make: Callable[[Path], None], word: str
+) -> None:
+    script = tmp_path / "script"
+    make(script)
+    (tmp_path / "default.conf").write_text(
+        f'# BEGIN ocihook\naction-script /gone\n# END ocihook\naction-script "{script}"'
+    )
+    found = [f for f in node._check_criu_configuration() if f.check == "action script"]
+    assert [f.status for f in found] == [Status.FAIL] * bool(word)  # ours is another check's
+    assert all(word in f.detail and f"default.conf, line 4: the action script {script}" in f.detail for f in found)
+
+
+def test_what_fails_on_the_node_fails_for_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
+    monkeypatch.setattr(run, "find_container", lambda _name: found)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(run, "_run_all", lambda checks: [f for check in checks for f in run_check(check)])
+    broken = Finding("configuration", Status.FAIL, "config.toml is not TOML", "mend the file")
+    monkeypatch.setattr(node, "CHECKS", (lambda: iter([broken]),))
+    monkeypatch.setattr(machine, "CHECKS", ())
+    monkeypatch.setattr(kernel_objects, "CHECKS", ())
+    findings = run.check_container("0717")
+    assert broken in findings
+    assert "size" in {finding.check for finding in findings}
+
+
+@pytest.mark.parametrize("is_container", [True, False])
+def test_a_process_cannot_be_dumped_without_criu(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, *, is_container: bool
+) -> None:
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {}, {})
+    monkeypatch.setattr(run, "container_of", lambda _pid: found if is_container else None)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(run, "find_program", programs.get)
+    monkeypatch.setattr(kernel_objects, "CHECKS", ())
+    assert Finding(
+        "criu", Status.FAIL, "not installed", "install CRIU 4.1.1 or later (Debian 13, Fedora 42)"
+    ) in run.check_process(os.getpid())
 
 
 def test_nothing_installed(programs: dict[str, Program]) -> None:
@@ -523,6 +602,76 @@ def test_an_installation_is_repaired_and_nothing_else(tmp_path: Path) -> None:
     assert repair([missing], list, root=tmp_path) == []
 
 
+def test_a_package_is_repaired_with_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No second launcher, and no units that name this release."""
+    monkeypatch.setattr("ocihook.ops.program.is_packaged", lambda: True)
+    launcher = tmp_path / "usr/libexec/ocihook/criu-action"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text("#!/bin/sh\n")
+    (tmp_path / "usr/lib/systemd/system").mkdir(parents=True)
+    missing = Finding("installation", Status.FAIL, "", "ocihook install", Repair.INSTALL)
+    done = repair([missing], list, root=tmp_path)
+    assert {line.partition(str(tmp_path))[2] for line in done} == {"/etc/criu/runc.conf", "/etc/criu/default.conf"}
+    assert "action-script /usr/libexec/ocihook/criu-action\n" in (tmp_path / "etc/criu/runc.conf").read_text()
+    assert not (tmp_path / "usr/local").exists()
+
+
+def test_a_socket_that_does_not_listen_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "_systemctl", lambda *words, **_: called.append(words))
+    inactive = Finding("agent", Status.WARN, "", install.LISTEN, Repair.LISTEN)
+    assert repair([inactive], list, root=tmp_path) == ["enabled and started ocihook.socket"]
+    assert called == [("enable", "--now", "ocihook.socket")]
+
+
+def test_a_container_is_told_what_the_preflight_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managed memory, too; and with what to do about it apart from what it is."""
+    pid = os.getpid()
+    signs = Signs(pid=pid, has_driver=True, device_files=1, has_managed_memory=True, has_ipc=True)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(container, "find_gpu_processes", lambda _pid: [signs])
+    monkeypatch.setattr(container, "has_driver", lambda: True)
+    monkeypatch.setattr(container, "CudaDriver", lambda: None)
+    monkeypatch.setattr(container, "states", lambda *_: {Process(pid, 1): CudaState.RUNNING})
+    monkeypatch.setattr(preflight, "read_node", lambda _patience: ("580.1", []))
+    findings = list(container._check_gpu(read_workload(pid)))
+    refused = [finding for finding in findings if finding.status is Status.FAIL]
+    situation = preflight.Situation.read(pid, [signs], {Process(pid, 1): CudaState.RUNNING}, ENDLESS)
+    assert [f"{f.detail}: {f.remedy}" for f in refused] == preflight.refusals(situation)
+    assert [f.remedy.partition(" ")[0] for f in refused] == ["install", "have"]
+    assert "cudaMallocManaged" in refused[1].detail
+
+
+@pytest.mark.parametrize(("manager", "is_named"), [("libpod", True), ("cri-o", False), ("", False)])
+def test_podmans_own_options_for_connections_are_named(
+    monkeypatch: pytest.MonkeyPatch, manager: str, *, is_named: bool
+) -> None:
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {"io.container.manager": manager}, {})
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    workload = read_workload(os.getpid(), found)
+    connected = Socket(1, 2, socket.AF_INET, socket.SOCK_STREAM, 6, False, True, 0, "10.0.0.1")
+    for names in (frozenset[str](), frozenset({"tcp-established"})):
+        chosen = dataclasses.replace(workload, options=criu_files.CriuOptions(names=names), sockets=(connected,))
+        remedy = only(kernel_objects._about_socket(connected, chosen)).remedy
+        assert ("podman: `container checkpoint --tcp-established`" in remedy) is is_named
+        assert ("--tcp-close" in remedy) is is_named
+
+
+def test_what_containers_name_gives_no_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither to a shell, in a remedy that is copied, nor to a terminal."""
+    mount = Mount(9, "8:1", "/x", "/a; rm -rf $HOME\n\x1b[2J", "ext4", "/dev/sda1")
+    config: dict[str, object] = {"mounts": []}
+    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {"org.criu.config": "/x;reboot"}, config)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(container, "mounts", lambda _pid: [mount])
+    workload = read_workload(os.getpid(), found)
+    monkeypatch.setattr(run, "_run_all", lambda _checks: list(container._check_mounts(workload)))
+    (finding,) = run._check_workload(workload)
+    assert finding.remedy.startswith(f"nsenter -t {os.getpid()} -m umount '/a; rm -rf $HOME\\n\\x1b[2J', or")
+    assert finding.detail.isprintable()
+    assert workload.options.add("tcp-close") == "echo tcp-close >> '/x;reboot'"
+
+
 @pytest.mark.parametrize(
     ("text", "names", "limit_bytes"),
     [
@@ -546,7 +695,8 @@ def test_options_that_criu_would_have(
 def test_findings_of_one_kind_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     alike = [Finding("device", Status.FAIL, str(number), "close it") for number in range(5)]
     monkeypatch.setattr(run, "_run_all", lambda _checks: [*alike, Finding("size", Status.OK, "small")])
-    assert [finding.detail for finding in run.check_process(os.getpid())] == [
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert [finding.detail for finding in run._check_workload(read_workload(os.getpid()))] == [
         "0",
         "1",
         "2; and 2 more like it",

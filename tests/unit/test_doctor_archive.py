@@ -1,17 +1,21 @@
 """What doctor says of a restore before anybody tries."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ocihook.config import Settings
+from ocihook.criu.version import Program
 from ocihook.cuda.nvml import Gpu
+from ocihook.engine import storage
 from ocihook.errors import ArchiveError, CudaUnsupported
 from ocihook.ops import archive as archives
-from ocihook.ops import compatibility
+from ocihook.ops import compatibility, criu_files
 from ocihook.ops.doctor import archive as module
+from ocihook.ops.doctor import machine
 from ocihook.ops.doctor.finding import Finding, Status
 from ocihook.ops.transfer import push
 from ocihook.store.manifest import read_manifest, write_manifest
@@ -45,6 +49,7 @@ def packed(tmp_path: Path, host: dict[str, str], **changes: Any) -> Path:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "load_settings", lambda: Settings(store_dir=str(tmp_path / "store")))
+    monkeypatch.setattr(module, "_has_image", lambda _engine, _image: True)
     monkeypatch.setattr(compatibility, "features", lambda: frozenset({"fpu", "avx2", "new"}))
 
 
@@ -57,7 +62,9 @@ def test_an_image_directory(tmp_path: Path) -> None:
     archive = packed(tmp_path, HOST | {"criu": "9.9"})
     directory = tmp_path / "scratch/checkpoint"
     of_archive, of_directory = found(archive), found(directory)
-    assert {name: f.status for name, f in of_directory.items()} == {name: f.status for name, f in of_archive.items()}
+    assert {name: f.status for name, f in of_directory.items()} == {
+        name: f.status for name, f in of_archive.items() if name != "image"
+    }
     assert of_directory["host"] == of_archive["host"]
     assert f"; {directory} has" in of_directory["room"].detail
     with pytest.raises(ArchiveError, match="none of CRIU's images"):
@@ -68,6 +75,7 @@ def test_one_that_fits(tmp_path: Path) -> None:
     findings = found(packed(tmp_path, HOST))
     assert {name: finding.status for name, finding in findings.items()} == {
         "host": Status.OK,
+        "image": Status.OK,
         "gpus": Status.OK,
         "room": Status.OK,
     }
@@ -89,6 +97,94 @@ def test_another_host(
     assert finding.status is Status.FAIL
     assert message in finding.detail
     assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("image", "has", "status", "word"),
+    [
+        ("example.org/train:1", True, Status.OK, "containerd has example.org/train:1"),
+        ("example.org/train:1", False, Status.WARN, "a restore pulls it first"),
+        ("example.org/train:1", None, Status.SKIP, "cannot be told"),
+        ("localhost/train;reboot", False, Status.FAIL, "can be pulled from nowhere"),
+    ],
+)
+def test_the_base_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: str, status: Status, word: str, *, has: bool | None
+) -> None:
+    """It is the engine's: the archive has only what has changed since."""
+    monkeypatch.setattr(module, "_has_image", lambda _engine, _image: has)
+    config = json.dumps({"id": "ab" * 32, "rootfsImageName": image}).encode()
+    path = plain(tmp_path, "containerd", extra={"config.dump": config})
+    finding = found(path)["image"]
+    assert (finding.status, word in finding.detail) == (status, True)
+    assert ";" not in finding.remedy or finding.remedy.endswith(f"save '{image}', podman load")
+
+
+def plain(tmp_path: Path, engine: str, *, extra: dict[str, bytes], images: tuple[str, ...] = ()) -> Path:
+    """Return a plain archive."""
+    make_image_set(tmp_path / "images", {1: mixed_pages(50)})
+    for name in images:
+        (tmp_path / "images" / name).write_bytes(b"x")
+    make_archive(tmp_path / "plain.tar", tmp_path / "images", engine, extra=extra)
+    return tmp_path / "plain.tar"
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "has"),
+    [
+        ("ctr", (0, "docker.io/x:1\nexample.org/train:1\n"), True),
+        ("ctr", (0, "docker.io/x:1\n"), False),
+        ("ctr", (1, "no containerd"), None),
+        ("podman", (0, ""), True),
+        ("podman", (1, ""), False),
+        ("podman", (125, "broken"), None),
+        ("none", (0, ""), None),
+    ],
+)
+def test_engines_are_asked_for_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: tuple[int, str], *, has: bool | None
+) -> None:
+    monkeypatch.undo()
+    (tmp_path / program).write_text(f"#!/bin/sh\nprintf '{said[1]}'\nexit {said[0]}\n".replace("\n'", "\\n'"))
+    (tmp_path / program).chmod(0o755)
+    monkeypatch.setattr(
+        module, "find_program", lambda name: Program(name, str(tmp_path / name), ()) if name == program else None
+    )
+    assert module._has_image("containerd" if program == "ctr" else "podman", "example.org/train:1") is has
+
+
+@pytest.mark.parametrize(
+    ("engine", "conf", "status", "word"),
+    [
+        ("podman", "", Status.WARN, "podman container restore --tcp-established"),
+        ("cri-o", "", Status.FAIL, "echo tcp-close >> "),
+        ("cri-o", "tcp-close\n", Status.OK, "has tcp-close"),
+        ("podman", "tcp-established\n", Status.OK, "has tcp-established"),
+    ],
+)
+def test_connections_in_a_dump_need_an_option_in_the_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, conf: str, status: Status, word: str
+) -> None:
+    monkeypatch.setattr(criu_files, "CRIU_CONF_DIR", tmp_path)
+    monkeypatch.setattr(criu_files, "find_program", lambda name: Program(name, f"/usr/bin/{name}", (1, 3)))
+    (tmp_path / "runc.conf").write_text(conf)
+    path = plain(tmp_path, engine, extra={}, images=("tcp-stream-2f.img",))
+    finding = found(path)["tcp-established"]
+    assert (finding.status, word in f"{finding.detail} {finding.remedy}") == (status, True)
+    (tmp_path / "images/tcp-stream-2f.img").unlink()
+    make_archive(path, tmp_path / "images", engine)
+    assert "tcp-established" not in found(path)
+
+
+def test_room_is_looked_for_where_podman_is_told_to_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = tmp_path / "storage.conf"
+    conf.write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{tmp_path}"\n')
+    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(conf))
+    assert f"; {tmp_path} has" in found(plain(tmp_path, "podman", extra={}))["room"].detail
+    assert machine.image_set_places("crio") == (str(tmp_path),)
+    for text in ("[storage]\n", "storage = 1\n", "not TOML", '[storage]\ngraphroot = "relative"\n'):
+        conf.write_text(text)
+        assert storage.storage_root() == storage.DEFAULT_ROOT
 
 
 def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """What is removed is not in use any more: CRIU that may call the hook, sessions, the agent."""
 
 import fcntl
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ocihook.criu.version import Program
 from ocihook.errors import AgentError
 from ocihook.linux.procfs import command_line
 from ocihook.ops import drain
@@ -18,9 +21,9 @@ IS_CRIU = drain._is_criu_at_work
 
 
 @contextmanager
-def process_named(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+def process_named(*words: str, program: Path = Path("/bin/sh")) -> Iterator[subprocess.Popen[bytes]]:
     """A shell that reads commands from us until it is ended, with `words` as its command line."""
-    process = subprocess.Popen(words, executable="/bin/sh", stdin=subprocess.PIPE)
+    process = subprocess.Popen(words, executable=program, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with process.stdin:
         while not command_line(process.pid):  # Popen returns in the middle of its exec
@@ -42,17 +45,35 @@ def only_our_processes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 )
 def test_criu_is_known_under_every_title(monkeypatch: pytest.MonkeyPatch, title: tuple[str, ...]) -> None:
     monkeypatch.setattr(drain, "command_line", lambda _pid: list(title))
+    monkeypatch.setattr(drain, "_is_nodes_criu", lambda _pid: True)
     assert IS_CRIU(1)
 
 
 def test_criu_at_work_is_waited_for(tmp_path: Path, only_our_processes: set[int]) -> None:
-    with process_named("/usr/sbin/criu", "-s", "swrk") as criu, process_named("criu", "-s", "service") as service:
-        only_our_processes |= {criu.pid, service.pid}
+    program = Path(shutil.copy("/bin/sh", tmp_path / "criu"))
+    with (
+        process_named("/usr/sbin/criu", "-s", "swrk", program=program) as criu,
+        process_named("criu", "-s", "service", program=program) as service,
+        process_named("criu", "-s", "dump") as other,  # whoever likes to be called so, as in a container
+    ):
+        only_our_processes |= {criu.pid, service.pid, other.pid}
         with pytest.raises(AgentError, match=rf"in use after 0 s: CRIU \(pid {criu.pid}\)\. New dumps .* do not call"):
             wait_until_unused(tmp_path, timeout_s=0)
         criu.kill()
         criu.wait(10)
         wait_until_unused(tmp_path, timeout_s=0)
+
+
+def test_the_nodes_criu_is_known_from_any_namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And another one, which a container may have, only in our own."""
+    program = Path(shutil.copy("/bin/sh", tmp_path / "criu"))
+    links = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "mnt:[1]" if path == "/proc/self/ns/mnt" else links(path))
+    with process_named("criu", "-s", "dump", program=program) as criu:
+        monkeypatch.setattr(drain, "find_program", lambda _: Program("criu", "/bin/true", ()))
+        assert not IS_CRIU(criu.pid)
+        monkeypatch.setattr(drain, "find_program", lambda _: Program("criu", str(program), ()))
+        assert IS_CRIU(criu.pid)
 
 
 def test_open_sessions_are_waited_for(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from ocihook.criu.explain import explain
 
 # Real logs, cut short. integration/criu and integration/podman make most of them again, with OCIHOOK_RECORD_LOGS=1; by
-# hand, the same way, were made: those of 4.2.1, dump-unix-half, dump-no-network-lock, restore-address-gone,
-# restore-address-taken, restore-newer-images and restore-tcp-in-image.
+# hand, the same way, were made: those of 4.2.1, dump-unix-half, dump-no-network-lock, dump-script-missing,
+# restore-address-gone, restore-address-taken, restore-newer-images and restore-tcp-in-image.
 LOGS = Path(__file__).parents[1] / "data/criu-logs"
 CAUSES = {
     "dump-device_fuse": "device",
@@ -40,6 +40,7 @@ CAUSES = {
     "dump-packet": "kernel-6.16",
     "dump-perf_event": "anonymous-file",
     "dump-posix_lock": "file-locks",
+    "dump-script-missing": "script-missing",
     "dump-semaphore": "link-remap",
     "dump-session_outside": "session-leader",
     "dump-session_unseen": "session-leader",

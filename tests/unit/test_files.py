@@ -1,10 +1,12 @@
 """Atomic replacement of files, also when it fails half-way, and opening what others may have put there."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from ocihook.errors import from_system
 from ocihook.linux.files import open_regular, replace_file
 
 
@@ -68,3 +70,18 @@ def test_anything_else_does_not_open_and_leaks_nothing(tmp_path: Path, kind: str
     with pytest.raises(OSError, match=r"No such file|Too many levels|Not a regular file"):
         open_regular(path)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_full_disk_is_told_with_the_file_and_without_a_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A write that finds no space names no file by itself."""
+
+    def full(_fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        replace_file(tmp_path / "x", b"new", mode=0o600)
+    told = from_system(caught.value)
+    assert (told.exit_code, str(told)) == (9, f"{tmp_path}/x: No space left on device. Free space there")

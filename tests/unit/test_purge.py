@@ -1,4 +1,4 @@
-"""`apt purge` always ends, and takes nothing that checkpoints need."""
+"""`apt purge` always ends, and takes nothing that checkpoints need; an installation takes no settings away."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 POSTRM = Path(__file__).parents[2] / "packaging/deb/postrm"
+POSTINST = POSTRM.with_name("postinst")
 ID = "20260102T030405Z-0123abcd"
+
+
+def failing_helper(root: Path) -> Path:
+    """Put a deb-systemd-helper that changes nothing, and fails, in the place of the machine's own; return where."""
+    helper = root / "bin/deb-systemd-helper"
+    helper.parent.mkdir(exist_ok=True)
+    helper.write_text("#!/bin/sh\nexit 1\n")
+    helper.chmod(0o755)
+    return helper.parent
 
 
 def purge(root: Path) -> str:
@@ -16,11 +26,7 @@ def purge(root: Path) -> str:
         assert f"={place}\n" in text
         text = text.replace(f"={place}\n", f"={root}{place}\n")
     (root / "var/lib").mkdir(parents=True, exist_ok=True)
-    helper = root / "bin/deb-systemd-helper"
-    helper.parent.mkdir(exist_ok=True)
-    helper.write_text("#!/bin/sh\nexit 1\n")
-    helper.chmod(0o755)
-    command, path = ["sh", "-c", text, "postrm", "purge"], {"PATH": f"{helper.parent}:/usr/bin:/bin"}
+    command, path = ["sh", "-c", text, "postrm", "purge"], {"PATH": f"{failing_helper(root)}:/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
@@ -79,3 +85,29 @@ def test_what_is_no_setting_is_never_removed(tmp_path: Path) -> None:
     said = purge(tmp_path)
     assert left(tmp_path) == {"etc/ocihook/keys/team", "var/lib/ocihook/history/1.json"}
     assert "maybe keys: they stay" in said
+
+
+@pytest.mark.parametrize(
+    ("before", "is_replaced"),
+    [
+        (None, True),
+        ("# of the version before\n[policy]\n#mode = 1\n", True),
+        ('# ours\n[policy]\nmode = "store"\n', False),
+        ('  "key_file" = "/root/keys"\n', False),
+    ],
+)
+def test_a_configuration_that_sets_something_stays(tmp_path: Path, before: str | None, *, is_replaced: bool) -> None:
+    """The package brings one with all defaults as comments; dpkg knows nothing of it, so that no purge takes it."""
+    make(tmp_path, "usr/share/ocihook/config.toml")
+    file = tmp_path / "etc/ocihook/config.toml"
+    file.parent.mkdir(parents=True)
+    if before is not None:
+        file.write_text(before)
+    text = POSTINST.read_text().replace("/usr/libexec/ocihook/compile", "true")
+    for place in ("/run/", "/var/", "/etc/", "/usr/share/"):
+        assert f" {place}" in text
+        text = text.replace(f" {place}", f" {tmp_path}{place}")
+    command, path = ["sh", "-c", text, "postinst", "configure"], {"PATH": f"{failing_helper(tmp_path)}:/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=path)
+    assert done.returncode == 0, done.stderr
+    assert file.read_text() == ("[policy]\n" if is_replaced else before)

@@ -139,7 +139,7 @@ def test_errors_say_what_and_who_and_what_now(node: Node, monkeypatch: pytest.Mo
     monkeypatch.setattr(page_images, "rehydrate_image_set", fail_with(OSError(5, "Input/output error", "pages-1.img")))
     status, message = node.stage("pre-restore")
     assert status == 1
-    assert message.endswith("Input/output error: 'pages-1.img'. The restore is refused, nothing was started")
+    assert message.endswith(": pages-1.img: Input/output error. The restore is refused, nothing was started")
 
 
 def test_a_defect_is_a_veto_that_says_so(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

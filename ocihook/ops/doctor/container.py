@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 
 from ocihook.config import Settings, apply_annotations, load_settings
 from ocihook.cuda.driver import CudaDriver, CudaState, has_driver
@@ -13,7 +14,7 @@ from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.ops.criu_files import loaded_plugin
 from ocihook.ops.doctor.finding import Finding, Repair, Status
-from ocihook.ops.doctor.machine import IMAGE_SET_PLACES, REMOVE_LOCK, left_network_locks
+from ocihook.ops.doctor.machine import REMOVE_LOCK, image_set_places, left_network_locks
 from ocihook.ops.doctor.workload import Workload
 from ocihook.ops.gpu import find_gpu_processes, states
 from ocihook.ops.preflight import Situation, refusals
@@ -38,7 +39,7 @@ def _check_mounts(workload: Workload) -> Iterator[Finding]:
             yield Finding("nvidia-mount", Status.FAIL, detail, remedy)
         elif mount.root != "/" and mount.kind not in ("proc", "sysfs", "cgroup", "cgroup2", "mqueue", "devpts"):
             detail = f"{mount.place} was mounted after the container was made; CRIU cannot dump it"
-            remedy = f"nsenter -t {workload.init_pid} -m umount {mount.place}, or mount it through the engine"
+            remedy = f"nsenter -t {workload.init_pid} -m umount {quote(mount.place)}, or mount it through the engine"
             yield Finding("mount", Status.FAIL, detail, remedy)
 
 
@@ -68,7 +69,9 @@ def _about_tmpfs(workload: Workload, mount: Mount) -> Iterator[Finding]:
         detail = (
             f"{mount.place} is memory (tmpfs) with {used_bytes // _MIB} MiB, which CRIU packs with gzip on one core"
         )
-        yield Finding("tmpfs", Status.WARN, detail, f"remove from {mount.place} what can be made anew, or use a volume")
+        yield Finding(
+            "tmpfs", Status.WARN, detail, f"remove from {quote(mount.place)} what can be made anew, or use a volume"
+        )
 
 
 def _check_network(workload: Workload) -> Iterator[Finding]:
@@ -96,7 +99,7 @@ def _check_gpu(workload: Workload) -> Iterator[Finding]:
         yield Finding("gpu", Status.FAIL, str(error.args[0]), error.hint)
         return
     for reason in refusals(situation):
-        what, _, remedy = reason.rpartition(": ")
+        what, _, remedy = reason.partition(": ")
         yield Finding("gpu", Status.FAIL, what, remedy)
     stuck = [process.pid for process, state in known.items() if state not in (None, CudaState.RUNNING)]
     if stuck:
@@ -119,7 +122,7 @@ def _check_size(workload: Workload) -> Iterator[Finding]:
         resident += (int(fields[1]) - int(fields[2])) * page_bytes  # without what is files'
     detail = f"{len(workload.pids)} processes with {resident // _MIB} MiB of memory"
     engine = engine_of(workload.container.annotations) if workload.container else ""
-    for place in IMAGE_SET_PLACES.get(engine.replace("-", ""), ()):
+    for place in image_set_places(engine):
         if not Path(place).exists():
             continue
         state = os.statvfs(place)

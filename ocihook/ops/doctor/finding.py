@@ -3,6 +3,8 @@
 from enum import StrEnum
 from typing import NamedTuple
 
+from ocihook.errors import printable
+
 
 class Status(StrEnum):
     """How grave a finding is."""
@@ -19,6 +21,7 @@ class Repair(StrEnum):
     NONE = ""
     INSTALL = "install"  # as `ocihook install`
     RECOVER = "recover"  # as `ocihook recover`
+    LISTEN = "listen"  # as `systemctl enable --now ocihook.socket`
 
 
 class Finding(NamedTuple):
@@ -29,3 +32,8 @@ class Finding(NamedTuple):
     detail: str
     remedy: str = ""
     repair: Repair = Repair.NONE
+
+
+def without_commands(finding: Finding) -> Finding:
+    """Return a finding without what a terminal takes for a command: containers choose names and paths in it."""
+    return finding._replace(detail=printable(finding.detail), remedy=printable(finding.remedy))

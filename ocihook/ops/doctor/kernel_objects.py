@@ -103,9 +103,7 @@ def _check_watches(workload: Workload) -> Iterator[Finding]:
             detail = (
                 f"{workload.who(file.pid)} watches {len(lost)} files (inotify) that CRIU cannot find, as on overlay"
             )
-            remedy = (
-                f"echo irmap-scan-path DIRECTORY >> {workload.options.file}, or turn watching off in the application"
-            )
+            remedy = f"{workload.options.add('irmap-scan-path DIRECTORY')}, or turn watching off in the application"
             yield Finding("inotify", Status.FAIL, detail, remedy)
 
 
@@ -133,10 +131,10 @@ def _check_locks(workload: Workload) -> Iterator[Finding]:
         file, kind = held[0]
         others = f" and {len(held) - 1} more" if len(held) > 1 else ""
         detail = f"{workload.who(file.pid)} holds a lock ({kind}) on {file.name}{others}"
-        yield Finding("file-locks", Status.FAIL, detail, f"echo file-locks >> {workload.options.file}")
+        yield Finding("file-locks", Status.FAIL, detail, workload.options.add("file-locks"))
     elif held and engine_of(workload.container.annotations if workload.container else {}) == "cri-o":
         detail = "a process holds file locks, which CRI-O has CRIU dump but not restore"
-        remedy = f"echo file-locks >> {workload.options.file}, where it is restored"
+        remedy = f"{workload.options.add('file-locks')}, where it is restored"
         yield Finding("file-locks", Status.WARN, detail, remedy)
 
 
@@ -168,7 +166,7 @@ def _about_socket(sock: Socket, workload: Workload) -> Iterator[Finding]:
         yield Finding("socket-kind", Status.FAIL, detail, "have the application close it before the dump")
     elif sock.is_connected and not options.has("tcp-established", "tcp-close"):
         detail = f"{who} has an established TCP connection, and no option says what is to become of it"
-        remedy = f"echo tcp-close >> {options.file}, or tcp-established where the address stays"
+        remedy = f"{options.add('tcp-close')}, or tcp-established where the address stays{_by_podman(workload)}"
         yield Finding("tcp-established", Status.FAIL, detail, remedy)
     elif sock.is_connected and options.has("tcp-close"):
         detail = f"{who} has an established TCP connection; it is closed by the restore (tcp-close)"
@@ -177,13 +175,28 @@ def _about_socket(sock: Socket, workload: Workload) -> Iterator[Finding]:
         detail = (
             f"{who} has an established TCP connection; a restore needs the address {sock.address} (tcp-established)"
         )
-        yield Finding("tcp-established", Status.WARN, detail, "tcp-close closes connections and needs no address")
+        yield Finding(
+            "tcp-established",
+            Status.WARN,
+            detail,
+            f"tcp-close closes connections and needs no address{_by_podman(workload)}",
+        )
     elif sock.waiting and not options.has("skip-in-flight"):
         detail = f"{who} has not accepted {sock.waiting} connections yet"
-        yield Finding("tcp-in-flight", Status.FAIL, detail, f"echo skip-in-flight >> {options.file}")
+        yield Finding("tcp-in-flight", Status.FAIL, detail, options.add("skip-in-flight"))
     elif sock.is_listening and sock.address not in ("0.0.0.0", "::") and not _is_loopback(sock.address):  # noqa: S104
         detail = f"{who} listens on {sock.address}, which a restore elsewhere does not have"
         yield Finding("address-gone", Status.WARN, detail, "have it listen on all addresses")
+
+
+def _by_podman(workload: Workload) -> str:
+    """Return what podman offers for open connections, in words after a remedy; other engines offer nothing."""
+    if engine_of(workload.container.annotations if workload.container else {}) != "podman":
+        return ""
+    return (
+        "; or by podman: `container checkpoint --tcp-established`, then `container restore` with the same, or with "
+        "--tcp-close where it has that"
+    )
 
 
 def _is_loopback(address: str) -> bool:
@@ -206,7 +219,7 @@ def _about_unix(workload: Workload) -> Iterator[Finding]:
             yield Finding(name, Status.FAIL, detail, "have the application close it before the dump")
         elif not workload.options.has("ext-unix-sk"):
             detail = f"{who} sends to a Unix socket of a process outside, as for logging"
-            yield Finding("unix-external", Status.FAIL, detail, f"echo ext-unix-sk >> {workload.options.file}")
+            yield Finding("unix-external", Status.FAIL, detail, workload.options.add("ext-unix-sk"))
 
 
 def _check_processes(workload: Workload) -> Iterator[Finding]:

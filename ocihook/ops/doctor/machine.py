@@ -13,6 +13,7 @@ from ocihook.config import Settings, load_settings
 from ocihook.criu.conf import options
 from ocihook.criu.version import find_program, run_output
 from ocihook.cuda.driver import CudaDriver, has_driver
+from ocihook.engine.storage import storage_root
 from ocihook.errors import ConfigError, CudaError, OcihookError
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import command_line
@@ -30,15 +31,19 @@ _STATUS = Path("/proc/self/status")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PERSISTENCED = Path("/run/nvidia-persistenced/socket")
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}  # bits of CapEff
-# Where engines keep image sets until they are archived, or unpacked.
-IMAGE_SET_PLACES = {
-    "podman": ("/var/lib/containers/storage",),
-    "crio": ("/var/lib/containers/storage",),
-    "containerd": ("/var/lib/containerd", os.environ.get("TMPDIR", "/tmp")),  # noqa: S108 - containerd's own default
-}
+_ENGINES = ("podman", "crio", "containerd")
 _KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
 _MANY_ARCHIVES = 20
 _LOCKING = {"iptables": "iptables-restore", "nftables": "nft"}  # by what method CRIU calls which program
+
+
+def image_set_places(engine: str) -> tuple[str, ...]:
+    """Return where an engine keeps image sets until they are archived, or unpacked; () for one that is not known."""
+    if engine in ("podman", "crio", "cri-o"):
+        return (str(storage_root()),)
+    if engine == "containerd":
+        return ("/var/lib/containerd", os.environ.get("TMPDIR", "/tmp"))  # noqa: S108 - containerd's own default
+    return ()
 
 
 def _check_privileges() -> Iterator[Finding]:
@@ -151,7 +156,7 @@ def _check_gpus() -> Iterator[Finding]:
 
 def _check_disk() -> Iterator[Finding]:
     """A dump needs its memory twice while it is packed, a restore twice while it is unpacked."""
-    places = [place for engine, where in IMAGE_SET_PLACES.items() if find_program(engine) for place in where]
+    places = [place for engine in _ENGINES if find_program(engine) for place in image_set_places(engine)]
     for place in [*dict.fromkeys(places), str(_KUBELET_ARCHIVES)]:
         try:
             file_system = os.statvfs(place)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import stat
 import subprocess
 import time
@@ -12,15 +13,16 @@ from pathlib import Path
 from ocihook import wire
 from ocihook.config import load_settings
 from ocihook.criu.conf import action_scripts, options, plugin_dir, read_block, remove_block
+from ocihook.criu.options import Known, Script, faults, scripts
 from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.errors import ConfigError, OcihookError, reason
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.ops import history
 from ocihook.ops.criu_files import content, files_read_for
 from ocihook.ops.doctor.finding import Finding, Repair, Status
-from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR
+from ocihook.ops.install import CONF_NAMES, CRIU_CONF_DIR, LISTEN, SOCKET
 from ocihook.ops.preflight import KEEP_PLUGIN_OUT
 from ocihook.session.journal import open_journals, read_journal
 
@@ -218,7 +220,9 @@ def _launcher(name: str, launcher: Path) -> Finding:
     try:
         done = subprocess.run([launcher], env=environment, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(name, Status.FAIL, f"{launcher} cannot be run: {error}", "ocihook install", Repair.INSTALL)
+        return Finding(
+            name, Status.FAIL, f"{launcher} cannot be run: {reason(error)}", "ocihook install", Repair.INSTALL
+        )
     took_ms = (time.perf_counter() - started) * 1000
     if done.returncode != 0:
         return Finding(
@@ -256,7 +260,13 @@ def _check_agent() -> Iterator[Finding]:
         yield Finding("agent", Status.OK, "systemd starts it")
     else:
         detail = f"ocihook.socket is {socket or 'unknown'}: the hook starts the agent, outside systemd's care"
-        yield Finding("agent", Status.WARN, detail, "ocihook install", Repair.INSTALL)
+        loaded = run_output("systemctl", "show", "--property=LoadState", "--value", SOCKET).strip()
+        if loaded == "masked":
+            yield Finding("agent", Status.WARN, detail, f"systemctl unmask {SOCKET}, then {LISTEN}")
+        elif loaded == "loaded":
+            yield Finding("agent", Status.WARN, detail, LISTEN, Repair.LISTEN)
+        else:
+            yield Finding("agent", Status.WARN, detail, "ocihook install", Repair.INSTALL)
 
 
 def _check_sessions(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Finding]:
@@ -331,6 +341,7 @@ def _check_criu_configuration() -> Iterator[Finding]:
     check = "criu configuration"
     for name in CONF_NAMES:
         path, text = CRIU_CONF_DIR / name, content(name)
+        yield from _lines_that_end_criu(name, text)
         for option in options(text):
             if option.name in _HARMFUL_OPTIONS:
                 detail = f"{path}: {option.name}: {_HARMFUL_OPTIONS[option.name]}"
@@ -348,6 +359,51 @@ def _check_criu_configuration() -> Iterator[Finding]:
         if foreign:
             detail = f"{path} also names {', '.join(foreign)}: it runs too, before ours if it is named after it"
             yield Finding("other action scripts", Status.OK, detail)
+
+
+def _lines_that_end_criu(name: str, text: bytes) -> Iterator[Finding]:
+    """What CRIU refuses to read, and scripts that it cannot run: engines tell neither."""
+    path = CRIU_CONF_DIR / name
+    read = [file for runtime in _RUNTIMES for file in files_read_for(runtime)]
+    status = Status.FAIL if name in read or not read else Status.WARN  # no runtime of this node has CRIU read it
+    for line, what, remedy in faults(text, _known_options() if text else Known()):
+        detail = f"{path}, line {line}: {what}; CRIU misreads it or ends at once, and engines say no more than EOF"
+        yield Finding("criu configuration", status, detail, f"{remedy} ({path}, line {line})")
+    try:
+        block = read_block(text, where=str(path))
+    except ConfigError:  # told by the check of the installation
+        block = None
+    for script in scripts(text):
+        if (block is None or script.path != block.action_script) and (wrong := _not_runnable(script)):
+            detail = f"{path}, line {script.line}: the action script {script.path} {wrong}: every checkpoint fails"
+            remedy = f"put it there, as a program (chmod +x), or remove line {script.line} of {path}"
+            yield Finding("action script", status, detail, remedy)
+
+
+def _known_options() -> Known:
+    criu = find_program("criu")
+    if criu is None:
+        return Known()
+    try:
+        program = Path(criu.path).read_bytes()
+    except OSError:
+        return Known(criu.version_text)
+    is_ours = program.startswith(b"\x7fELF")  # else a script that starts it
+    return Known(criu.version_text, program if is_ours else None, run_output(criu.path, "--help"))
+
+
+def _not_runnable(script: Script) -> str:
+    """Return what is wrong with an action script, "" if nothing is, or if it cannot be told."""
+    path = script.path if "/" in script.path else shutil.which(script.path) or script.path  # as execvp(3) has it
+    try:
+        mode = os.stat(path).st_mode
+    except PermissionError:
+        return ""
+    except OSError as error:
+        return f"cannot be run ({reason(error)})"
+    if not stat.S_ISREG(mode):
+        return "is no file"
+    return "" if mode & 0o111 else "is not executable"
 
 
 def _check_cuda_plugin() -> Iterator[Finding]:
@@ -399,6 +455,8 @@ def _cuda_plugin() -> Path | None:
     return next(filter(None, found), None)
 
 
+# Of these, what concerns somebody's own `criu dump` of a process, too.
+CRIU_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_check_criu, _check_configuration)
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_criu,
     _check_runtimes,

@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from ocihook.criu.version import find_program
+from ocihook.errors import plain
 from ocihook.oci.state import container_of, find_container
 from ocihook.ops.doctor import container, kernel_objects, machine, node, store
-from ocihook.ops.doctor.finding import Finding, Repair, Status
+from ocihook.ops.doctor.finding import Finding, Repair, Status, without_commands
 from ocihook.ops.doctor.workload import Workload, read_workload
-from ocihook.ops.install import NODE, apply_install, plan_install
+from ocihook.ops.install import NODE, apply_install, default_libexec, listen, plan_install
 
 _NAMED = 3  # findings of one kind
 _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
@@ -22,28 +23,31 @@ def check_node() -> list[Finding]:
 
 
 def check_container(name: str) -> list[Finding]:
-    """Run every check of a running container.
+    """Run every check of the node and of a running container: what fails on the node fails for the container.
 
     Raises:
         IdentificationError: if there is none with this id or name.
         UnsupportedError: if it may not be looked into.
     """
     found = find_container(name)
-    return _check_workload(read_workload(found.init_pid, found))
+    return [*check_node(), *_check_workload(read_workload(found.init_pid, found))]
 
 
 def check_process(pid: int) -> list[Finding]:
-    """Run every check of a process and its descendants; if it is a container's init, of that container.
+    """Run every check of a process and its descendants, and of CRIU; if it is a container's init, of that container.
 
     Raises:
         UnsupportedError: if there is no such process, or it may not be looked into.
     """
-    return _check_workload(read_workload(pid, container_of(pid)))
+    found = container_of(pid)
+    of_node = check_node() if found else _run_all(node.CRIU_CHECKS)
+    return [*of_node, *_check_workload(read_workload(pid, found))]
 
 
 def _check_workload(workload: Workload) -> list[Finding]:
     """Run every check; of what many processes have, name a few."""
     findings = _run_all(partial(check, workload) for check in (*container.CHECKS, *kernel_objects.CHECKS))
+    findings = list(map(without_commands, findings))
     kinds: dict[tuple[str, Status], list[Finding]] = {}
     for finding in findings:
         kinds.setdefault((finding.check, finding.status), []).append(finding)
@@ -67,7 +71,7 @@ def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     except OSError as error:
         function = check.func if isinstance(check, partial) else check
         name = function.__name__.removeprefix("_check_").replace("_", " ")
-        return [Finding(name, Status.WARN, f"cannot be told: {error}", "run `sudo ocihook doctor`")]
+        return [Finding(name, Status.WARN, f"cannot be told: {plain(error)}", "run `sudo ocihook doctor`")]
 
 
 def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *, root: Path = NODE) -> list[str]:
@@ -84,9 +88,11 @@ def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *,
     wanted = {finding.repair for finding in findings}
     done = []
     if Repair.INSTALL in wanted:
-        changes = plan_install(root)
+        changes = plan_install(root, default_libexec())
         apply_install(changes, root)
         done += [f"{'removed' if change.after is None else 'wrote'} {change.path}" for change in changes]
+    if Repair.LISTEN in wanted:
+        done.append(listen())
     if Repair.RECOVER in wanted:
         done += recover()
     return done

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ocihook.config import load_settings
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.errors import ConfigError, OcihookError, reason
 from ocihook.ops.doctor.finding import Finding, Status
 from ocihook.ops.store import list_pending
 from ocihook.ops.transfer import due
@@ -20,7 +20,7 @@ def _check_store() -> Iterator[Finding]:
     try:
         domains = store.domains()
     except (OcihookError, OSError) as error:
-        yield Finding("store", Status.FAIL, f"{store.root}: {error}", "ocihook store verify")
+        yield Finding("store", Status.FAIL, f"{store.root}: {reason(error)}", "ocihook store verify")
         return
     for domain in domains:
         try:
