@@ -20,6 +20,7 @@ IO_URING_REMEDY = (
 class Cause(NamedTuple):
     """One way to fail."""
 
+    group: str  # of causes that belong together, as docs/troubleshooting.md has them
     name: str
     pattern: re.Pattern[str]
     what: str  # with the pattern's groups
@@ -68,7 +69,7 @@ def explain(log: str) -> Explanation | None:
 def _cause_of(line: str) -> tuple[Cause, re.Match[str]] | None:
     if not _ERROR.search(line) or _NOISE.search(line):
         return None
-    return next(((cause, match) for cause in _CAUSES if (match := cause.pattern.search(line))), None)
+    return next(((cause, match) for cause in CAUSES if (match := cause.pattern.search(line))), None)
 
 
 def _filled(cause: Cause, match: re.Match[str], line: str, process: str) -> Explanation:
@@ -104,20 +105,23 @@ _NOISE = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER
 _PROCESS = re.compile(r"(?:Dumping (?:task|opened files|path)|Collecting mappings|Dump files)[^(]*\(pid: ([0-9]+)")
 
 
-def _causes(*rows: tuple[str, str, str, str]) -> Iterator[Cause]:
+def _causes(group: str, *rows: tuple[str, str, str, str]) -> Iterator[Cause]:
     for name, pattern, what, remedy in rows:
-        yield Cause(name, re.compile(pattern), what, remedy)
+        yield Cause(group, name, re.compile(pattern), what, remedy)
 
 
-_CAUSES: Sequence[Cause] = tuple(
-    _causes(
+CAUSES: Sequence[Cause] = (
+    *_causes(
+        "Action scripts",
         (
             "other-script",
             r"Script (?P<path>\S+) exited with",
             "the action script {path} refused",
             "see what it printed",
         ),
-        # Open files.
+    ),
+    *_causes(
+        "Open files",
         (
             "io-uring",
             r"send_fds failed \(-22\)|anon_inode:\[io_uring\]",  # criu#2131; Linux 6.8 and later pass none on
@@ -172,7 +176,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "a process holds a file lock",
             f"write `file-locks` into {_CONF}, here and where it is restored",
         ),
-        # Sockets.
+    ),
+    *_causes(
+        "Sockets",
         (
             "kernel-6.16",
             r"sockets: Can't get 1:(?:16|34) opt: Operation not supported",  # criu#2705
@@ -227,7 +233,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "CRIU holds a container's network still with {program}, which this node does not have",
             "install iptables, or write `network-lock nftables` into /etc/criu/default.conf",
         ),
-        # Processes.
+    ),
+    *_causes(
+        "Processes",
         (
             "nested-namespace",
             r"Can't dump nested (?P<kind>\w+) namespace for (?P<pid>\d+)",
@@ -270,7 +278,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "CRIU waited in vain for the processes to stop",  # criu#2775
             "install CRIU 4.2 or later, take cuda_plugin.so out of its way (`ocihook doctor`), or raise `timeout`",
         ),
-        # Mounts.
+    ),
+    *_causes(
+        "Mounts",
         (
             "nvidia-mount",
             # runc#4522, criu#2397
@@ -296,7 +306,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "this kernel's way of making mounts (mount-v2) does not take those of the container",
             "install CRIU 4.2 or later where it is dumped and where it is restored",
         ),
-        # What the node lacks.
+    ),
+    *_causes(
+        "What the node lacks",
         (
             "no-space",
             r"No space left on device",
@@ -327,7 +339,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "AppArmor or SELinux keeps CRIU from talking to the code it put into a process",
             "see `ausearch -m avc -c criu` or `dmesg | grep DENIED` and allow it in the container's profile",
         ),
-        # Restore.
+    ),
+    *_causes(
+        "Restore",
         (
             "pid-taken",
             r"Can't fork for (?P<pid>\d+): File exists",  # nvcf#925
@@ -394,5 +408,5 @@ _CAUSES: Sequence[Cause] = tuple(
             "the memory is not where this CRIU looks for it: pagemaps of CRIU 4.2 and later mislead older ones",
             "install the CRIU here that the checkpoint was made with, or a later one",
         ),
-    )
+    ),
 )

@@ -50,6 +50,11 @@ class Effect(ABC):
         return {"kind": self.kind, **to_json(self)}
 
     @classmethod
+    def kinds(cls) -> Mapping[str, type["Effect"]]:
+        """Return all kinds of effects that are loaded, by name."""
+        return cls._kinds
+
+    @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Effect":
         """Take what `to_json` made.
 
