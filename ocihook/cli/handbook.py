@@ -50,8 +50,8 @@ def _settings() -> str:
 
 def _keys(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
     for key in settings_of(settings):
-        text = f"{key.text} {key.allowed[:1].upper()}{key.allowed[1:]}." if key.allowed else key.text
-        yield from textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+        for text in filter(None, (key.text, key.allowed)):
+            yield from textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
         yield from (f"{key.name} = {key.default}", "")
 
 
@@ -98,11 +98,8 @@ def _sentence(text: str) -> str:
 
 
 def _effects() -> str:
-    rows = (
-        (f"`{name}`", _summary(kind), _summary(kind.undo), "before the container runs" if kind.holds_container else "")
-        for name, kind in sorted(Effect.kinds().items())
-    )
-    return _table(("kind", "what was done", "its undo", "undone at the latest"), rows)
+    rows = ((f"`{name}`", _summary(kind), _summary(kind.undo)) for name, kind in sorted(Effect.kinds().items()))
+    return _table(("kind", "what was done", "its undo"), rows)
 
 
 def _participants() -> str:

@@ -65,7 +65,7 @@ def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_
     """Take back what install changed; what was there before is left, byte for byte.
 
     First CRIU's configuration: no new dump or restore calls ocihook. The rest goes when those that run have ended.
-    Then pending checkpoints are stored, as nobody does so afterwards. Those that cannot be are told of; they stay.
+    Then pending checkpoints are stored, as nothing does so afterwards. Those that cannot be are reported; they stay.
     """
     root = root.resolve()
     changes = plan_uninstall(root, libexec)
@@ -81,7 +81,7 @@ def _complete_pending(timeout_s: float) -> None:
     try:
         left = complete_pending(load_settings(), timeout_s=timeout_s)
     except (OcihookError, OSError) as error:
-        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(str(error))}", err=True)
+        click.echo(f"note: it is not known whether checkpoints are pending: {printable(str(error))}", err=True)
         return
     for row in left:
         reason = row.reason or "it was not stored in time"

@@ -106,7 +106,9 @@ def _overview() -> str:
             "CRI-O, containerd and the kubelet's checkpoint API stay as they are."
         ),
         ".PP",
-        _text("`ocihook install` makes it so on a node, `ocihook doctor` tells whether a checkpoint will work there."),
+        _text(
+            "`ocihook install` sets this up on a node, `ocihook doctor` checks whether a checkpoint will work there."
+        ),
         ".SH COMMANDS",
     ]
     for name, _ in commands_of(cli):
@@ -158,7 +160,7 @@ def _settings() -> str:
     lines += [
         ".SH DESCRIPTION",
         _text(
-            "TOML. Of a key that stands in several files the last counts: config.toml first, then those of config.d "
+            "TOML. If a key is in several files, the last one counts: config.toml first, then those of config.d "
             "in the order of their names. A wrong key or value is an error that names file and key: the dump is "
             "refused and the container runs on; a restore goes ahead with default settings."
         ),

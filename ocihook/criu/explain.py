@@ -275,7 +275,7 @@ CAUSES: Sequence[Cause] = (
         (
             "freeze-timeout",
             r"Timeout reached\. Try to interrupt|PAUSE_DEVICES failed|Unable to read output of cuda-checkpoint",
-            "CRIU waited in vain for the processes to stop",  # criu#2775
+            "CRIU waited for the processes to stop, and they did not",  # criu#2775
             "install CRIU 4.2 or later, take cuda_plugin.so out of its way (`ocihook doctor`), or raise `timeout`",
         ),
     ),
@@ -388,19 +388,19 @@ CAUSES: Sequence[Cause] = (
             "address-taken",
             r"bind inet socket.*Address already in use",
             "a port that the container listened on is taken",
-            "end who has it (`ss -tanp`), wait a minute if that is a connection in TIME-WAIT, or use another network",
+            "end what has it (`ss -tanp`), wait a minute if that is a connection in TIME-WAIT, or use another network",
         ),
         (
             "image-missing",
             r"Unexpected EOF on \(empty-image\)",
             "an image of the checkpoint is missing",
-            "use another copy; `ocihook archive verify` tells which are whole",
+            "use another copy; `ocihook archive verify` shows which are whole",
         ),
         (
             "image-damaged",
             r"Read \d+ bytes while \d+ expected from|Failed unpacking object|Can't read pages data",
             "an image of the checkpoint is cut short or damaged",
-            "use another copy; `ocihook archive verify` tells which are whole",
+            "use another copy; `ocihook archive verify` shows which are whole",
         ),
         (
             "newer-images",

@@ -64,7 +64,9 @@ class Effect(ABC):
         """
         kind = cls._kinds.get(value["kind"])
         if kind is None:
-            raise OcihookError(f"nobody knows how {value['kind']!r} is undone; another version of ocihook has done it")
+            raise OcihookError(
+                f"this release does not know how {value['kind']!r} is undone; another version of ocihook has done it"
+            )
         return from_json(kind, {name: item for name, item in value.items() if name != "kind"})
 
 
