@@ -17,7 +17,7 @@ import click
 from ocihook import config
 from ocihook.cli.main import EXIT_STATUS, cli
 from ocihook.cli.manual import commands_of, settings_of
-from ocihook.criu.explain import CAUSES
+from ocihook.criu.explain import catalogue
 from ocihook.session.effect import Effect
 from ocihook.stages.order import participants
 
@@ -82,10 +82,9 @@ def _exit_status() -> str:
 
 
 def _causes() -> str:
-    groups = list(dict.fromkeys(cause.group for cause in CAUSES))
     parts = []
-    for group in groups:
-        rows = ((f"`{c.name}`", _sentence(c.what), _sentence(c.remedy)) for c in CAUSES if c.group == group)
+    for group in dict.fromkeys(cause.group for cause in catalogue()):
+        rows = ((f"`{c.name}`", _sentence(c.what), _sentence(c.remedy)) for c in catalogue() if c.group == group)
         parts.append(f"### {group}\n\n{_table(('cause', 'what it means', 'what to do'), rows)}")
     return "\n".join(parts)
 

@@ -81,7 +81,7 @@ def _complete_pending(timeout_s: float) -> None:
     try:
         left = complete_pending(load_settings(), timeout_s=timeout_s)
     except (OcihookError, OSError) as error:
-        click.echo(f"note: it is not known whether checkpoints are pending: {printable(str(error))}", err=True)
+        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(str(error))}", err=True)
         return
     for row in left:
         reason = row.reason or "it was not stored in time"

@@ -69,7 +69,7 @@ def explain(log: str) -> Explanation | None:
 def _cause_of(line: str) -> tuple[Cause, re.Match[str]] | None:
     if not _ERROR.search(line) or _NOISE.search(line):
         return None
-    return next(((cause, match) for cause in CAUSES if (match := cause.pattern.search(line))), None)
+    return next(((cause, match) for cause in _CAUSES if (match := cause.pattern.search(line))), None)
 
 
 def _filled(cause: Cause, match: re.Match[str], line: str, process: str) -> Explanation:
@@ -93,6 +93,11 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", " "))
 
 
+def catalogue() -> Sequence[Cause]:
+    """Return all causes that are known; docs/troubleshooting.md has them."""
+    return _CAUSES
+
+
 _ERROR = re.compile(r"\bError \(|\bERROR\b|symbol lookup error|undefined symbol")
 _OURS = "ocihook: "  # what our hook prints stands in CRIU's log
 _STAGE = re.compile(r"Running \S+ scripts")
@@ -110,7 +115,7 @@ def _causes(group: str, *rows: tuple[str, str, str, str]) -> Iterator[Cause]:
         yield Cause(group, name, re.compile(pattern), what, remedy)
 
 
-CAUSES: Sequence[Cause] = (
+_CAUSES: Sequence[Cause] = (
     *_causes(
         "Action scripts",
         (

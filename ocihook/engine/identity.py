@@ -54,7 +54,7 @@ def container_ref(
     if len(marks) > 1 or not all(map(_NAMESPACE.fullmatch, marks.values())):
         told = ", ".join(f"{key} {value!r}" for key, value in marks.items())
         raise IdentificationError(
-            f"container {container_id[:12]} has the annotations {told}: it is not clear whose it is",
+            f"container {container_id[:12]} has the annotations {told}: nobody can tell whose it is",
             hint="an engine writes one of them, remove the other from the pod",
         )
     engine = engine_of(annotations)

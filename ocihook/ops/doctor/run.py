@@ -67,7 +67,7 @@ def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     except OSError as error:
         function = check.func if isinstance(check, partial) else check
         name = function.__name__.removeprefix("_check_").replace("_", " ")
-        return [Finding(name, Status.WARN, f"cannot be checked: {error}", "run `sudo ocihook doctor`")]
+        return [Finding(name, Status.WARN, f"cannot be told: {error}", "run `sudo ocihook doctor`")]
 
 
 def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *, root: Path = NODE) -> list[str]:
