@@ -45,9 +45,10 @@ requirements: .venv/.ready
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --only-binary :all: --python-version 3.11 \
 	    --upgrade --no-annotate --custom-compile-command 'make requirements' -q -o packaging/requirements.txt
 
-# Man pages and completions, from the commands and settings; a test fails when they are not the code's.
+# Man pages, completions and the made parts of docs/, from the program itself; a test fails when they are not the code's.
 docs: .venv/.ready
 	$(BIN)/python -m ocihook.cli.manual packaging
+	$(BIN)/python -m ocihook.cli.handbook docs
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .

@@ -40,12 +40,12 @@ class Policy:
     mode: str = "inline"  # inline: pack into the engine's archive; store: into this node's store; off: leave all alone
     on_pack_error: str = "keep"  # keep: the checkpoint succeeds unpacked, with a warning; fail: the dump fails
     quiesce_signal: str = ""  # sent to the container's init before the dump, while it runs; "" for none
-    quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init then creates or touches
-    quiesce_timeout_s: float = 10.0  # for init to do so, else the dump is refused
+    quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init creates or touches when it is at rest
+    quiesce_timeout_s: float = 10.0  # for init to come to rest, else the dump is refused
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
-    gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end
+    gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end, else the dump is refused
     gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it
-    gpu_map: str = ""  # on restore: OLD=NEW,... UUIDs as nvidia-smi -L prints them; "": as the devices given tell
+    gpu_map: str = ""  # on restore: OLD=NEW,... UUIDs as nvidia-smi -L prints them; "": the same GPUs, or those given
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
@@ -81,21 +81,21 @@ class Settings:
     allowed: Mapping[str, Allowed] = field(default_factory=lambda: ALLOWED)  # [policy.allowed]: what pods may set
     restore_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by namespace: domains beside its own
     idle_timeout_s: float = 60.0  # an agent without a session leaves after this long
-    memory_bound_bytes: int = 0  # of the agent, its workers, GPU memory on its way into the store; 0: as cores need
+    memory_bound_bytes: int = 0  # for the agent, its workers, GPU memory on its way into the store; 0: as cores need
     workers: int = 0  # processes that pack and unpack; 0: one for each core, as far as memory allows
     keep_last: int = 0  # checkpoints of each container, by its owner, in the store; 0 and keep_within_s 0: all
-    keep_within_s: float = 0.0  # and what is younger
-    max_store_bytes: int = 0  # of all checkpoints in the store: the oldest go, whosever they are; 0: any number
-    archive_dir: str = ""  # where the same holds for archives: /var/lib/kubelet/checkpoints
-    max_archive_bytes: int = 0  # of all of these, likewise
+    keep_within_s: float = 0.0  # what is younger stays in the store, too
+    max_store_bytes: int = 0  # of the whole store: the oldest checkpoints go, even an owner's newest; 0: no bound
+    archive_dir: str = ""  # archives there are pruned likewise: /var/lib/kubelet/checkpoints
+    max_archive_bytes: int = 0  # of all archives in archive_dir: the oldest go; 0: no bound
     remote_keep_last: int = 0  # checkpoints of each container at the remote; 0 and remote_keep_within_s 0: all
-    remote_keep_within_s: float = 0.0  # and what is younger
-    remote: str = ""  # of `store push` and `pull`: /DIRECTORY, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY
-    key_file: str = ""  # keys of the store's domains, {domain} in it is a domain's name; "": nothing is encrypted
-    key_command: str = ""  # prints them instead, {domain} likewise; split into words as a shell does, run without one
-    store_dir: str = "/var/lib/ocihook/store"  # of mode store; on the disk where the engine writes, all is quickest
-    history_dir: str = "/var/lib/ocihook/history"  # of ended sessions, for `ocihook timeline` and `ocihook metrics`
-    history_kept: int = 100  # ended sessions; their totals stay
+    remote_keep_within_s: float = 0.0  # what is younger stays at the remote, too
+    remote: str = ""  # where `store push` and `pull` go: /DIRECTORY, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY
+    key_file: str = ""  # keys of the store, newest first; {domain} in it is a domain's name; "": nothing is encrypted
+    key_command: str = ""  # prints the keys instead, {domain} likewise; split as a shell does, run without one
+    store_dir: str = "/var/lib/ocihook/store"  # the store of mode store; quickest on the disk where the engine writes
+    history_dir: str = "/var/lib/ocihook/history"  # ended sessions, for `ocihook timeline` and `ocihook metrics`
+    history_kept: int = 100  # ended sessions of which the record is kept; their totals stay
     metrics_address: str = ""  # 127.0.0.1:9748 or unix:/run/ocihook/metrics.sock: the agent stays and serves metrics
 
     @property

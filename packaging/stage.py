@@ -212,6 +212,8 @@ def add_documents(top: Path) -> None:
     documents = top / "share/doc/ocihook"
     for name in ("README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"):
         write(documents / name, (PROJECT / name).read_text())
+    for page in (PROJECT / "docs").glob("*.md"):
+        write(documents / "docs" / page.name, page.read_text())
     for source, place in (
         ("completions/bash", "share/bash-completion/completions"),
         ("completions/zsh", "share/zsh/vendor-completions"),

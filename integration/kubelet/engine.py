@@ -60,7 +60,7 @@ class Kubelet:
         wait_for("the kubelet", lambda: self.curl("GET", "healthz")[0] == 200)
 
     def curl(self, method: str, path: str) -> tuple[int, str]:
-        """Ask it as the README does; return the status and the answer."""
+        """Ask it as docs/quickstart.md does; return the status and the answer."""
         options = ["-sk", "--cert", "client.crt", "--key", "client.key", "-X", method, "-w", "\n%{http_code}"]
         command = ["curl", *options, f"https://localhost:{self.port}/{path}"]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The kubelet's checkpoint API as the README uses it, what people see of it, and what it leaves behind."""
+"""The kubelet's checkpoint API as docs/quickstart.md uses it, what people see of it, and what it leaves behind."""
 
 import json
 import os

@@ -91,7 +91,7 @@ def test_package_comes_serves_is_exchanged_and_goes(
 
 
 def test_a_purge_takes_no_checkpoint_and_no_key(built: Built, make_node: MakeNode) -> None:
-    """One of two checkpoints, encrypted with a key where the README has it, cannot be stored."""
+    """One of two checkpoints, encrypted with a key where docs/encryption.md has it, cannot be stored."""
     node = make_node("bookworm")
     (package,) = copy_to(node, built.debs[0])
     node.put("/etc/criu/runc.conf", "action-script /usr/local/bin/meanwhile\n")

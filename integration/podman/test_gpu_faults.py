@@ -161,7 +161,7 @@ def test_managed_memory_that_is_not_refused_the_driver_refuses(gpu_podman: Podma
 def test_a_pool_that_gives_memory_back_is_checkpointed_never_more(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "pool")
     assert "cudaMallocAsync" in refused(gpu_podman)
-    assert re.search("UNKNOWN.*has failed before, .*: start it anew", refused(gpu_podman))
+    assert re.search("UNKNOWN.*has failed before, .*: start it again", refused(gpu_podman))
 
 
 def test_a_pool_that_keeps_its_memory(gpu_podman: Podman) -> None:

@@ -117,7 +117,7 @@ class Session:
     def _refuse(self, request: wire.Request, error: str) -> tuple[int, str]:
         stage, container = request.stage, self.journal.container
         if is_given_up(self.journal):
-            log.warning("the engine of container %s waits no more for CRIU", container)
+            log.warning("the engine of container %s has given up on CRIU", container)
         about = f" of container {container}" if container else ""
         try:
             undo_all(self.journal, Patience(timeout_s=0))
@@ -132,7 +132,7 @@ class Session:
 
     def _what_became_of_it(self, init_pid: int) -> str:
         if Process.find(init_pid) is None:
-            return "but the container has died meanwhile: start it anew, or restore a checkpoint of it"
+            return "but the container has died meanwhile: start it again, or restore a checkpoint of it"
         if any(effect.kind == "gpu-checkpointed" for effect in self.journal.effects):
             return "the container runs on as soon as it has its GPUs back"
         return "the container runs on"
@@ -188,7 +188,7 @@ class Session:
             elif attempt.runtime in ready:
                 poll.unregister(attempt.runtime)
                 if is_given_up(self.journal):
-                    log.warning("the engine of container %s waits no more for CRIU", self.journal.container)
+                    log.warning("the engine of container %s has given up on CRIU", self.journal.container)
                 self._explain(attempt, is_over=False)
             else:
                 self._answer(control, attempt)

@@ -9,6 +9,6 @@ from ocihook.agent.server import main
 def agent() -> None:
     """Run the agent in the foreground.
 
-    Nobody needs to: systemd starts it through ocihook.socket, and the action script where there is no systemd.
+    There is no need to: systemd starts it through ocihook.socket, and the action script where there is no systemd.
     """
     main()

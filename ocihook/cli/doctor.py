@@ -26,9 +26,9 @@ from ocihook.stages.recover import recover
 )
 @json_option
 def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix: bool, as_json: bool) -> None:
-    """Tell whether a checkpoint will work on this node, or of a container, or be restored here; and what to do if not.
+    """Check whether a checkpoint will work on this node, or of a container, or be restored here, and what to do if not.
 
-    Exit status 0: it will (warnings may tell of cases in which it will not); 1: it will not.
+    Exit status 0: it will (warnings may name cases in which it will not); 1: it will not.
     """
     if sum(bool(chosen) for chosen in (container, pid, archive)) > 1:
         raise click.UsageError("--container, --pid and --archive exclude one another")

@@ -65,7 +65,7 @@ def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_
     """Take back what install changed; what was there before is left, byte for byte.
 
     First CRIU's configuration: no new dump or restore calls ocihook. The rest goes when those that run have ended.
-    Then pending checkpoints are stored, as nobody does so afterwards. Those that cannot be are told of; they stay.
+    Then pending checkpoints are stored, as nothing does so afterwards. Those that cannot be are reported; they stay.
     """
     root = root.resolve()
     changes = plan_uninstall(root, libexec)

@@ -19,7 +19,7 @@ from ocihook.errors import OcihookError, from_system
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "install": ("ocihook.cli.install:install", "Have CRIU call ocihook on this node."),
     "uninstall": ("ocihook.cli.install:uninstall", "Take back what install changed."),
-    "doctor": ("ocihook.cli.doctor:doctor", "Tell whether a checkpoint will work here, and what to do if not."),
+    "doctor": ("ocihook.cli.doctor:doctor", "Check whether a checkpoint will work here, and what to do if not."),
     "config": ("ocihook.cli.config:config", "Show this node's settings, and where each comes from."),
     "archive": ("ocihook.cli.archive:archive", "List, inspect, verify, pack, unpack and compare checkpoint archives."),
     "image": ("ocihook.cli.image:image", "Make OCI images of checkpoint archives, and push them."),

@@ -1,7 +1,7 @@
 """Writes man pages and shell completions, all made from the commands and the settings themselves.
 
 `make docs` has them in packaging/, where a test holds them to the code; a package may as well make its own:
-`python -m ocihook.cli.manual DIRECTORY`.
+`python -m ocihook.cli.manual DIRECTORY`. What pages of docs/ have from the program is handbook.py's.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import click
 from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
@@ -41,10 +41,45 @@ _SETTING = re.compile(r"    (?P<key>\w+): \w+ = .*?(?:  # (?P<text>.*))?")
 _KINDS = {str: "string", int: "integer", float: "number"}
 
 
+class Setting(NamedTuple):
+    """A key of the configuration."""
+
+    name: str
+    text: str  # what it is, as a sentence
+    default: str  # as TOML has it
+    allowed: str  # what it may be beside that, "" for all of its kind
+    kind: str
+
+    @property
+    def words(self) -> str:
+        """What it may be."""
+        return "; ".join(filter(None, (f"{self.kind}, default {self.default}", self.allowed)))
+
+
+def settings_of(settings: type[config.Policy | config.Settings]) -> Iterator[Setting]:
+    """Yield the keys of a table; what each is stands beside it in config.py."""
+    source = inspect.getsource(settings).splitlines()
+    texts = {match["key"]: match["text"] for line in source if (match := _SETTING.fullmatch(line))}
+    for field in dataclasses.fields(settings):
+        if field.name in config.TABLES:
+            continue
+        default = json.dumps(field.default)
+        text = texts.get(field.name) or ""
+        is_value = text.partition(":")[0] in config.CHOICES.get(field.name, ())
+        allowed = ""
+        if field.name in config.CHOICES:
+            allowed = "one of " + ", ".join(f'"{choice}"' for choice in config.CHOICES[field.name])
+        if field.name in config.RANGES:
+            low, high = config.RANGES[field.name]
+            allowed = f"from {low:.0f} to {high:.0f}" if isinstance(field.default, int) else f"{low:g} to {high:g}"
+        sentence = f"{text if is_value else text[:1].upper() + text[1:]}."
+        yield Setting(field.name, sentence, default, allowed, _KINDS[type(field.default)])
+
+
 def documents() -> dict[str, str]:
     """Return all files with their content, by their path below packaging/."""
     found = {"man/ocihook.1": _overview(), "man/ocihook.toml.5": _settings()}
-    for name, command in _commands(cli):
+    for name, command in commands_of(cli):
         found[f"man/ocihook-{name}.1"] = _command_page(name, command, COMMANDS[name][1])
     for name, shell in _SHELLS.items():
         completion = shell(cli, {}, "ocihook", "_OCIHOOK_COMPLETE")
@@ -60,7 +95,8 @@ def write(directory: Path) -> None:
         path.write_text(text)
 
 
-def _commands(group: click.Group) -> list[tuple[str, click.Command]]:
+def commands_of(group: click.Group) -> list[tuple[str, click.Command]]:
+    """Return the commands of a group that are shown, by name."""
     context = _context(group)
     named = [(name, group.get_command(context, name)) for name in group.list_commands(context)]
     return [(name, command) for name, command in named if command is not None and not command.hidden]
@@ -79,10 +115,12 @@ def _overview() -> str:
             "CRI-O, containerd and the kubelet's checkpoint API stay as they are."
         ),
         ".PP",
-        _text("`ocihook install` makes it so on a node, `ocihook doctor` tells whether a checkpoint will work there."),
+        _text(
+            "`ocihook install` sets this up on a node, `ocihook doctor` checks whether a checkpoint will work there."
+        ),
         ".SH COMMANDS",
     ]
-    for name, _ in _commands(cli):
+    for name, _ in commands_of(cli):
         lines += [".TP", f".BR ocihook\\-{_plain(name)} (1)", _text(COMMANDS[name][1])]
     lines += [".SH OPTIONS", *_options(cli)]
     lines += _exit_status()
@@ -97,7 +135,7 @@ def _command_page(name: str, command: click.Command, summary: str) -> str:
     lines += [".SH SYNOPSIS", *_synopsis(f"ocihook {name}", command), ".SH DESCRIPTION", *_paragraphs(command.help)]
     if isinstance(command, click.Group):
         lines.append(".SH COMMANDS")
-        for sub_name, sub in _commands(command):
+        for sub_name, sub in commands_of(command):
             full = f"ocihook {name} {sub_name}"
             lines += [f".SS {_plain(full)}", *_synopsis(full, sub), ".PP", *_paragraphs(sub.help), *_options(sub)]
     lines += [".SH OPTIONS", *_options(command)]
@@ -131,7 +169,7 @@ def _settings() -> str:
     lines += [
         ".SH DESCRIPTION",
         _text(
-            "TOML. Of a key that stands in several files the last counts: config.toml first, then those of config.d "
+            "TOML. If a key is in several files, the last one counts: config.toml first, then those of config.d "
             "in the order of their names. A wrong key or value is an error that names file and key: the dump is "
             "refused and the container runs on; a restore goes ahead with default settings."
         ),
@@ -193,40 +231,17 @@ def configuration() -> str:
 
 
 def _commented(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
-    for name, default, text in _described(settings):
-        yield from ("", *_remark(f"{text} ({_allowed_values(name, default)})"), f"#{name} = {json.dumps(default)}")
+    for key in settings_of(settings):
+        yield from ("", *_remark(f"{key.text} ({key.words})"), f"#{key.name} = {key.default}")
 
 
 def _remark(text: str) -> list[str]:
     return textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
-def _described(settings: type[config.Policy | config.Settings]) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, default and meaning of each setting."""
-    source = inspect.getsource(settings).splitlines()
-    texts = {match["key"]: match["text"] for line in source if (match := _SETTING.fullmatch(line))}
-    for field in dataclasses.fields(settings):
-        if field.name not in config.TABLES:
-            text = texts.get(field.name) or ""
-            is_value = text.partition(":")[0] in config.CHOICES.get(field.name, ())
-            yield field.name, field.default, f"{text if is_value else text[:1].upper() + text[1:]}."
-
-
-def _allowed_values(name: str, default: object) -> str:
-    """Return what a setting may be, in words."""
-    shown = f'"{default}"' if isinstance(default, str) else f"{default}"
-    allowed = f"{_KINDS[type(default)]}, default {shown}"
-    if name in config.CHOICES:
-        allowed += "; one of " + ", ".join(f'"{choice}"' for choice in config.CHOICES[name])
-    if name in config.RANGES:
-        low, high = config.RANGES[name]
-        allowed += f"; from {low:.0f} to {high:.0f}" if isinstance(default, int) else f"; {low:g} to {high:g}"
-    return allowed
-
-
 def _keys(settings: type[config.Policy | config.Settings]) -> Iterator[str]:
-    for name, default, text in _described(settings):
-        yield from (".TP", f".B {_plain(name)}", _text(text), ".br", _plain(f"({_allowed_values(name, default)})"))
+    for key in settings_of(settings):
+        yield from (".TP", f".B {_plain(key.name)}", _text(key.text), ".br", _plain(f"({key.words})"))
 
 
 def _allowed() -> Iterator[str]:

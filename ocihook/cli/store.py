@@ -168,7 +168,7 @@ def pin(*, checkpoint: str) -> None:
 @store.command()
 @click.argument("checkpoint")
 def unpin(*, checkpoint: str) -> None:
-    """Let CHECKPOINT go as any other."""
+    """Undo `pin`: a prune may remove CHECKPOINT again."""
     ops.pin(_store(), checkpoint, is_pinned=False)
 
 
@@ -176,7 +176,7 @@ def unpin(*, checkpoint: str) -> None:
 @click.option("--read-data", is_flag=True, help="Read every byte, not only what leads to it.")
 @json_option
 def verify(*, read_data: bool, as_json: bool) -> None:
-    """Check every checkpoint. Exit status 4: something is damaged; it is said what."""
+    """Check every checkpoint. Exit status 4: something is damaged; the output says what."""
     found = _store()
 
     def total() -> int:
@@ -333,13 +333,13 @@ def rekey(*, as_json: bool) -> None:
         print_json({"domains": {name: {"packs": packs} for name, packs in done.items()}})
         return
     for name, packs in done.items():
-        click.echo(f"domain {name}: wrote {packs} packs anew; all is encrypted with the newest key")
+        click.echo(f"domain {name}: wrote {packs} packs again; all is encrypted with the newest key")
 
 
 @store.command()
 @json_option
 def repair(*, as_json: bool) -> None:
-    """Make the index anew from the packs. Needed after a message that says so; no checkpoint is changed."""
+    """Rebuild the index from the packs. Needed after a message that says so; no checkpoint is changed."""
     done = ops.repair(_store())
     if as_json:
         print_json({"done": done})
@@ -354,7 +354,7 @@ def repair(*, as_json: bool) -> None:
 def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> None:
     """Wait until CHECKPOINT, or every one that is pending, is complete in the store.
 
-    What nobody else is at is completed here.
+    What no other process is storing is completed here.
     """
     settings = load_settings()
     found, workers = Store.of(settings), ops.store_workers(settings)

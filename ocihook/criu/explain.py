@@ -23,6 +23,7 @@ TRACED_INSIDE_REMEDY = "have the application trace none of its own processes, as
 class Cause(NamedTuple):
     """One way to fail."""
 
+    group: str  # of causes that belong together, as docs/troubleshooting.md has them
     name: str
     pattern: re.Pattern[str]
     what: str  # with the pattern's groups
@@ -121,6 +122,11 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", " "))
 
 
+def catalogue() -> Sequence[Cause]:
+    """Return all causes that are known; docs/troubleshooting.md has them."""
+    return _CAUSES
+
+
 _ERROR = re.compile(r"\bError \(|\bERROR\b|symbol lookup error|undefined symbol")
 _OURS = "ocihook: "  # what our hook prints stands in CRIU's log
 _STAGE = re.compile(r"Running \S+ scripts")
@@ -139,13 +145,14 @@ _SEIZED = re.compile(r"Seized task \d+|Dumping task")
 _FREEZE_FAILED = re.compile(r"Timeout reached\. Try to interrupt|Dumping FAILED")
 
 
-def _causes(*rows: tuple[str, str, str, str]) -> Iterator[Cause]:
+def _causes(group: str, *rows: tuple[str, str, str, str]) -> Iterator[Cause]:
     for name, pattern, what, remedy in rows:
-        yield Cause(name, re.compile(pattern), what, remedy)
+        yield Cause(group, name, re.compile(pattern), what, remedy)
 
 
-_CAUSES: Sequence[Cause] = tuple(
-    _causes(
+_CAUSES: Sequence[Cause] = (
+    *_causes(
+        "Action scripts",
         (
             "script-missing",
             r'execvp\("(?P<path>/[^"]*)".*(?P<why>No such file|Permission denied|Exec format error)',
@@ -158,7 +165,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "the action script {path} refused",
             "see what it printed",
         ),
-        # Open files.
+    ),
+    *_causes(
+        "Open files",
         (
             "io-uring",
             r"send_fds failed \(-22\)|anon_inode:\[io_uring\]",  # criu#2131; Linux 6.8 and later pass none on
@@ -225,7 +234,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "a process holds a file lock",
             f"write `file-locks` into {_CONF}, here and where it is restored",
         ),
-        # Sockets.
+    ),
+    *_causes(
+        "Sockets",
         (
             "kernel-6.16",
             r"sockets: Can't get 1:(?:16|34) opt: Operation not supported",  # criu#2705
@@ -294,7 +305,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "CRIU holds a container's network still with {program}, which this node does not have",
             "install iptables, or write `network-lock nftables` into /etc/criu/default.conf",
         ),
-        # Processes.
+    ),
+    *_causes(
+        "Processes",
         (
             "nested-namespace",
             r"Can't dump nested time namespace for (?P<pid>\d+)",
@@ -346,10 +359,12 @@ _CAUSES: Sequence[Cause] = tuple(
         (
             "freeze-timeout",
             r"Timeout reached\. Try to interrupt|PAUSE_DEVICES failed|Unable to read output of cuda-checkpoint",
-            "CRIU waited in vain for the processes to stop",  # criu#2775
+            "CRIU waited for the processes to stop, and they did not",  # criu#2775
             "install CRIU 4.2 or later, take cuda_plugin.so out of its way (`ocihook doctor`), or raise `timeout`",
         ),
-        # Mounts.
+    ),
+    *_causes(
+        "Mounts",
         (
             "nvidia-mount",
             # runc#4522, criu#2397
@@ -375,7 +390,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "this kernel's way of making mounts (mount-v2) does not take those of the container",
             "install CRIU 4.2 or later where it is dumped and where it is restored",
         ),
-        # What the node lacks.
+    ),
+    *_causes(
+        "What the node lacks",
         (
             "no-space",
             r"No space left on device",
@@ -406,7 +423,9 @@ _CAUSES: Sequence[Cause] = tuple(
             "AppArmor or SELinux keeps CRIU from talking to the code it put into a process",
             "see `ausearch -m avc -c criu` or `dmesg | grep DENIED` and allow it in the container's profile",
         ),
-        # Restore.
+    ),
+    *_causes(
+        "Restore",
         (
             "pid-taken",
             r"Can't fork for (?P<pid>\d+): File exists",  # nvcf#925
@@ -453,19 +472,19 @@ _CAUSES: Sequence[Cause] = tuple(
             "address-taken",
             r"bind inet socket.*Address already in use",
             "a port that the container listened on is taken",
-            "end who has it (`ss -tanp`), wait a minute if that is a connection in TIME-WAIT, or use another network",
+            "end what has it (`ss -tanp`), wait a minute if that is a connection in TIME-WAIT, or use another network",
         ),
         (
             "image-missing",
             r"Unexpected EOF on \(empty-image\)",
             "an image of the checkpoint is missing",
-            "use another copy; `ocihook archive verify` tells which are whole",
+            "use another copy; `ocihook archive verify` shows which are whole",
         ),
         (
             "image-damaged",
             r"Read \d+ bytes while \d+ expected from|Failed unpacking object|Can't read pages data",
             "an image of the checkpoint is cut short or damaged",
-            "use another copy; `ocihook archive verify` tells which are whole",
+            "use another copy; `ocihook archive verify` shows which are whole",
         ),
         (
             "newer-images",
@@ -473,6 +492,6 @@ _CAUSES: Sequence[Cause] = tuple(
             "the memory is not where this CRIU looks for it: pagemaps of CRIU 4.2 and later mislead older ones",
             "install the CRIU here that the checkpoint was made with, or a later one",
         ),
-    )
+    ),
 )
 _HIDDEN, _TRACED = (next(cause for cause in _CAUSES if cause.name == name) for name in ("hidden-file", "traced"))

@@ -20,10 +20,10 @@ _REMEDIES: Mapping[str, str] = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the node, or raise the limits of the container (checkpoint); free "
     "memory on the GPU (restore)",
     "checkpoint CUDA_ERROR_NOT_SUPPORTED": "the process has managed memory, or a pool (cudaMallocAsync) that gives "
-    "memory back to the driver at work: start it anew with a pool that keeps it (cudaMemPoolAttrReleaseThreshold), or "
+    "memory back to the driver at work: start it again with a pool that keeps it (cudaMemPoolAttrReleaseThreshold), or "
     "have it come to rest before a checkpoint (ocihook.io/quiesce-signal)",
     "checkpoint CUDA_ERROR_UNKNOWN": "a checkpoint of this process has failed before, and the driver makes no other "
-    "one of it: start it anew",
+    "one of it: start it again",
     "CUDA_ERROR_NOT_SUPPORTED": "the process used what a checkpoint cannot hold (NCCL over P2P or cuMem, CUDA IPC, "
     "MIG, MPS), or the GPUs here are not those that it had",
     "restore CUDA_ERROR_INVALID_VALUE": "the process had opened GPU memory of another one (CUDA IPC, as vLLM's custom "
@@ -157,7 +157,7 @@ class CudaDriver:
         if name == "CUDA_ERROR_NOT_READY":
             raise CudaLockTimeout(what, result=name, hint="the GPU is busy with long work; raise the lock's time")
         if name == "CUDA_ERROR_ILLEGAL_STATE":
-            raise CudaStateError(what, result=name, hint="somebody else, such as CRIU's CUDA plugin, handles it, too")
+            raise CudaStateError(what, result=name, hint="another program, such as CRIU's CUDA plugin, handles it, too")
         hint = _REMEDIES.get(f"{verb} {name}") or _REMEDIES.get(name, "")
         if has_map and name == "CUDA_ERROR_INVALID_VALUE":
             hint = _REMEDY_OF_A_MAP

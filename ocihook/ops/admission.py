@@ -20,7 +20,7 @@ def check_domain(domain: str, container: ContainerRef | None, settings: Settings
     """
     if container is None:
         raise AdmissionError(
-            f"the checkpoint is in domain {domain} of the store, and whose container this is cannot be told",
+            f"the checkpoint is in domain {domain} of the store, and it is not known whose container this is",
             hint="restore it through its engine, or make a complete archive of it by `ocihook archive pack`",
         )
     own = domain_name(container)

@@ -232,7 +232,7 @@ class _Demo:
         journals = history.read(Path(load_settings().history_dir))
         handled = [journal for journal in journals if stage in journal["stages"]]
         if not handled:
-            raise OcihookError(f"CRIU did not call ocihook in {stage}", hint="`ocihook doctor` tells why")
+            raise OcihookError(f"CRIU did not call ocihook in {stage}", hint="`ocihook doctor` says why")
         return handled[-1]
 
     def _stats(self) -> tuple[int, int]:
@@ -253,7 +253,7 @@ def _wait(what: str, is_done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not is_done():
         if time.monotonic() > deadline:
-            raise OcihookError(f"waited {WAIT_S:g} s for {what} in vain")
+            raise OcihookError(f"waited {WAIT_S:g} s for {what}, without success")
         time.sleep(0.1)
 
 

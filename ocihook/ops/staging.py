@@ -39,7 +39,7 @@ def domain_name(container: ContainerRef) -> str:
         IdentificationError: if it is in a pod whose namespace is not known.
     """
     if container.is_in_pod and not container.pod_namespace:
-        raise IdentificationError(f"container {container} is in a pod whose namespace its engine does not tell")
+        raise IdentificationError(f"container {container} is in a pod whose namespace its engine does not report")
     return container.pod_namespace or NODE_DOMAIN
 
 

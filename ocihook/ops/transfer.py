@@ -69,7 +69,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
         if there is not None and unseal_manifest(domain.keyring, checkpoint_id, there) != manifest:
             raise RemoteError(
                 f"{location} has another checkpoint {checkpoint_id} in domain {domain.name}",
-                hint="one of them was exchanged: `ocihook store verify --read-data` tells whether it is this one",
+                hint="one of them was exchanged: `ocihook store verify --read-data` shows whether it is this one",
             )
         if there is not None:
             remote.settle()  # whoever sent it may have been killed before

@@ -50,6 +50,11 @@ class Effect(ABC):
         return {"kind": self.kind, **to_json(self)}
 
     @classmethod
+    def kinds(cls) -> Mapping[str, type["Effect"]]:
+        """Return all kinds of effects that are loaded, by name."""
+        return cls._kinds
+
+    @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Effect":
         """Take what `to_json` made.
 
@@ -59,7 +64,9 @@ class Effect(ABC):
         """
         kind = cls._kinds.get(value["kind"])
         if kind is None:
-            raise OcihookError(f"nobody knows how {value['kind']!r} is undone; another version of ocihook has done it")
+            raise OcihookError(
+                f"this release does not know how {value['kind']!r} is undone; another version of ocihook has done it"
+            )
         return from_json(kind, {name: item for name, item in value.items() if name != "kind"})
 
 

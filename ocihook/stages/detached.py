@@ -49,7 +49,7 @@ class KeptFromEnd(Effect, kind="kept-from-end"):
         verdict = journal.verdict_of("post-dump")
         if journal.criu.is_alive() and verdict is not None and verdict[0] == 0:
             if not patience.until(lambda: self.has_detached(journal.criu)):
-                raise OcihookError(f"CRIU (pid {journal.criu.pid}) has the container in its hands")
+                raise OcihookError(f"CRIU (pid {journal.criu.pid}) still holds the container")
             journal.criu.send(signal.SIGKILL)
             if not Patience(timeout_s=_KILL_TIMEOUT_S).until(lambda: not journal.criu.is_alive()):
                 raise OcihookError(f"CRIU (pid {journal.criu.pid}) does not end")
@@ -99,7 +99,7 @@ class KeptFromEnd(Effect, kind="kept-from-end"):
 
 @dataclass(kw_only=True)
 class KeptMemory(Effect, kind="kept-memory"):
-    """The record of GPU memory that is in packs, and they too if they fit into memory, until all is complete."""
+    """The record of GPU memory that is in packs, and the packs if they fit into memory, until all is complete."""
 
     holds_container: ClassVar[bool] = False
     directory: Path

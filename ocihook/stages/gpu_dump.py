@@ -148,7 +148,7 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
             who = f"processes {', '.join(map(str, ended))} of container {journal.container}"
             error = CudaError(f"{who} ended before they had their GPUs back")
             if not self.alive:
-                error.hint = "the container has died: start it anew, or restore a checkpoint of it"
+                error.hint = "the container has died: start it again, or restore a checkpoint of it"
                 journal.note_error(error, "failed")
             log.error("%s", error)
 
@@ -311,7 +311,7 @@ def moved_regions(journal: Journal) -> MovedRegions | None:
         return MovedRegions((), (), gpu)
     moved = read_manifest(journal.pins)
     if moved is None:
-        raise IntegrityError(f"{journal.pins}, which tells what GPU memory was moved, is gone")
+        raise IntegrityError(f"{journal.pins}, the record of what GPU memory was moved, is gone")
     # One that has ended since is in CRIU's images at most as a zombie, which could not be given its memory.
     regions = tuple(region for region in moved.regions if region.process in effect.alive)
     return MovedRegions(regions, moved.packs if regions else (), gpu)

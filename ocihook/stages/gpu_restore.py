@@ -42,7 +42,7 @@ class TargetFacts(Facts):
 
 @dataclass(kw_only=True)
 class HalfRestored(Effect, kind="half-restored"):
-    """CRIU has made processes. If it is killed they stay, and so does what init makes of itself.
+    """CRIU has made processes. They stay if CRIU is killed, and so do those that init makes by itself.
 
     They would wait for CRIU for ever or, once CRIU has let go, run without a GPU. No engine knows of them.
     """
@@ -110,7 +110,9 @@ class GpuRestored(Effect, kind="gpu-restored"):
     def give_up(self, error: CudaError, journal: Journal) -> CudaError:
         """Do with the container what its policy says, and return the error that tells."""
         if journal.facts(CallFacts).policy.on_gpu_restore_error == "keep":
-            return CudaError(f"{error}. Its processes wait for their GPU state for ever, as the policy wants it")
+            return CudaError(
+                f"{error}. Its processes wait for their GPU state (on_gpu_restore_error = 'keep'): remove the container"
+            )
         end([*([self.init] if self.init else []), *(taken.process for taken in self.processes)])
         return CudaError(f"{error}. Its processes were killed: without their GPU state they cannot go on")
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Packing(Effect, kind="packing"):
-    """Page images are on their way into packs. Whether it came to its commit, the manifest tells."""
+    """Page images are on their way into packs. Whether it came to its commit, the manifest shows."""
 
     ends_with_stage: ClassVar[bool] = False  # whoever begins anew must know of it
     directory: Path

@@ -21,14 +21,14 @@ POLL_S = 0.002
 
 @dataclass(kw_only=True)
 class Quiesced(Effect, kind="quiesced"):
-    """The application was asked to come to rest. Whoever begins anew asks once more, and it is told at the end."""
+    """The application was asked to come to rest. A stage that begins again asks once more."""
 
     ends_with_stage: ClassVar[bool] = False
     init: Process
     signal: str
 
     def undo(self, _journal: Journal, patience: Patience) -> None:
-        """Tell it to go on, as soon as it can hear it; twice rather than never."""
+        """Ask it to go on, as soon as it can receive a signal; twice rather than never."""
         wait_until_released(self.init, patience)
         self.init.send(signal_number(self.signal))
 

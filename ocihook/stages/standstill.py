@@ -85,7 +85,7 @@ def _thaw_for_good(freezer: Freezer, journal: Journal) -> None:
         FreezeError: as long as it can, or if the container does not run in time.
     """
     if journal.criu.is_alive() and journal.stage not in ("pre-dump", DETACHED_STAGE):
-        raise FreezeError(f"CRIU (pid {journal.criu.pid}) has the container in its hands")
+        raise FreezeError(f"CRIU (pid {journal.criu.pid}) still holds the container")
     freezer.thaw(ENDLESS)  # which has a limit of its own: that is up to the kernel and to nobody's patience
 
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Staging(Effect, kind="staging"):
-    """A place in the store was made for what a dump brings. Whether it came to its commit, the thin record tells."""
+    """A place in the store was made for what a dump brings. Whether it came to its commit, the thin record shows."""
 
     ends_with_stage: ClassVar[bool] = False  # whoever begins anew must know of it
     place: Place

@@ -118,7 +118,7 @@ class Run:
         self._map.close()
 
 
-_REMEDY = "`ocihook store repair` makes the index anew"
+_REMEDY = "`ocihook store repair` rebuilds the index"
 
 
 class Index:

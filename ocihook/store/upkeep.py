@@ -161,7 +161,7 @@ def repair(domain: Domain) -> list[str]:
             pages += pack.pages
         merge_index(domain.index_dir)
     domain.rewrite_head()
-    return [f"made the index anew: {pages} pages of {len(needed)} packs"]
+    return [f"rebuilt the index: {pages} pages of {len(needed)} packs"]
 
 
 def usage(domain: Domain) -> Usage:

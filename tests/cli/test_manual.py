@@ -1,4 +1,4 @@
-"""Man pages, completions and the README's settings say what the code does."""
+"""Man pages and completions say what the code does."""
 
 import dataclasses
 import re
@@ -60,22 +60,6 @@ def test_every_exit_status_is_documented() -> None:
     for name, text in documents().items():
         if name.endswith(".1"):
             assert all(f".B {status}\n{meaning[:1].upper()}" in text for status, meaning in EXIT_STATUS.items()), name
-
-
-def test_the_readme_has_every_setting_with_its_default() -> None:
-    (block,) = re.findall(r"```toml\n(\[policy\].*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
-    assert tomllib.loads(block) == {
-        "policy": dataclasses.asdict(Policy())
-        | {"allowed": {key: list(v) if isinstance(v, tuple) else v for key, v in ALLOWED.items()}},
-        "restore_from": {},
-        "agent": {f.name: f.default for f in dataclasses.fields(Settings) if f.name not in TABLES},
-    }
-
-
-def test_the_readme_has_every_command() -> None:
-    text = (PROJECT / "README.md").read_text()
-    missing = [path[0] for path, _ in COMMANDS if len(path) == 1 and f"ocihook {path[0]}" not in text]
-    assert missing == []
 
 
 def test_the_configuration_of_packages_says_the_defaults(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_push_and_pull(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_repair(node: Node) -> None:
     for path in node.domain.index_dir.iterdir():
         path.write_bytes(b"")
-    assert as_json("store", "repair")["done"] == ["domain team: made the index anew: 60 pages of 1 packs"]
+    assert as_json("store", "repair")["done"] == ["domain team: rebuilt the index: 60 pages of 1 packs"]
     node.complete()
     assert node.contents() == [node.old, node.new]
 

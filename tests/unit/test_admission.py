@@ -55,7 +55,7 @@ def test_own_domain_or_a_rule(
 
 
 def test_nobody_gets_nothing() -> None:
-    with pytest.raises(AdmissionError, match="whose container this is cannot be told"):
+    with pytest.raises(AdmissionError, match="it is not known whose container this is"):
         check_domain("_node", None, Settings(restore_from={"*": ("*",)}))
     with pytest.raises(IdentificationError):
         check_domain("_node", ContainerRef(id="ab", engine="cri-o"), Settings())

@@ -245,7 +245,7 @@ def test_repair_makes_the_index_anew(domain: Domain) -> None:
         with pytest.raises(StoreError, match="repair"):
             take(domain, images)
     with domain.alone():
-        assert repair(domain) == ["made the index anew: 500 pages of 1 packs"]
+        assert repair(domain) == ["rebuilt the index: 500 pages of 1 packs"]
     assert take(domain, images).added_bytes == 0
     with domain.alone():
         remove_rubbish(domain)

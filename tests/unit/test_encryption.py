@@ -299,7 +299,7 @@ def test_rekey_on_the_command_line(node: Node, tmp_path: Path, monkeypatch: pyte
     settings = Settings(store_dir=str(node.store_dir), key_file=new.file)
     monkeypatch.setattr(cli_module, "load_settings", lambda: settings)
     result = CliRunner().invoke(cli, ["store", "rekey"])
-    assert result.output == "domain team: wrote 2 packs anew; all is encrypted with the newest key\n"
+    assert result.output == "domain team: wrote 2 packs again; all is encrypted with the newest key\n"
     Path(new.file).unlink()
     result = CliRunner().invoke(cli, ["store", "list"])
     assert "cannot be read" in str(result.exception)

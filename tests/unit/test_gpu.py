@@ -68,7 +68,7 @@ def test_several_are_given_a_little_and_more_each_time(tmp_path: Path) -> None:
         ("restore", "INVALID_VALUE", [], "had opened GPU memory of another one .CUDA IPC"),
         ("lock", "INVALID_VALUE", [], "^$"),
         ("checkpoint", "NOT_SUPPORTED", [], "managed memory, or a pool .*cudaMemPoolAttrReleaseThreshold"),
-        ("checkpoint", "UNKNOWN", [], "has failed before, .*: start it anew"),
+        ("checkpoint", "UNKNOWN", [], "has failed before, .*: start it again"),
         ("restore", "NOT_SUPPORTED", [], "NCCL over P2P"),
         ("restore", "UNKNOWN", [], "^$"),
     ],

@@ -218,7 +218,7 @@ def test_a_pod_has_a_namespace(key: str, namespace: str) -> None:
 def test_a_container_of_cri_o_is_never_the_nodes() -> None:
     container = container_ref({"io.container.manager": "cri-o"}, container_id=ID, runtime="runc", bundle="/b")
     assert container.is_in_pod
-    with pytest.raises(IdentificationError, match="a pod whose namespace its engine does not tell"):
+    with pytest.raises(IdentificationError, match="a pod whose namespace its engine does not report"):
         domain_name(container)
 
 

@@ -222,7 +222,7 @@ def test_a_restore_takes_only_its_own_domain(node: Node, monkeypatch: pytest.Mon
         )
         assert restored({"io.container.manager": "libpod"})[0] == 1
         status, message = restored(of_namespace("other") | {"io.kubernetes.pod.namespace": "team"})
-        assert (status, "whose container this is cannot be told" in message) == (1, True)
+        assert (status, "it is not known whose container this is" in message) == (1, True)
         patch.setattr(restore, "find_runtime_call", fail_with(IdentificationError("no")))
         assert restored(of_namespace("team"))[0] == 1
         assert not list(node.directory.glob("pages-*"))

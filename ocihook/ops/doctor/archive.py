@@ -99,7 +99,7 @@ def _check_host(checkpoint: _Checkpoint) -> Iterator[Finding]:
         yield Finding("host", Status.FAIL, str(error.args[0]), error.hint)
         return
     if not host.get("machine"):
-        yield Finding("host", Status.SKIP, "the archive does not tell where it was made")
+        yield Finding("host", Status.SKIP, "the archive does not say where it was made")
         return
     yield Finding("host", Status.OK, f"made on {host['machine']} by CRIU {host.get('criu') or 'of unknown version'}")
     missing = missing_features(host)

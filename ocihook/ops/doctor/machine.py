@@ -115,7 +115,7 @@ def left_network_locks(*inside: str) -> str:
 
 def _check_selinux() -> Iterator[Finding]:
     if _SELINUX.exists() and _SELINUX.read_text().strip() == "1":
-        yield Finding("selinux", Status.OK, "enforcing; what it denies is told by `ausearch -m avc -c criu-action`")
+        yield Finding("selinux", Status.OK, "enforcing; `ausearch -m avc -c criu-action` shows what it denies")
 
 
 def _check_cuda() -> Iterator[Finding]:
