@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ocihook import wire
 from ocihook.agent import server
-from ocihook.stages.participant import Act
+from ocihook.session.participant import Act
 
 STAGE = sys.argv[1]
 HELD, GO = Path(wire.RUNTIME_DIR) / "held", Path(wire.RUNTIME_DIR) / "go"

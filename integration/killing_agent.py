@@ -10,7 +10,7 @@ from signal import SIGKILL
 
 from ocihook import wire
 from ocihook.agent import server
-from ocihook.stages.participant import Act
+from ocihook.session.participant import Act
 
 STAGE = sys.argv[1]
 MARK = Path(wire.RUNTIME_DIR) / "killed"  # sessions are processes of their own

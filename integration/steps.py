@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ocihook.stages.order  # noqa: F401 - whose participants know the effects
-from ocihook.cuda.driver import CudaDriver
+from ocihook.gpu.driver import CudaDriver
 from ocihook.linux import memory, mounts, ptrace
 from ocihook.linux.cgroup import Freezer
 from ocihook.linux.procfs import Process

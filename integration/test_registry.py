@@ -12,7 +12,7 @@ import pytest
 
 from integration.registry import PASSWORD, USER, DockerRegistry
 from ocihook.errors import RegistryError
-from ocihook.oci.registry import Access, Repository, digest_of
+from ocihook.registry.client import Access, Repository, digest_of
 
 MakeRegistry = Callable[..., DockerRegistry]
 CHUNK = 32 << 20
@@ -54,7 +54,7 @@ def test_a_registry_killed_in_the_middle_of_an_upload(
         if len(told) == 1:
             kill()
 
-    monkeypatch.setattr("ocihook.oci.registry.os.pread", pread_and_kill)
+    monkeypatch.setattr("ocihook.registry.client.os.pread", pread_and_kill)
     assert repository.upload_file(blob, digest, progress=kill_after_first_chunk)
     assert uploads == [1, 1]
     assert sum(told) == size

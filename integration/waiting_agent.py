@@ -3,7 +3,7 @@
 import time
 
 from ocihook.agent import server
-from ocihook.stages.participant import Act
+from ocihook.session.participant import Act
 
 _progress = Act.progress
 

@@ -27,10 +27,10 @@ _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*
 _REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
 _METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}")
 _LEAST_BOUND_BYTES = 256 << 20
-_AGENT_BYTES, _WORKER_BYTES = 48 << 20, 52 << 20  # as store/packing.py and, for the larger kind, deduplicate.py have it
+_AGENT_BYTES, _WORKER_BYTES = 48 << 20, 52 << 20  # as packs/packing.py and, for the larger kind, deduplicate.py have it
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 ANY = "*"  # in [restore_from]: every container, every domain
-_DOMAIN = re.compile(r"\*|_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # as store/names.py has it
+_DOMAIN = re.compile(r"\*|_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # as packs/domain_names.py has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

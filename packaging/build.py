@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from ocihook import __version__
-from ocihook.ops import program
+from ocihook.node import distribution as program
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent

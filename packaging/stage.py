@@ -27,8 +27,8 @@ from packaging.utils import parse_wheel_filename
 
 from ocihook import __version__
 from ocihook.cli.manual import configuration
-from ocihook.ops import program
-from ocihook.ops.install import render, unit_templates
+from ocihook.node import distribution as program
+from ocihook.node.install import render, unit_templates
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent

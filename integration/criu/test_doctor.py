@@ -6,10 +6,10 @@ import pytest
 
 from integration.criu.logs import record
 from integration.criu.process import hazard
+from ocihook.criu import files as criu_files
 from ocihook.criu.explain import explain
-from ocihook.ops import criu_files
-from ocihook.ops.doctor.finding import Status
-from ocihook.ops.doctor.run import check_process
+from ocihook.node.doctor.finding import Status
+from ocihook.node.doctor.run import check_process
 
 # What each hazard is found to be; None: nothing, CRIU dumps it. A kernel may have other causes besides (kernel-6.16).
 HAZARDS = {

@@ -7,7 +7,7 @@ import pytest
 
 from ocihook.criu.options import faults
 from ocihook.criu.version import run_output
-from ocihook.ops.doctor.node import _known_options
+from ocihook.node.doctor.node import _known_options
 
 _REFUSES = re.compile(r"unrecognized option|requires an argument|doesn't allow an argument|is ambiguous")
 

@@ -2,7 +2,7 @@
 
     driver_limits.py RESULTS.json     on a GPU node, as root, driver >= 570, with torch; two GPUs show most; 4 minutes
 
-What the preflight refuses (ocihook/ops/preflight.py) is what is seen here to fail, by the signs recorded here.
+What the preflight refuses (ocihook/gpu/preflight.py) is what is seen here to fail, by the signs recorded here.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.driver_contract import call_apart, looks
-from ocihook.cuda.driver import CudaDriver
+from ocihook.gpu.driver import CudaDriver
+from ocihook.gpu.processes import checkpoint_all, driver_threads, lock_all
+from ocihook.linux.hold import Hold
 from ocihook.linux.memory import Mapping, ProcessMemory, anonymous_spans, read_mappings, subtract
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, thread_ids
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
-from ocihook.ops.gpu import checkpoint_all, driver_threads, lock_all
-from ocihook.stages.hold import Hold
 
 MIB = 1 << 20
 NCCL_WITHOUT = {

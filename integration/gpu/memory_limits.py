@@ -26,9 +26,11 @@ from typing import Any
 from ocihook.linux.memory import ProcessMemory
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import run_forked
-from ocihook.store.manifest import Region
-from ocihook.store.pack import PackFile
-from ocihook.store.packing import Packs, Source, pack
+from ocihook.packs.pack import PackFile
+from ocihook.packs.packed_manifest import PackedRegion
+from ocihook.packs.packing import pack
+from ocihook.packs.pages import Source
+from ocihook.packs.unpacking import Packs
 
 PIECE_BYTES = 16 << 20
 BLOCK_BYTES = 2 << 20  # copied at a time
@@ -105,7 +107,7 @@ def measure(size: int, workers: int, huge: str) -> dict[str, Any]:
             ours_out, (rows, infos) = timed(
                 lambda: pack([source], directory, prefix="ocihook-region-", workers=workers, durable=False)
             )
-            region = Region("1", address, size, rows[0])
+            region = PackedRegion("1", address, size, rows[0])
             packs = Packs([region], infos, {info.name: PackFile(directory / info.name) for info in infos})
             write = {region: partial(ProcessMemory, process)}
             ours_in, _ = timed(lambda: packs.write_regions(write, workers=workers))

@@ -381,7 +381,7 @@ def run_store_case(container: Container, case: str, count: int) -> dict[str, Any
 
 def run_driver(container: Container, row: dict[str, Any]) -> dict[str, Any]:
     """Let the driver checkpoint and restore the first process of a container, and nobody else do anything."""
-    from ocihook.cuda.driver import CudaDriver  # what it needs has been installed by now
+    from ocihook.gpu.driver import CudaDriver  # what it needs has been installed by now
 
     driver = CudaDriver()
     try:

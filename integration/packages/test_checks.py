@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from integration.packages.conftest import Built, MakeNode, copy_to
-from ocihook.ops.program import PYTHONS
+from ocihook.node.distribution import PYTHONS
 
 PROJECT = Path(__file__).parents[2]
 MAX_BYTES = 12 << 20
@@ -16,12 +16,12 @@ import importlib, pkgutil, sys
 sys.path.insert(0, sys.argv[1])
 import ocihook
 for module in pkgutil.walk_packages(ocihook.__path__, "ocihook."):
-    if module.name not in ("ocihook.__main__", "ocihook.ops.demo_workload"):
+    if module.name not in ("ocihook.__main__", "ocihook.node.demo_workload"):
         importlib.import_module(module.name)
 from cuda.bindings import driver
 import pynvml
 from ocihook.cli.render import print_table, progress_bar
-from ocihook.engine.archive import zstd
+from ocihook.container.engine_archive import zstd
 print_table(["A"], [["b"]])
 driver.CUcheckpointRestoreArgs().gpuPairs
 import rich.progress

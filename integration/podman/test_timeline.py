@@ -11,7 +11,7 @@ from integration.journals import last_session
 from integration.namespace import is_required
 from integration.podman.engine import Podman
 from ocihook.cli.timeline_page import page
-from ocihook.ops.timeline import lay_out
+from ocihook.session.timeline import lay_out
 
 VRAM_BYTES = 40 << 20  # a driver's mapping of 32 MiB and more is filled for it
 HOSTILE = "<script>alert(1)</script><img src=https://elsewhere.example/x>"

@@ -17,12 +17,12 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from ocihook import __version__, wire
+from ocihook.checkpoints.listing import Listed, pending_of
+from ocihook.checkpoints.prune import archive_bytes, stored_bytes
 from ocihook.config import Settings
 from ocihook.errors import OcihookError
 from ocihook.linux.procfs import Process
-from ocihook.ops import history
-from ocihook.ops.prune import archive_bytes, stored_bytes
-from ocihook.ops.store import Listed, pending_of
+from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.store.domain import Domain
 from ocihook.store.store import Store

@@ -19,17 +19,17 @@ from typing import NamedTuple
 
 from ocihook import wire
 from ocihook.agent.session import Session
+from ocihook.checkpoints.complete import complete_all, has_pending
+from ocihook.checkpoints.prune import prune_by_policy
+from ocihook.checkpoints.pushing import has_due_pushes, next_push_s, push_due
 from ocihook.config import Settings, load_settings
-from ocihook.cuda.driver import load_bindings
+from ocihook.container.runtime_call import find_runtime
 from ocihook.errors import AgentError, ConfigError, OcihookError
+from ocihook.gpu.driver import load_bindings
 from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
-from ocihook.oci.runtime import find_runtime
-from ocihook.ops.prune import prune_by_policy
-from ocihook.ops.store import complete_all, has_pending
-from ocihook.ops.transfer import has_due_pushes, next_push_s, push_due
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.store.store import Store

@@ -14,14 +14,14 @@ from ocihook.criu.explain import Explanation
 from ocihook.errors import ConfigError, OcihookError, plain
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.ops import history
-from ocihook.ops.failure import Attempt, keep_log, message_of, record_failure
-from ocihook.ops.statistics import note_statistics, open_work_directory
+from ocihook.memory.standstill import is_given_up
+from ocihook.session import history
+from ocihook.session.criu_statistics import note_statistics, open_work_directory
+from ocihook.session.failure import Attempt, keep_log, message_of, record_failure
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all, undo_interrupted
 from ocihook.stages import dump, restore
 from ocihook.stages.detached import KeptFromEnd, is_due, is_kept_from_end
-from ocihook.stages.standstill import is_given_up
 
 _LOOK_MS = 10  # whether CRIU has detached, which nobody tells
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet

@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
+from ocihook.archive import repack as ops
 from ocihook.cli.render import F, count_of, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import load_settings
-from ocihook.engine.archive import COMPRESSIONS, ArchiveFacts
+from ocihook.container.engine_archive import COMPRESSIONS, ArchiveFacts
 from ocihook.errors import plain
-from ocihook.ops import archive as ops
 from ocihook.store.store import Store
-from ocihook.store.stored import StoredManifest
+from ocihook.store.stored_manifest import StoredManifest
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)

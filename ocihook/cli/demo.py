@@ -6,7 +6,7 @@ import click
 
 from ocihook.cli.render import format_bytes, json_option, print_json, print_table
 from ocihook.errors import OcihookError
-from ocihook.ops.demo import DemoResult, check_node, enter_private_namespace, run_demo
+from ocihook.node.demo import DemoResult, check_node, enter_private_namespace, run_demo
 
 
 @click.command()

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
+from ocihook.archive import oci_image as ops
+from ocihook.checkpoints.complete import store_workers
 from ocihook.cli.registry import access_of, registry_options
 from ocihook.cli.render import format_bytes, json_option, print_json, progress_bar
 from ocihook.config import load_settings
-from ocihook.oci.registry import Reference
-from ocihook.ops import image as ops
-from ocihook.ops.store import store_workers
+from ocihook.registry.client import Reference
 from ocihook.store.store import Store
 
 _thin = click.option(

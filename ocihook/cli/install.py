@@ -5,10 +5,11 @@ from pathlib import Path
 
 import click
 
+from ocihook.checkpoints.complete import complete_pending
 from ocihook.cli.render import Seconds, json_option, print_json
 from ocihook.config import load_settings
 from ocihook.errors import OcihookError, UnsupportedError, plain, printable
-from ocihook.ops.install import (
+from ocihook.node.install import (
     DRAIN_S,
     NODE,
     Change,
@@ -19,7 +20,6 @@ from ocihook.ops.install import (
     plan_install,
     plan_uninstall,
 )
-from ocihook.ops.store import complete_pending
 
 _TREE = click.Path(path_type=Path, file_okay=False, exists=True)
 _PATH = click.Path(path_type=Path)

@@ -8,7 +8,7 @@ import click
 from ocihook.cli.render import F
 
 if TYPE_CHECKING:
-    from ocihook.oci.registry import Access
+    from ocihook.registry.client import Access
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -30,6 +30,6 @@ def registry_options(command: F) -> F:
 
 def access_of(auth_file: Path | None, ca_file: Path | None, *, plain_http: bool) -> "Access":
     """Return how a registry is reached."""
-    from ocihook.oci.registry import Access
+    from ocihook.registry.client import Access
 
     return Access(auth_file, ca_file, plain_http)

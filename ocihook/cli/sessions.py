@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
+from ocihook.checkpoints.listing import list_pending
 from ocihook.cli.render import Seconds, format_bytes, json_option, print_json, print_table
 from ocihook.cli.store import percent, reasons
 from ocihook.config import Settings, load_settings
 from ocihook.errors import AgentError, ConfigError, printable
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
-from ocihook.ops import history
-from ocihook.ops.store import list_pending
+from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.stages.recover import recover as recover_sessions
 from ocihook.store.store import Store

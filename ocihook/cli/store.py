@@ -8,19 +8,19 @@ from pathlib import Path
 
 import click
 
+from ocihook.archive.repack import read_thin_archive
+from ocihook.checkpoints import complete as ops
+from ocihook.checkpoints import listing, maintenance, pulling, pushing, remote_listing, transfer
+from ocihook.checkpoints.prune import Keep, archive_bytes, prune_archives, stored_bytes
+from ocihook.checkpoints.prune import prune as prune_store
 from ocihook.cli.render import Seconds, count_of, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import RANGES, Settings, load_settings
 from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError, printable
 from ocihook.linux.patience import Patience
-from ocihook.ops import store as ops
-from ocihook.ops import transfer
-from ocihook.ops.archive import read_thin_archive
-from ocihook.ops.prune import Keep, archive_bytes, prune_archives, stored_bytes
-from ocihook.ops.prune import prune as prune_store
-from ocihook.store.cipher import Keyring
+from ocihook.packs.cipher import Keyring
 from ocihook.store.pushes import Push
 from ocihook.store.store import Store
-from ocihook.store.stored import CHECKPOINT_ID
+from ocihook.store.stored_manifest import CHECKPOINT_ID
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -40,8 +40,8 @@ def store() -> None:
 def status(*, as_json: bool) -> None:
     """Show what the store takes, by domain."""
     settings = load_settings()
-    found = ops.usage(Store.of(settings))
-    waiting = transfer.due(Store.of(settings))
+    found = listing.usage(Store.of(settings))
+    waiting = pushing.due(Store.of(settings))
     total, archives = stored_bytes(Store.of(settings)), _archive_bytes(settings)
     if as_json:
         print_json(
@@ -107,17 +107,17 @@ def list_command(*, remote: str | None, as_json: bool) -> None:
     """List checkpoints: complete ones, and those that are still being stored."""
     found = _store()
     if remote is not None:
-        _print_listed(transfer.list_remote(_location(remote), found.keys), as_json=as_json)
+        _print_listed(remote_listing.list_remote(_location(remote), found.keys), as_json=as_json)
         return
     try:
-        rows = ops.list_checkpoints(found)
+        rows = listing.list_checkpoints(found)
     except (IntegrityError, KeyMissing):  # no reason to keep quiet about what waits
-        _print_listed(ops.list_pending(found), as_json=as_json)
+        _print_listed(listing.list_pending(found), as_json=as_json)
         raise
     _print_listed(rows, as_json=as_json)
 
 
-def _print_listed(rows: list[ops.Listed], *, as_json: bool) -> None:
+def _print_listed(rows: list[listing.Listed], *, as_json: bool) -> None:
     if as_json:
         values = [{**row._asdict(), "push": row.push and row.push._asdict()} for row in rows]
         print_json({"checkpoints": values})
@@ -131,7 +131,7 @@ def _print_listed(rows: list[ops.Listed], *, as_json: bool) -> None:
         click.echo(sentence)
 
 
-def reasons(rows: list[ops.Listed]) -> Iterator[str]:
+def reasons(rows: list[listing.Listed]) -> Iterator[str]:
     """Yield why checkpoints are not complete, and what to do about it."""
     for row in rows:
         if row.reason:
@@ -140,7 +140,7 @@ def reasons(rows: list[ops.Listed]) -> Iterator[str]:
             yield printable(f"{row.id} is {row.state}{tried}: {row.reason.rstrip('.')}. {remedy}")
 
 
-def _state(row: ops.Listed) -> str:
+def _state(row: listing.Listed) -> str:
     if row.state == "pending":
         return f"pending, {percent(row)}"
     marks = [word for word, is_so in (("pinned", row.is_pinned), ("in use", row.is_used)) if is_so]
@@ -149,12 +149,12 @@ def _state(row: ops.Listed) -> str:
     return ", ".join([row.state, *marks])
 
 
-def percent(row: ops.Listed) -> str:
+def percent(row: listing.Listed) -> str:
     """Return how far a pending checkpoint is."""
     return f"{100 * row.done_bytes // max(1, row.raw_bytes)} %"
 
 
-def _added(row: ops.Listed) -> str:
+def _added(row: listing.Listed) -> str:
     return format_bytes(row.added_bytes) if row.state == "complete" else ""
 
 
@@ -162,14 +162,14 @@ def _added(row: ops.Listed) -> str:
 @click.argument("checkpoint")
 def pin(*, checkpoint: str) -> None:
     """Have CHECKPOINT stay in this node's store, whatever a prune is to remove, until `unpin`."""
-    ops.pin(_store(), checkpoint, is_pinned=True)
+    listing.pin(_store(), checkpoint, is_pinned=True)
 
 
 @store.command()
 @click.argument("checkpoint")
 def unpin(*, checkpoint: str) -> None:
     """Undo `pin`: a prune may remove CHECKPOINT again."""
-    ops.pin(_store(), checkpoint, is_pinned=False)
+    listing.pin(_store(), checkpoint, is_pinned=False)
 
 
 @store.command()
@@ -180,10 +180,10 @@ def verify(*, read_data: bool, as_json: bool) -> None:
     found = _store()
 
     def total() -> int:
-        return sum(row.raw_bytes for row in ops.list_checkpoints(found) if row.state == "complete")
+        return sum(row.raw_bytes for row in listing.list_checkpoints(found) if row.state == "complete")
 
     with progress_bar("verifying", total) as progress:
-        wrong = ops.verify(found, read_data=read_data, progress=progress)
+        wrong = maintenance.verify(found, read_data=read_data, progress=progress)
     if as_json:
         print_json({"ok": not wrong, "wrong": wrong})
     else:
@@ -238,7 +238,7 @@ def prune(
     if remote is not None:
         if keep.max_bytes:
             raise click.BadParameter("--max-size is of this node's store; a remote has no bound")
-        done = transfer.prune_remote(_location(remote), keep, _store().keys, dry_run=dry_run)
+        done = remote_listing.prune_remote(_location(remote), keep, _store().keys, dry_run=dry_run)
     else:
         done = prune_store(Store.of(settings), keep, dry_run=dry_run)
     if archives and remote is None:
@@ -276,17 +276,17 @@ def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as
     """
     found, location = _store(), _location(location)
     if is_all:
-        chosen = [(row.domain, row.id) for row in ops.list_checkpoints(found) if row.state == "complete"]
+        chosen = [(row.domain, row.id) for row in listing.list_checkpoints(found) if row.state == "complete"]
     elif checkpoints:
-        chosen = [(ops.find(found, checkpoint_id).name, checkpoint_id) for checkpoint_id in checkpoints]
+        chosen = [(listing.find(found, checkpoint_id).name, checkpoint_id) for checkpoint_id in checkpoints]
     else:
-        chosen = [(name, waiting.checkpoint_id) for name, waiting in transfer.due(found)]
+        chosen = [(name, waiting.checkpoint_id) for name, waiting in pushing.due(found)]
     moved = []
     for name, checkpoint_id in chosen:
         domain = found.open(name)
-        total = partial(transfer.pack_bytes, domain, checkpoint_id)
+        total = partial(pushing.pack_bytes, domain, checkpoint_id)
         with progress_bar(f"pushing {checkpoint_id}", total) as progress:
-            moved.append(transfer.push(domain, checkpoint_id, location, progress=progress))
+            moved.append(pushing.push(domain, checkpoint_id, location, progress=progress))
         domain.pushes.end(checkpoint_id)
     _print_moved(moved, "sent to", location, as_json=as_json)
 
@@ -300,13 +300,13 @@ def pull(*, what: str, location: str | None, domain: str | None, as_json: bool) 
     """Fetch a checkpoint from a remote, by its id or by the thin archive that stands for it. All of it is verified."""
     found, location = _store(), _location(location)
     if CHECKPOINT_ID.fullmatch(what):
-        name, checkpoint_id = domain or transfer.find_remote(location, what), what
+        name, checkpoint_id = domain or remote_listing.find_remote(location, what), what
     else:
         thin = read_thin_archive(Path(what))
         name, checkpoint_id = thin.domain, thin.checkpoint_id
-    total = partial(transfer.remote_bytes, location, Keyring(found.keys, name), checkpoint_id)
+    total = partial(remote_listing.remote_bytes, location, Keyring(found.keys, name), checkpoint_id)
     with progress_bar(f"pulling {checkpoint_id}", total) as progress:
-        moved = transfer.pull(found, name, checkpoint_id, location, progress=progress)
+        moved = pulling.pull(found, name, checkpoint_id, location, progress=progress)
     _print_moved([moved], "fetched from", location, as_json=as_json)
 
 
@@ -328,7 +328,7 @@ def rekey(*, as_json: bool) -> None:
 
     Checkpoints stay as they are. The old keys are needed until this has ended, and for what was pushed before.
     """
-    done = ops.rekey(_store())
+    done = maintenance.rekey(_store())
     if as_json:
         print_json({"domains": {name: {"packs": packs} for name, packs in done.items()}})
         return
@@ -340,7 +340,7 @@ def rekey(*, as_json: bool) -> None:
 @json_option
 def repair(*, as_json: bool) -> None:
     """Rebuild the index from the packs. Needed after a message that says so; no checkpoint is changed."""
-    done = ops.repair(_store())
+    done = maintenance.repair(_store())
     if as_json:
         print_json({"done": done})
     for sentence in () if as_json else done:
@@ -359,11 +359,11 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     settings = load_settings()
     found, workers = Store.of(settings), ops.store_workers(settings)
     began = time.monotonic()
-    ids = [checkpoint] if checkpoint else [row.id for row in ops.list_pending(found) if row.state == "pending"]
+    ids = [checkpoint] if checkpoint else [row.id for row in listing.list_pending(found) if row.state == "pending"]
     complete = []
     for checkpoint_id in ids:
         try:
-            domain = ops.find(found._replace(patience=Patience(timeout_s=timeout_s)), checkpoint_id)
+            domain = listing.find(found._replace(patience=Patience(timeout_s=timeout_s)), checkpoint_id)
         except StoreError:
             if checkpoint:
                 raise

@@ -12,9 +12,9 @@ from ocihook.cli.render import format_bytes, json_option, print_json, print_tabl
 from ocihook.config import load_settings
 from ocihook.errors import OcihookError, printable
 from ocihook.linux.files import replace_file
-from ocihook.ops import history
-from ocihook.ops.timeline import Bar, Timeline, chrome_trace, lay_out
+from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
+from ocihook.session.timeline import Bar, Timeline, chrome_trace, lay_out
 
 _WIDTH = 32  # of the bars in the table
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from ocihook.cli.render import format_bytes
-from ocihook.ops.timeline import Bar, Timeline
+from ocihook.session.timeline import Bar, Timeline
 
 _LABELS, _PLOT, _MARGIN = 230, 900, 24  # widths in units of the picture
 _ROW, _BAR, _AXIS = 20, 15, 26  # heights

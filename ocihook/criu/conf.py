@@ -5,10 +5,12 @@ line also says whether we made the file, so that taking the block out can leave 
 """
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.errors import ConfigError
 
+CRIU_CONF_DIR = Path("/etc/criu")  # of the node; CRIU looks nowhere else (criu/config.c, GLOBAL_CONFIG_DIR)
 _END = b"# END ocihook\n"
 _BLOCK = re.compile(rb"^# BEGIN ocihook(?P<made>( [a-z-]+)*)\n(?P<body>(?:[^\n]*\n)*?)# END ocihook\n", re.MULTILINE)
 _MARK = re.compile(rb"^# (BEGIN|END) ocihook", re.MULTILINE)

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 from ocihook.errors import ConfigError
+from ocihook.packs.domain_names import DOMAIN_NAME, check_domain_name
 from ocihook.remote.blobs import Blobs
 from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.objects import ObjectRemote
 from ocihook.remote.remote import Remote
-from ocihook.store.names import DOMAIN_NAME, check_domain_name
 
 if TYPE_CHECKING:
-    from ocihook.oci.registry import Repository
+    from ocihook.registry.client import Repository
 
 FORMS = (
     "an absolute path, s3://BUCKET/PREFIX?endpoint=URL&region=NAME&profile=NAME&checksums=when_required, or "
@@ -66,7 +66,7 @@ def _blobs(location: str) -> Blobs:
 
 
 def _repository(location: str) -> "Repository":
-    from ocihook.oci.registry import Access, Reference, Repository
+    from ocihook.registry.client import Access, Reference, Repository
 
     parts = urlsplit(location)
     options = _options(location, parts.query, _OCI_OPTIONS)

@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from ocihook.errors import RemoteError
+from ocihook.packs.frame import load_json
+from ocihook.packs.pack import PackInfo
+from ocihook.packs.packed_manifest import MAX_MANIFEST_BYTES
 from ocihook.remote.blobs import Blob, Blobs
-from ocihook.store.frame import load_json
-from ocihook.store.manifest import MAX_MANIFEST_BYTES
-from ocihook.store.pack import PackInfo
 
 PUSH_LASTS_S = 7 * 86400.0  # then whoever announced it has died
 PRUNE_LASTS_S = 3600.0

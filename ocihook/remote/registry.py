@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ocihook.errors import RegistryError, RemoteError
-from ocihook.oci.layout import MANIFEST_TYPE
-from ocihook.oci.registry import Repository, digest_of
+from ocihook.packs.pack import PackInfo
+from ocihook.packs.packed_manifest import MAX_MANIFEST_BYTES
+from ocihook.registry.client import Repository, digest_of
+from ocihook.registry.layout import MANIFEST_TYPE
 from ocihook.remote.blobs import PIECE_BYTES
-from ocihook.store.manifest import MAX_MANIFEST_BYTES
-from ocihook.store.pack import PackInfo
 
 ARTIFACT_TYPE = "application/vnd.ocihook.checkpoint.v1"
 _TYPES = {"manifest": f"{ARTIFACT_TYPE}.manifest", "layout": f"{ARTIFACT_TYPE}.layout", "pack": f"{ARTIFACT_TYPE}.pack"}

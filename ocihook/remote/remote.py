@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ocihook.store.pack import PackInfo
+from ocihook.packs.pack import PackInfo
 
 
 class Remote(Protocol):

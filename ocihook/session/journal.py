@@ -1,7 +1,7 @@
 """The journal of a session: what a dump or restore has done to a node, on disk before it is done.
 
 Whoever finds a journal whose session is dead can put everything back: each effect in it knows its own inverse. One
-JSON file a session, replaced as a whole; of finished ones the history has a record (ops/history.py).
+JSON file a session, replaced as a whole; of finished ones the history has a record (session/history.py).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.record import from_json, to_json
-from ocihook.session.spans import Spans
+from ocihook.session.timing import Spans
 
 _VERSION = 2
 _KEYS = {"runtime", "began", "container", "given_up", "stages", "effects", "phases", "spans", "facts"}

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from ocihook.checkpoints.stage import STAGED_NAME
 from ocihook.criu import ending
 from ocihook.errors import OcihookError
+from ocihook.images.image_set import discard_regions
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
-from ocihook.ops.image_set import discard_regions
-from ocihook.ops.staging import STAGED_NAME
+from ocihook.memory.standstill import Paused
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
-from ocihook.stages.participant import Dump
-from ocihook.stages.standstill import Paused
+from ocihook.session.participant import Dump
 from ocihook.wire import DETACHED_STAGE
 
 _KILL_TIMEOUT_S = 10.0

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ocihook.config import Settings, apply_annotations
-from ocihook.engine.conmon import conmon_name
-from ocihook.engine.identity import container_ref
+from ocihook.container.conmon import conmon_name
+from ocihook.container.identity import container_ref
+from ocihook.container.runtime_call import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
-from ocihook.oci.runtime import RuntimeCall, find_runtime_call, read_annotations
+from ocihook.packs.cipher import KeySource
+from ocihook.packs.packing import AGENT_BYTES, workers_within
 from ocihook.session.journal import Journal
+from ocihook.session.participant import CallFacts, Dump
 from ocihook.session.undo import undo_all, undo_holding
 from ocihook.stages.detached import KeptFromEnd
 from ocihook.stages.order import participants
-from ocihook.stages.participant import CallFacts, Dump
-from ocihook.store.cipher import KeySource
-from ocihook.store.packing import AGENT_BYTES, workers_within
 from ocihook.wire import Request
 
 log = logging.getLogger(__name__)

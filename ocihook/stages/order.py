@@ -1,10 +1,10 @@
 """Who takes part in a dump and a restore, the outermost first. Whoever is new has a line here."""
 
-from ocihook.stages.gpu import Gpu
+from ocihook.gpu.participant import Gpu
+from ocihook.memory.standstill import Standstill
+from ocihook.session.participant import Participant
 from ocihook.stages.page_images import PageImages
-from ocihook.stages.participant import Participant
 from ocihook.stages.quiesce import Quiesce
-from ocihook.stages.standstill import Standstill
 from ocihook.stages.stored_pages import StoredPages
 
 _ORDER: tuple[type[Participant], ...] = (

@@ -7,13 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ocihook.checkpoints.stage import STAGED_NAME, record_of
 from ocihook.errors import OcihookError
-from ocihook.linux.files import identity, same_directory
-from ocihook.linux.mounts import is_in_memory
-from ocihook.linux.patience import Patience
-from ocihook.ops.compatibility import check_host, host_facts
-from ocihook.ops.gpu_memory import write_back
-from ocihook.ops.image_set import (
+from ocihook.images.compatibility import check_host, host_facts
+from ocihook.images.image_set import (
     MovedRegions,
     dehydrate,
     discard_all,
@@ -24,12 +21,15 @@ from ocihook.ops.image_set import (
     rehydrate_image_set,
     take_in,
 )
-from ocihook.ops.staging import STAGED_NAME, record_of
+from ocihook.linux.files import identity, same_directory
+from ocihook.linux.mounts import is_in_memory
+from ocihook.linux.patience import Patience
+from ocihook.memory.regions import write_back
+from ocihook.packs.packed_manifest import PackedManifest, read_manifest, write_manifest
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
+from ocihook.session.participant import Dump, Participant, Restore, SizeFacts
 from ocihook.stages.detached import KeptMemory, can_wait, keep_from_end
-from ocihook.stages.participant import Dump, Participant, Restore, SizeFacts
-from ocihook.store.manifest import Manifest, read_manifest, write_manifest
 from ocihook.store.thin import read_thin
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class PackedCheckpoint:
     """An image set with packs."""
 
     directory: Path
-    manifest: Manifest
+    manifest: PackedManifest
 
     @property
     def gpu(self) -> Mapping[str, Any]:
@@ -216,7 +216,7 @@ def _is_kept(dump: Dump) -> bool:
     return bool(kept and dump.moved and dump.moved.packs and (kept.directory / dump.moved.packs[0].name).exists())
 
 
-def _pack(dump: Dump, *, with_images: bool = True) -> Manifest | None:
+def _pack(dump: Dump, *, with_images: bool = True) -> PackedManifest | None:
     call = dump.call()
     return pack_image_set(
         dump.directory,
@@ -232,7 +232,7 @@ def _pack(dump: Dump, *, with_images: bool = True) -> Manifest | None:
     )
 
 
-def _packed(dump: Dump, manifest: Manifest, packing: Packing | None) -> str:
+def _packed(dump: Dump, manifest: PackedManifest, packing: Packing | None) -> str:
     dump.journal.note(SizeFacts(raw_bytes=manifest.raw_bytes, stored_bytes=manifest.stored_bytes))
     if packing is not None:
         dump.journal.forget(packing)

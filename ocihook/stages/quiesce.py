@@ -14,7 +14,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
-from ocihook.stages.participant import Dump, Participant, Restore
+from ocihook.session.participant import Dump, Participant, Restore
 
 POLL_S = 0.002
 

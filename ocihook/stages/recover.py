@@ -10,7 +10,7 @@ from ocihook import wire
 from ocihook.config import Settings
 from ocihook.errors import OcihookError, plain
 from ocihook.linux.patience import Patience
-from ocihook.ops import history
+from ocihook.session import history
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.session.undo import undo_all

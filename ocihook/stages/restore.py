@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ocihook.config import Settings
+from ocihook.container.runtime_call import find_runtime_call
 from ocihook.errors import ConfigError, IdentificationError
 from ocihook.linux.patience import Patience
-from ocihook.oci.runtime import find_runtime_call
 from ocihook.session.journal import Journal
+from ocihook.session.participant import Restore
 from ocihook.stages.dump import call_facts, identify
 from ocihook.stages.order import participants
-from ocihook.stages.participant import Restore
 from ocihook.wire import Request
 
 log = logging.getLogger(__name__)

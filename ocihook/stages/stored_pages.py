@@ -8,26 +8,28 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ocihook.checkpoints.admission import check_domain
+from ocihook.checkpoints.complete import store_workers, wait_complete
+from ocihook.checkpoints.pulling import is_here, keep_in_use, pull
+from ocihook.checkpoints.rehydrate import rehydrate_stored, stored_region_bytes, write_stored_regions
+from ocihook.checkpoints.stage import STAGED_NAME, Place, check_can_store, choose_place, finish_staging, stage
+from ocihook.checkpoints.transfer import Moved
 from ocihook.criu.images import check_page_images
 from ocihook.errors import OcihookError, StoreError
+from ocihook.images.compatibility import check_host, host_facts
+from ocihook.images.image_set import check_other_images, dehydrate, discard_packs, is_read_twice, list_packable
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import resident_bytes
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
-from ocihook.ops.admission import check_domain
-from ocihook.ops.compatibility import check_host, host_facts
-from ocihook.ops.image_set import check_other_images, dehydrate, discard_packs, is_read_twice, list_packable
-from ocihook.ops.staging import STAGED_NAME, Place, check_can_store, choose_place, finish_staging, stage
-from ocihook.ops.store import rehydrate_stored, store_workers, stored_region_bytes, wait_complete, write_stored_regions
-from ocihook.ops.transfer import Moved, is_here, keep_in_use, pull
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
+from ocihook.session.participant import Dump, Participant, Restore, SizeFacts
 from ocihook.stages.page_images import Rehydrated
-from ocihook.stages.participant import Dump, Participant, Restore, SizeFacts
 from ocihook.store.domain import Domain
 from ocihook.store.store import Store
-from ocihook.store.stored import StoredManifest
+from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import Thin, read_thin
 
 log = logging.getLogger(__name__)

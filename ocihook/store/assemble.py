@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
+from ocihook.packs.pack import PAGE_BYTES, Buffer
+from ocihook.packs.pages import Progress, WritablePages, no_progress, write_pages
 from ocihook.store.extents import ZERO, Extents, Layout
-from ocihook.store.pack import PAGE_BYTES, Buffer
-from ocihook.store.packing import Progress, WritablePages, no_progress, write_pages
-from ocihook.store.places import PackDirectory, StoredPacks, pack_number
+from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
 
 _RANGE_PAGES = 4096  # what a worker takes at a time
 _BATCH_PAGES = 512  # what it reads and writes at a time: a huge page, which the kernel need not clear then

@@ -16,23 +16,21 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import compress as selected
 from operator import eq, not_
 from pathlib import Path
 from typing import NamedTuple
-
-import lz4.block
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
+from ocihook.packs.pack import LZ4, PAGE_BYTES, RAW, Buffer, PackInfo, PackWriter, compress
+from ocihook.packs.pages import Progress, ReadablePages, Source, no_progress
 from ocihook.store.extents import ZERO, Extents, Layout
-from ocihook.store.identity import ID_BYTES, PageIds
 from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
-from ocihook.store.pack import LZ4, PAGE_BYTES, RAW, Buffer, PackInfo, PackWriter
-from ocihook.store.packing import Progress, ReadablePages, Source, no_progress
-from ocihook.store.places import PackDirectory, StoredPacks, pack_number
+from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
+from ocihook.store.page_ids import ID_BYTES, PageIds
 
 GROUP_PAGES = 16  # new pages compressed together: 64 KiB, see README.md
 RANGE_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
@@ -283,9 +281,8 @@ def _run_length(ids: list[bytes], at: int) -> int:
 
 def compress_group(content: Buffer) -> tuple[int, Buffer]:
     """Return the kind and the encoded bytes of pages that are stored together."""
-    compressed: bytes = lz4.block.compress(content, store_size=False)
-    pays = len(compressed) < len(content) - len(content) // 16  # as in packing.py
-    return (LZ4, compressed) if pays else (RAW, content)
+    compressed = compress(content)
+    return (RAW, content) if compressed is None else (LZ4, compressed)
 
 
 class _NewPacks:
@@ -424,7 +421,7 @@ class _Taker:
             else:
                 if at >= looked_up:
                     looked_up = self._look_up_to(same, at)
-                    known, not_new = self._look_up([*compress(ids[at:looked_up], map(not_, same[at:looked_up]))])
+                    known, not_new = self._look_up([*selected(ids[at:looked_up], map(not_, same[at:looked_up]))])
                 equals = looked_up if (found := same.find(1, at, looked_up)) < 0 else found
                 taken = self._take_new(ids[at:equals], at, not_new) or self._take_recent(ids[at])
                 if not taken and (place := known.get(ids[at])):

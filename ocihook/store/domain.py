@@ -22,16 +22,16 @@ from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.files import make_directory, replace_file, sync_directory, sync_file, try_lock
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import at_normal_priority
-from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
+from ocihook.packs.cipher import NO_KEYS, Keyring, KeySource, is_sealed, key_id_of, opened, seal
+from ocihook.packs.domain_names import check_domain_name
+from ocihook.packs.frame import read_record
+from ocihook.packs.pack import PAGE_BYTES
 from ocihook.store.deduplicate import Before, Earlier
 from ocihook.store.extents import Layout, encode_layout
-from ocihook.store.frame import read_record
-from ocihook.store.identity import ID_BYTES, PageIds
 from ocihook.store.index import merge_index
 from ocihook.store.marks import Marks
-from ocihook.store.names import check_domain_name
-from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.places import PackDirectory, pack_number
+from ocihook.store.pack_directory import PackDirectory, pack_number
+from ocihook.store.page_ids import ID_BYTES, PageIds
 from ocihook.store.pushes import Push, Pushes
 from ocihook.store.records import (
     Entry,
@@ -47,7 +47,7 @@ from ocihook.store.records import (
     unseal_manifest,
     write_identity,
 )
-from ocihook.store.stored import CHECKPOINT_ID, StoredManifest, decode_stored, encode_stored
+from ocihook.store.stored_manifest import CHECKPOINT_ID, StoredManifest, decode_stored, encode_stored
 
 LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1

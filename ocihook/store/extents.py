@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
-from ocihook.store.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json
-from ocihook.store.pack import PackInfo
+from ocihook.packs.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json
+from ocihook.packs.pack import PackInfo
 
 STORED_PACK = re.compile(r"[0-9a-f]{16}\.pack")
 ZERO = 0xFFFFFFFF  # in place of a pack

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
-from ocihook.store.frame import as_number, as_text, decode_frame, encode_frame, load_json
+from ocihook.packs.frame import as_number, as_text, decode_frame, encode_frame, load_json
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 30.0, 3600.0  # after the first attempt that failed; twice as long after each more
 _MAX_ERROR = 500  # characters

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
-from ocihook.store.cipher import Keyring, is_sealed, opened, seal, unseal
+from ocihook.packs.cipher import Keyring, is_sealed, opened, seal, unseal
+from ocihook.packs.frame import as_name, as_number, decode_frame, encode_frame, load_json
+from ocihook.packs.pack import PAGE_BYTES
 from ocihook.store.extents import Layout, decode_layout
-from ocihook.store.frame import as_name, as_number, decode_frame, encode_frame, load_json
-from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.stored import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest
+from ocihook.store.stored_manifest import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

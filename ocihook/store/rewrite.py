@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from ocihook.errors import StoreError
 from ocihook.linux.files import sync_directory
+from ocihook.packs.pack import PAGE_BYTES, PackInfo, PackWriter
 from ocihook.store.deduplicate import GROUP_PAGES, compress_group
 from ocihook.store.domain import LOCK_TIMEOUT_S, Domain
 from ocihook.store.extents import ZERO, Extents, Layout
-from ocihook.store.identity import ID_BYTES
+from ocihook.store.garbage import Needs, Step, remove_rubbish
 from ocihook.store.index import KEY_BYTES, add_to_index, merge_index
-from ocihook.store.pack import PAGE_BYTES, PackInfo, PackWriter
-from ocihook.store.places import StoredPack
-from ocihook.store.stored import StoredManifest
-from ocihook.store.upkeep import Needs, Step, remove_rubbish
+from ocihook.store.pack_directory import StoredPack
+from ocihook.store.page_ids import ID_BYTES
+from ocihook.store.stored_manifest import StoredManifest
 
 _AT_A_TIME = 16  # packs, 4 GiB
 _POLL_S = 0.1

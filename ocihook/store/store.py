@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from ocihook.config import Settings
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.store.cipher import NO_KEYS, KeySource
+from ocihook.packs.cipher import NO_KEYS, KeySource
+from ocihook.packs.domain_names import DOMAIN_NAME
 from ocihook.store.domain import Domain
-from ocihook.store.names import DOMAIN_NAME
 
 
 class Store(NamedTuple):

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
-from ocihook.store.frame import as_name, decode_frame, encode_frame, load_json, read_record
-from ocihook.store.names import DOMAIN_NAME
-from ocihook.store.stored import CHECKPOINT_ID
+from ocihook.packs.domain_names import DOMAIN_NAME
+from ocihook.packs.frame import as_name, decode_frame, encode_frame, load_json, read_record
+from ocihook.store.stored_manifest import CHECKPOINT_ID
 
 THIN_NAME = "ocihook.thin"
 _MAX_BYTES = 1 << 20

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from ocihook.errors import IntegrityError, OcihookError
+from ocihook.packs.pages import Progress, no_progress
 from ocihook.store.assemble import read_image
 from ocihook.store.domain import Domain
 from ocihook.store.extents import ZERO, Layout
-from ocihook.store.identity import PageIds
-from ocihook.store.packing import Progress, no_progress
-from ocihook.store.stored import StoredManifest
+from ocihook.store.page_ids import PageIds
+from ocihook.store.stored_manifest import StoredManifest
 
 
 def verify(domain: Domain, *, read_data: bool, progress: Progress = no_progress) -> list[str]:

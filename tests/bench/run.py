@@ -33,10 +33,12 @@ from unittest.mock import patch
 
 from ocihook import wire
 from ocihook.linux.workers import run_forked
+from ocihook.packs.pack import PAGE_BYTES, PackFile
+from ocihook.packs.packing import SEGMENT_BYTES, WORKER_BYTES, pack_images
+from ocihook.packs.pages import ImageFile
+from ocihook.packs.unpacking import Packs
 from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
-from ocihook.store.pack import PAGE_BYTES, PackFile
-from ocihook.store.packing import SEGMENT_BYTES, WORKER_BYTES, ImageFile, Packs, pack_images
 from tests.bench.engine import whole_checkpoints
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
 

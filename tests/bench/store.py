@@ -11,10 +11,11 @@ from typing import NamedTuple
 from integration.journals import last_session
 from integration.namespace import wait_for
 from integration.podman.engine import IMAGE, Podman
+from ocihook.checkpoints.complete import complete
+from ocihook.checkpoints.rehydrate import rehydrate_stored
+from ocihook.checkpoints.stage import choose_place, stage
+from ocihook.images.image_set import list_packable
 from ocihook.model import ContainerRef
-from ocihook.ops.image_set import list_packable
-from ocihook.ops.staging import choose_place, stage
-from ocihook.ops.store import complete, rehydrate_stored
 from ocihook.store.domain import Domain
 from ocihook.store.store import Store
 from tests.fakes.images import make_image_set

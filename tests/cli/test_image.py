@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ocihook.cli.main import cli
-from ocihook.engine import archive as engine_archive
+from ocihook.container import engine_archive
 from ocihook.errors import ArchiveError, ConfigError, IntegrityError, RegistryError
 from tests.damage import flip_bit
 from tests.fakes.images import make_archive, make_image_set, mixed_pages

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ocihook.checkpoints import complete as ops
+from ocihook.checkpoints.pending import pending_ids
 from ocihook.cli import install as module
 from ocihook.cli.install import install, uninstall
 from ocihook.config import Settings
 from ocihook.errors import ConfigError, UnsupportedError
-from ocihook.ops import store as ops
-from ocihook.store.pending import pending_ids
 from tests.unit.test_store_crash import Node, fail_with
 
 

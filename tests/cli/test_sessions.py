@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from ocihook.cli import sessions as module
 from ocihook.config import Settings
 from ocihook.model import ContainerRef
-from ocihook.ops import history
+from ocihook.session import history
 
 NAME = "team-of-machine-learning/trainer-of-the-large-model-7d9c5b8f4-x2x9z/trainer"
 CAUSE = "/tmp/a was mounted into the container after it was made, or by a hook. Unmount it there, or mount it through"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from ocihook.checkpoints.pending import Failure, write_failure
 from ocihook.cli import store as module
 from ocihook.cli.main import cli
 from ocihook.config import Settings
 from ocihook.errors import IntegrityError
-from ocihook.store.pending import Failure, write_failure
 from ocihook.store.thin import Thin, write_thin
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.unit.test_store_crash import Node

@@ -29,21 +29,21 @@ from integration.steps import Steps, read_steps
 from ocihook import wire
 from ocihook.agent.session import Session
 from ocihook.config import Policy, Settings
-from ocihook.cuda.driver import CudaDriver, CudaState, _load_bindings
+from ocihook.container.runtime_call import RuntimeCall
+from ocihook.gpu import processes as gpu
+from ocihook.gpu.driver import CudaDriver, CudaState, _load_bindings
+from ocihook.gpu.participant import Gpu
 from ocihook.linux.cgroup import Freezer, _cgroup_mounts
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
 from ocihook.linux.workers import die_with_parent
+from ocihook.memory.standstill import Standstill
 from ocihook.model import ContainerRef
-from ocihook.oci.runtime import RuntimeCall
-from ocihook.ops import gpu
 from ocihook.session.journal import Journal, open_journals
 from ocihook.session.lock import lock_agent
+from ocihook.session.participant import CallFacts
 from ocihook.stages import dump
-from ocihook.stages.gpu import Gpu
-from ocihook.stages.participant import CallFacts
 from ocihook.stages.recover import recover
-from ocihook.stages.standstill import Standstill
 
 DIRECTORY, WORKLOAD = Path(sys.argv[1]), sys.argv[2]
 RUNTIME, IMAGES, OUTPUT = DIRECTORY / "run", DIRECTORY / "images", DIRECTORY / "output"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from integration.namespace import Namespace, wait_for
-from ocihook.ops.image_set import verify_image_set
+from ocihook.images.image_set import verify_image_set
 from tests.fakes.images import make_image_set, mixed_pages
 
 PROJECT = Path(__file__).parents[2]

@@ -76,8 +76,8 @@ def test_a_call_on_a_stopped_process_does_not_return(
 # Runs where libcuda is the stand-in, which the test process itself must not load.
 ADAPTER = """
 import os, sys
-from ocihook.cuda.driver import CudaDriver, CudaState
-from ocihook.cuda.process import CudaProcess
+from ocihook.gpu.driver import CudaDriver, CudaState
+from ocihook.gpu.process import CudaProcess
 from ocihook.errors import CudaError, CudaStateError
 
 driver, pid = CudaDriver(), int(sys.argv[1])

@@ -3,7 +3,7 @@
 import secrets
 from pathlib import Path
 
-from ocihook.store.cipher import KeySource
+from ocihook.packs.cipher import KeySource
 
 
 def make_keys(directory: Path, *keys: str) -> KeySource:

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from ocihook.checkpoints.complete import complete
+from ocihook.checkpoints.pending import Failure, directory_of, write_failure
+from ocihook.checkpoints.stage import choose_place, stage
 from ocihook.config import Settings
+from ocihook.images.image_set import list_packable
 from ocihook.model import ContainerRef
-from ocihook.ops import history
-from ocihook.ops.image_set import list_packable
-from ocihook.ops.staging import choose_place, stage
-from ocihook.ops.store import complete
+from ocihook.session import history
 from ocihook.store.domain import Domain
-from ocihook.store.pending import Failure, directory_of, write_failure
 from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
 

@@ -17,11 +17,16 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["ocihook"]):
+    from ocihook.archive.repack import inspect_archive, verify_archive
     from ocihook.criu.images import parse_dump_stats, parse_pagemap, parse_processes
     from ocihook.criu.proto import message_class
     from ocihook.errors import OcihookError
     from ocihook.model import ContainerRef
-    from ocihook.oci.layout import (
+    from ocihook.packs.pack import PAGE_BYTES, PackFile, PackInfo
+    from ocihook.packs.packed_manifest import PackedImage, PackedManifest, Segment, decode_manifest, encode_manifest
+    from ocihook.packs.packing import pack_images
+    from ocihook.packs.unpacking import Packs
+    from ocihook.registry.layout import (
         MANIFEST_TYPE,
         Blob,
         is_layout,
@@ -29,10 +34,6 @@ with atheris.instrument_imports(include=["ocihook"]):
         read_layout,
         write_layout_archive,
     )
-    from ocihook.ops.archive import inspect_archive, verify_archive
-    from ocihook.store.manifest import Manifest, PackedImage, Segment, decode_manifest, encode_manifest
-    from ocihook.store.pack import PAGE_BYTES, PackFile, PackInfo
-    from ocihook.store.packing import Packs, pack_images
 
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
@@ -171,7 +172,7 @@ def write_seeds(directory: Path) -> None:
     image = bytes(100 * PAGE_BYTES) + (b"text " * PAGE_BYTES)[: 3 * PAGE_BYTES] + bytes(range(256)) * 16
     (directory / "pages-1.img").write_bytes(image)
     packed, infos = pack_images(directory, ["pages-1.img"], prefix="ocihook-", workers=1, durable=False)
-    full = Manifest(
+    full = PackedManifest(
         created="2026-11-20T22:57:44Z",
         writer="ocihook",
         container=ContainerRef(id="0123"),

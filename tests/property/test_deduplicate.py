@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ocihook.model import ContainerRef
+from ocihook.packs.pack import PAGE_BYTES
 from ocihook.store.deduplicate import _BATCH_PAGES, GROUP_PAGES
 from ocihook.store.domain import Domain
-from ocihook.store.identity import ID_BYTES
 from ocihook.store.index import Index
-from ocihook.store.pack import PAGE_BYTES
+from ocihook.store.page_ids import ID_BYTES
 from tests.unit.test_domain import content_of, take
 
 lengths = st.sampled_from([1, 1, 2, 3, GROUP_PAGES - 1, GROUP_PAGES, GROUP_PAGES + 1, 40, 200, _BATCH_PAGES])

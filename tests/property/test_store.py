@@ -13,20 +13,22 @@ from ocihook.criu.images import PageRun, parse_pagemap, parse_runs
 from ocihook.errors import OcihookError
 from ocihook.linux.workers import run_forked
 from ocihook.model import ContainerRef
-from ocihook.store import packing
-from ocihook.store.manifest import (
+from ocihook.packs import packing
+from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, PackFile, PackInfo, PackReader
+from ocihook.packs.packed_manifest import (
     MANIFEST_NAME,
-    Manifest,
     OtherImage,
     PackedImage,
+    PackedManifest,
     Segment,
     decode_manifest,
     encode_manifest,
     read_manifest,
     write_manifest,
 )
-from ocihook.store.pack import CHUNK_PAGES, PAGE_BYTES, PackFile, PackInfo, PackReader
-from ocihook.store.packing import CHUNK_BYTES, Packs, pack_images
+from ocihook.packs.packing import pack_images
+from ocihook.packs.pages import CHUNK_BYTES
+from ocihook.packs.unpacking import Packs
 from tests.unit.test_images import PRESENT, pagemap
 
 # Pages by what they cost: zero, random, text, equal but for one byte at either end.
@@ -90,11 +92,11 @@ def covered_once(packed: list[PackedImage], infos: list[PackInfo], files: dict[s
         assert sorted(used) == list(range(info.chunks))
 
 
-def small_checkpoint(directory: Path) -> Manifest:
+def small_checkpoint(directory: Path) -> PackedManifest:
     """A checkpoint of few bytes with every kind of chunk."""
     (directory / "pages-1.img").write_bytes(PAGES[2] * 3 + PAGES[0] * 70 + PAGES[1] + PAGES[0] + PAGES[3])
     packed, infos = pack_images(directory, ["pages-1.img"], prefix="ocihook-", workers=1, durable=False)
-    manifest = Manifest(
+    manifest = PackedManifest(
         created="2026-11-20T00:00:00Z",
         writer="test",
         container=ContainerRef(id="0"),
@@ -165,7 +167,7 @@ numbers = st.integers(0, (1 << 60) - 1)
 pack_names = st.integers(0, 9999).map(lambda n: f"ocihook-{n}.pack")
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 manifests = st.builds(
-    Manifest,
+    PackedManifest,
     created=texts,
     writer=texts,
     container=st.builds(ContainerRef, id=texts, engine=texts, runtime=texts, name=texts, pod_name=texts),
@@ -200,7 +202,7 @@ manifests = st.builds(
 
 @given(manifests)
 @settings(max_examples=150, deadline=None)
-def test_a_manifest_is_read_as_it_was_written(manifest: Manifest) -> None:
+def test_a_manifest_is_read_as_it_was_written(manifest: PackedManifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 

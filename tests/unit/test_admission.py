@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from ocihook.checkpoints.admission import check_domain
 from ocihook.config import Settings
 from ocihook.errors import AdmissionError, IdentificationError, IntegrityError, StoreError
 from ocihook.model import ContainerRef
-from ocihook.ops.admission import check_domain
+from ocihook.packs.cipher import Keyring, KeySource
+from ocihook.packs.frame import encode_frame
 from ocihook.remote.location import open_remote, remote_domains
-from ocihook.store.cipher import Keyring, KeySource
 from ocihook.store.domain import Domain
-from ocihook.store.frame import encode_frame
 from ocihook.store.store import Store
-from ocihook.store.stored import decode_stored, encode_stored
+from ocihook.store.stored_manifest import decode_stored, encode_stored
 from tests.unit.test_store_records import MANIFEST
 
 TEAM = ContainerRef(id="ab" * 32, engine="containerd", pod_namespace="team", pod_name="p", name="c")

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocihook.engine.archive import ArchiveFacts, Member, compression_of, read_facts
+from ocihook.archive import repack as ops
+from ocihook.container.engine_archive import ArchiveFacts, Member, compression_of, read_facts
 from ocihook.errors import (
     ArchiveError,
     ArchiveKindError,
@@ -23,9 +24,8 @@ from ocihook.errors import (
     StoreFull,
     UnsupportedError,
 )
-from ocihook.oci.layout import is_layout, read_layout
-from ocihook.ops import archive as ops
-from ocihook.store.manifest import Manifest
+from ocihook.packs.packed_manifest import PackedManifest
+from ocihook.registry.layout import is_layout, read_layout
 from ocihook.store.store import Store
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 
@@ -508,7 +508,7 @@ def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
         ops.pack_archive(thin, again, into_store=Store(store), compression="none", force=False, workers=2)
     packed = tmp_path / "packed.tar"
     ops.pack_archive(thin, packed, store=Store(store), compression="none", force=False, workers=2)
-    assert isinstance(ops.verify_archive(packed, workers=1), Manifest)
+    assert isinstance(ops.verify_archive(packed, workers=1), PackedManifest)
     unpack(packed, tmp_path / "unpacked.tar")
     assert members(tmp_path / "unpacked.tar") == members(plain)
     with pytest.raises(OcihookError, match="is in a store"):

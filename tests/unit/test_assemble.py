@@ -10,14 +10,14 @@ import lz4.block
 import pytest
 
 from ocihook.errors import IntegrityError
+from ocihook.packs.cipher import NO_KEYS, Keyring
+from ocihook.packs.pack import LZ4, PAGE_BYTES, RAW
+from ocihook.packs.pages import ImageFile, make_image
 from ocihook.store import assemble as module
-from ocihook.store import places
+from ocihook.store import pack_directory as places
 from ocihook.store.assemble import StoredPages, Target, assemble, read_image
-from ocihook.store.cipher import NO_KEYS, Keyring
 from ocihook.store.extents import ZERO, Extents, Layout
-from ocihook.store.pack import LZ4, PAGE_BYTES, RAW
-from ocihook.store.packing import ImageFile, make_image
-from ocihook.store.places import PackDirectory, pack_name
+from ocihook.store.pack_directory import PackDirectory, pack_name
 from tests.damage import flip_bit
 from tests.fakes.keys import make_keys
 from tests.unit.test_packing import Written

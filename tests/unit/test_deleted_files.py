@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ocihook.criu.deleted_files import file_refusals, refused_files
+from ocihook.criu.files import CriuOptions
 from ocihook.linux import open_files
 from ocihook.linux.open_files import OpenFile, deleted_files
-from ocihook.ops.criu_files import CriuOptions
-from ocihook.ops.deleted_files import file_refusals, refused_files
 
 MIB = 1 << 20
 FILE = OpenFile(7, 3, "/data/log", is_deleted=True, mode=stat.S_IFREG, device=1, inode=2, links=0, stored_bytes=2 * MIB)

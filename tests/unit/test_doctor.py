@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 
 from ocihook.config import Settings
+from ocihook.container.running import RunningContainer
+from ocihook.criu import files as criu_files
 from ocihook.criu import plugin, version
 from ocihook.criu.version import Program
-from ocihook.cuda.driver import CudaState
-from ocihook.cuda.signs import Signs
+from ocihook.gpu import preflight
+from ocihook.gpu.driver import CudaState
+from ocihook.gpu.signs import Signs
 from ocihook.linux.open_files import Mount
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.linux.sockets import Socket
-from ocihook.oci.state import RunningContainer
-from ocihook.ops import criu_files, install, preflight
-from ocihook.ops.doctor import container, kernel_objects, machine, node, run
-from ocihook.ops.doctor.finding import Finding, Repair, Status
-from ocihook.ops.doctor.run import check_node, repair, run_check
-from ocihook.ops.doctor.workload import read_workload
+from ocihook.node import install
+from ocihook.node.doctor import container, kernel_objects, machine, node, run
+from ocihook.node.doctor.finding import Finding, Repair, Status
+from ocihook.node.doctor.run import check_node, repair, run_check
+from ocihook.node.doctor.workload import read_workload
 from ocihook.session.journal import Journal
 from ocihook.stages.recover import recover
 
@@ -604,7 +606,7 @@ def test_an_installation_is_repaired_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_package_is_repaired_with_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No second launcher, and no units that name this release."""
-    monkeypatch.setattr("ocihook.ops.program.is_packaged", lambda: True)
+    monkeypatch.setattr("ocihook.node.distribution.is_packaged", lambda: True)
     launcher = tmp_path / "usr/libexec/ocihook/criu-action"
     launcher.parent.mkdir(parents=True)
     launcher.write_text("#!/bin/sh\n")

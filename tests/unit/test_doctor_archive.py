@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
+from ocihook.archive import repack as archives
+from ocihook.checkpoints.pushing import push
 from ocihook.config import Settings
+from ocihook.container import storage
+from ocihook.criu import files as criu_files
 from ocihook.criu.version import Program
-from ocihook.cuda.nvml import Gpu
-from ocihook.engine import storage
 from ocihook.errors import ArchiveError, CudaUnsupported
-from ocihook.ops import archive as archives
-from ocihook.ops import compatibility, criu_files
-from ocihook.ops.doctor import archive as module
-from ocihook.ops.doctor import machine
-from ocihook.ops.doctor.finding import Finding, Status
-from ocihook.ops.transfer import push
-from ocihook.store.manifest import read_manifest, write_manifest
+from ocihook.gpu.nvml import Gpu
+from ocihook.images import compatibility
+from ocihook.node.doctor import archive as module
+from ocihook.node.doctor import machine
+from ocihook.node.doctor.finding import Finding, Status
+from ocihook.packs.packed_manifest import read_manifest, write_manifest
 from ocihook.store.store import Store
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 

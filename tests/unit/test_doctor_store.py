@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from ocihook.checkpoints.pending import Failure, write_failure
 from ocihook.config import Settings
-from ocihook.ops.doctor import store as module
-from ocihook.ops.doctor.finding import Status
-from ocihook.store.pending import Failure, write_failure
+from ocihook.node.doctor import store as module
+from ocihook.node.doctor.finding import Status
 from tests.fakes.keys import make_keys
 from tests.unit.test_store_crash import Node
 

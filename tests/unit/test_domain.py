@@ -11,16 +11,16 @@ import pytest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.model import ContainerRef
+from ocihook.packs.cipher import NO_KEYS
+from ocihook.packs.pack import PAGE_BYTES
+from ocihook.packs.pages import ImageFile, Source
 from ocihook.store.assemble import Target, assemble, read_image
-from ocihook.store.cipher import NO_KEYS
 from ocihook.store.deduplicate import deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
+from ocihook.store.garbage import remove_rubbish, repair
 from ocihook.store.index import MAX_RUNS, Index
-from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.packing import ImageFile, Source
 from ocihook.store.store import Store
-from ocihook.store.stored import StoredImage, StoredManifest
-from ocihook.store.upkeep import remove_rubbish, repair
+from ocihook.store.stored_manifest import StoredImage, StoredManifest
 from ocihook.store.verify import verify
 from tests.fakes.images import mixed_pages
 from tests.fakes.keys import make_keys
@@ -148,7 +148,7 @@ def test_only_what_changed_is_added(domain: Domain, *, with_before: bool) -> Non
 
 def test_a_page_that_only_looks_the_same_is_stored(domain: Domain, monkeypatch: pytest.MonkeyPatch) -> None:
     """No id is trusted with another container's memory: here all pages have the same one."""
-    from ocihook.store import identity as module
+    from ocihook.store import page_ids as module
 
     monkeypatch.setattr(module, "xxh3_128_digest", lambda data, _seed: bytes(16) if not any(data[:64]) else b"\1" * 16)
     one, other = random_pages(1, 1), random_pages(1, 2)

@@ -14,8 +14,8 @@ import pytest
 from ocihook.criu.version import Program
 from ocihook.errors import AgentError
 from ocihook.linux.procfs import command_line
-from ocihook.ops import drain
-from ocihook.ops.drain import wait_until_unused
+from ocihook.node import drain
+from ocihook.node.drain import wait_until_unused
 
 IS_CRIU = drain._is_criu_at_work
 

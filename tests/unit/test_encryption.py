@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ocihook.checkpoints import listing, maintenance, pulling, pushing, remote_listing
+from ocihook.checkpoints.prune import Keep, prune
 from ocihook.cli import store as cli_module
 from ocihook.cli.main import cli
 from ocihook.config import Settings
 from ocihook.errors import ConfigError, IntegrityError, KeyMissing, OcihookError, StoreError
-from ocihook.ops import store as ops
-from ocihook.ops import transfer
-from ocihook.ops.prune import Keep, prune
-from ocihook.store.cipher import NO_KEYS, Keyring, KeySource, PackCipher, seal, unseal
+from ocihook.packs.cipher import NO_KEYS, Keyring, KeySource, PackCipher, seal, unseal
+from ocihook.packs.pack import PAGE_BYTES
 from ocihook.store.domain import Domain
-from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.store import Store
 from ocihook.store.verify import verify
 from tests.fakes.keys import make_keys
@@ -67,7 +66,7 @@ def test_nothing_is_readable_without_the_key(node: Node) -> None:
     with pytest.raises(KeyMissing, match=r"domain team is encrypted. Configure key_file or key_command"):
         plain.checkpoints()
     with pytest.raises(KeyMissing):
-        ops.list_checkpoints(Store(node.store_dir))
+        listing.list_checkpoints(Store(node.store_dir))
 
 
 def test_equality_does_not_show_across_domains(tmp_path: Path, keys: KeySource) -> None:
@@ -185,8 +184,8 @@ def test_a_new_key(node: Node, tmp_path: Path) -> None:
     node.dump(third)
     node.complete()
     assert node.contents() == [node.old, node.new, third]
-    assert ops.rekey(node.store) == {"team": 2}
-    assert ops.rekey(node.store) == {"team": 0}
+    assert maintenance.rekey(node.store) == {"team": 2}
+    assert maintenance.rekey(node.store) == {"team": 0}
     use(node, make_keys(tmp_path, OTHER))
     assert node.contents() == [node.old, node.new, third]
     node.assert_clean()
@@ -204,7 +203,7 @@ def test_encrypting_what_was_not(tmp_path: Path) -> None:
     ):
         node.dump(node.new)
     assert node.contents() == [node.old]
-    assert ops.rekey(node.store) == {"team": 1}
+    assert maintenance.rekey(node.store) == {"team": 1}
     assert node.domain.is_encrypted
     node.dump(node.new)
     node.complete()
@@ -229,13 +228,13 @@ def test_a_rekey_that_dies_at_any_write(tmp_path: Path, *, torn: bool, was_encry
 
         def act(copy: Node = copy, number: int = number) -> None:
             die_at(number, torn=torn)
-            ops.rekey(copy.store)
+            maintenance.rekey(copy.store)
 
         status = in_child(act)
         assert status in {0, DIED}
         assert copy.contents() == [node.old, node.new]
         assert verify(copy.domain, read_data=True) == []
-        ops.rekey(copy.store)
+        maintenance.rekey(copy.store)
         assert copy.contents() == [node.old, node.new]
         copy.assert_clean()
         shutil.rmtree(copy.root)
@@ -249,18 +248,18 @@ def test_to_a_remote_and_back(node: Node, tmp_path: Path, keys: KeySource) -> No
     remote = tmp_path / "remote"
     remote.mkdir()
     for manifest in node.domain.checkpoints():
-        transfer.push(node.domain, manifest.id, str(remote))
+        pushing.push(node.domain, manifest.id, str(remote))
     there = b"".join(path.read_bytes() for path in remote.rglob("*") if path.is_file())
     assert node.old[:64] not in there
     assert b"trainer" not in there
-    assert len(transfer.list_remote(str(remote), keys)) == 2
+    assert len(remote_listing.list_remote(str(remote), keys)) == 2
     with pytest.raises(KeyMissing):
-        transfer.list_remote(str(remote))
+        remote_listing.list_remote(str(remote))
     with pytest.raises(KeyMissing):
-        transfer.pull(Store(tmp_path / "other"), "team", manifest.id, str(remote))
+        pulling.pull(Store(tmp_path / "other"), "team", manifest.id, str(remote))
     assert not (tmp_path / "other").exists()
     other = Store(tmp_path / "other", keys)
-    transfer.pull(other, "team", manifest.id, str(remote))
+    pulling.pull(other, "team", manifest.id, str(remote))
     domain = other.open("team")
     assert verify(domain, read_data=True) == []
     assert domain.page_ids.of(bytes(4096)) != node.domain.page_ids.of(bytes(4096))
@@ -269,8 +268,8 @@ def test_to_a_remote_and_back(node: Node, tmp_path: Path, keys: KeySource) -> No
     assert before is not None
     assert len(before.images) == 1
     before.verify()
-    transfer.prune_remote(str(remote), Keep(last=1), keys)
-    assert len(transfer.list_remote(str(remote), keys)) == 1
+    remote_listing.prune_remote(str(remote), Keep(last=1), keys)
+    assert len(remote_listing.list_remote(str(remote), keys)) == 1
 
 
 @pytest.mark.parametrize("make", [lambda _: NO_KEYS, lambda path: make_keys(path, KEY)])

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocihook.engine import archive
-from ocihook.engine.archive import compression_of, read_facts, read_members, write_archive
+from ocihook.container import engine_archive as archive
+from ocihook.container.engine_archive import compression_of, read_facts, read_members, write_archive
 from ocihook.errors import ArchiveError
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.memory_bound import run_within
@@ -271,7 +271,8 @@ def test_attributes_that_cost_more_than_they_hold_are_refused(
 
 
 _READ = (
-    "from ocihook.engine.archive import read_facts; from ocihook.errors import ArchiveError; from pathlib import Path"
+    "from ocihook.container.engine_archive import read_facts; from ocihook.errors import ArchiveError; "
+    "from pathlib import Path"
 )
 _REFUSE = """
 try:

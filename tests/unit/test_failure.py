@@ -11,8 +11,8 @@ import pytest
 
 from ocihook.criu.explain import explain
 from ocihook.linux.procfs import Process
-from ocihook.ops import failure, history
-from ocihook.ops.failure import Attempt, keep_log, message_of, record_failure
+from ocihook.session import failure, history
+from ocihook.session.failure import Attempt, keep_log, message_of, record_failure
 from ocihook.session.journal import Journal
 
 LOG = Path(__file__).parents[1] / "data/criu-logs/dump-flock.log"

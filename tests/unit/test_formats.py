@@ -10,28 +10,30 @@ from typing import Any
 
 import pytest
 
+from ocihook.archive import repack as archive
+from ocihook.checkpoints import complete as ops
+from ocihook.checkpoints import listing, pulling, pushing, rehydrate, remote_listing
+from ocihook.checkpoints.prune import Keep, prune
+from ocihook.checkpoints.stage import stage
 from ocihook.cli.timeline_page import page
 from ocihook.config import Settings
-from ocihook.engine.archive import read_facts
+from ocihook.container.engine_archive import read_facts
 from ocihook.errors import StoreError, UnsupportedError
+from ocihook.gpu.mapping import check_gpus
+from ocihook.images.image_set import list_packable, open_packs, rehydrate_image_set, verify_image_set
 from ocihook.linux.procfs import Process
-from ocihook.ops import archive, history, transfer
-from ocihook.ops import store as ops
-from ocihook.ops.gpu_map import check_gpus
-from ocihook.ops.image_set import list_packable, open_packs, rehydrate_image_set, verify_image_set
-from ocihook.ops.prune import Keep, prune
-from ocihook.ops.staging import stage
-from ocihook.ops.timeline import chrome_trace, lay_out
+from ocihook.packs.cipher import NO_KEYS, KeySource
+from ocihook.packs.packed_manifest import PackedManifest, PackedRegion
+from ocihook.packs.unpacking import PackedPages
+from ocihook.session import history
 from ocihook.session.journal import Journal
+from ocihook.session.timeline import chrome_trace, lay_out
 from ocihook.stages.stored_pages import begin
 from ocihook.store.assemble import read_image
-from ocihook.store.cipher import NO_KEYS, KeySource
 from ocihook.store.domain import Domain
-from ocihook.store.manifest import Manifest, Region
-from ocihook.store.packing import PackedPages
+from ocihook.store.garbage import rubbish
 from ocihook.store.store import Store
-from ocihook.store.stored import StoredManifest, StoredRegion
-from ocihook.store.upkeep import rubbish
+from ocihook.store.stored_manifest import StoredManifest, StoredRegion
 from ocihook.store.verify import verify
 from tests.fakes.images import make_image_set
 
@@ -44,7 +46,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def name_of(region: Region | StoredRegion) -> str:
+def name_of(region: PackedRegion | StoredRegion) -> str:
     return f"{region.process} {region.start:x}"
 
 
@@ -88,7 +90,7 @@ class Kept(Written):
         manifest = domain.read(checkpoint_id)
         directory = self.root / f"restored-{len(list(self.root.iterdir()))}"
         directory.mkdir()
-        ops.rehydrate_stored(domain, manifest, directory, workers=2)
+        rehydrate.rehydrate_stored(domain, manifest, directory, workers=2)
         found = {path.name: digest(path.read_bytes()) for path in directory.iterdir()}
         layout = domain.layout(manifest)
         for region in manifest.regions:
@@ -132,7 +134,7 @@ def test_packed_archives(root: Path) -> None:
         assert archive.is_packed(read_facts(path))
         assert archive.inspect_archive(path).facts.container.engine == "podman"
         manifest = archive.verify_archive(path, workers=2)
-        assert isinstance(manifest, Manifest)
+        assert isinstance(manifest, PackedManifest)
         assert manifest.raw_bytes == manifest.image_bytes + sum(region.size_bytes for region in manifest.regions)
         images = written.images_of(name)
         assert verify_image_set(images, workers=2) == manifest
@@ -169,10 +171,10 @@ def test_what_is_known_of_gpus(root: Path) -> None:
 
 def test_a_store_is_listed_verified_and_restored(kept: Kept) -> None:
     assert verify(kept.domain, read_data=True) == []
-    rows = ops.list_checkpoints(kept.store)
+    rows = listing.list_checkpoints(kept.store)
     states = dict.fromkeys(kept.complete, "complete") | {kept.pending: "pending"}
     assert {row.id: row.state for row in rows} == states
-    assert [waiting.checkpoint_id for _, waiting in transfer.due(kept.store)] == [kept.complete[-1]]
+    assert [waiting.checkpoint_id for _, waiting in pushing.due(kept.store)] == [kept.complete[-1]]
     for checkpoint_id in kept.complete:
         assert kept.read(kept.store, checkpoint_id) == kept.contents[checkpoint_id]
     with pytest.raises(StoreError, match="no checkpoint"):
@@ -193,7 +195,7 @@ def test_a_pending_checkpoint_is_completed(kept: Kept) -> None:
     assert 0 < manifest.added_bytes < manifest.raw_bytes // 2, "it is compared with the one before"
     assert kept.read(kept.store, kept.pending) == kept.contents[kept.pending]
     assert verify(kept.domain, read_data=True) == []
-    assert ops.list_pending(kept.store) == []
+    assert listing.list_pending(kept.store) == []
 
 
 def test_a_store_goes_on(kept: Kept) -> None:
@@ -201,7 +203,7 @@ def test_a_store_goes_on(kept: Kept) -> None:
     last = kept.domain.read(kept.complete[-1])
     directory = kept.root / "last"
     directory.mkdir()
-    ops.rehydrate_stored(kept.domain, last, directory, workers=1)
+    rehydrate.rehydrate_stored(kept.domain, last, directory, workers=1)
     memory = {1: (directory / "pages-1.img").read_bytes(), 7: (directory / "pages-2.img").read_bytes()}
     same = kept.add(last, memory)
     assert (same.added_bytes, same.sequence) == (0, last.sequence + 1)
@@ -211,7 +213,7 @@ def test_a_store_goes_on(kept: Kept) -> None:
     assert verify(kept.domain, read_data=True) == []
     (pruned,) = prune(kept.store, Keep(last=1))
     assert set(pruned.removed) == {*kept.complete, same.id}
-    assert [row.id for row in ops.list_checkpoints(kept.store)] == [changed.id, kept.pending]
+    assert [row.id for row in listing.list_checkpoints(kept.store)] == [changed.id, kept.pending]
     assert ops.complete(kept.domain, kept.pending, workers=1)
     assert kept.read(kept.store, kept.pending) == kept.contents[kept.pending]
     assert kept.read(kept.store, changed.id)["pages-1.img"] == digest(memory[1])
@@ -221,22 +223,22 @@ def test_a_store_goes_on(kept: Kept) -> None:
 
 def test_checkpoints_at_a_remote(kept: Kept) -> None:
     location = str(kept.remote)
-    assert [row.id for row in transfer.list_remote(location, kept.keys)] == kept.complete
+    assert [row.id for row in remote_listing.list_remote(location, kept.keys)] == kept.complete
     other = Store(kept.root / "other", kept.keys)
     for checkpoint_id in reversed(kept.complete):
-        transfer.pull(other, kept.name, checkpoint_id, location)
+        pulling.pull(other, kept.name, checkpoint_id, location)
         assert kept.read(other, checkpoint_id) == kept.contents[checkpoint_id]
     assert verify(other.open(kept.name), read_data=True) == []
-    assert transfer.push(kept.domain, kept.complete[-1], location).moved_bytes == 0
-    (pruned,) = transfer.prune_remote(location, Keep(last=1), kept.keys)
+    assert pushing.push(kept.domain, kept.complete[-1], location).moved_bytes == 0
+    (pruned,) = remote_listing.prune_remote(location, Keep(last=1), kept.keys)
     assert pruned.removed == (kept.complete[0],)
 
 
 def test_a_push_that_was_due(kept: Kept) -> None:
     location = str(kept.remote)
     settings = Settings(store_dir=str(kept.store.root), remote=location, key_file=kept.keys.file)
-    assert transfer.push_due(settings) == []
-    assert not transfer.due(kept.store)
+    assert pushing.push_due(settings) == []
+    assert not pushing.due(kept.store)
 
 
 def test_the_history(root: Path) -> None:

@@ -9,11 +9,11 @@ from typing import cast
 
 import pytest
 
-from ocihook.cuda.driver import CudaDriver, CudaState, GpuMap
 from ocihook.errors import CudaError, CudaLockTimeout
+from ocihook.gpu.driver import CudaDriver, CudaState, GpuMap
+from ocihook.gpu.processes import lock_all
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.ops.gpu import lock_all
 
 
 class Driver:

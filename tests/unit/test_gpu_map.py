@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ocihook.cuda.nvml import Gpu
 from ocihook.errors import UnsupportedError
-from ocihook.ops.gpu_map import check_gpus, choose_gpu_map
+from ocihook.gpu.mapping import check_gpus, choose_gpu_map
+from ocihook.gpu.nvml import Gpu
 
 GIB = 1 << 30
 

@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import IntegrityError
-from ocihook.linux.memory import ProcessMemory, Span
-from ocihook.linux.mounts import pin_file, unpin_directory
-from ocihook.linux.patience import ENDLESS
-from ocihook.linux.procfs import Process
-from ocihook.model import ContainerRef
-from ocihook.ops.gpu import CheckpointedProcess
-from ocihook.ops.gpu_memory import move_out, pin, release, write_back
-from ocihook.ops.image_set import (
+from ocihook.images.image_set import (
     MovedRegions,
     discard_regions,
     finish_packing,
@@ -26,7 +19,13 @@ from ocihook.ops.image_set import (
     rehydrate_image_set,
     verify_image_set,
 )
-from ocihook.store.manifest import Manifest, decode_manifest, encode_manifest, read_manifest
+from ocihook.linux.memory import ProcessMemory, Span
+from ocihook.linux.mounts import pin_file, unpin_directory
+from ocihook.linux.patience import ENDLESS
+from ocihook.linux.procfs import Process
+from ocihook.memory.regions import CheckpointedProcess, move_out, pin, release, write_back
+from ocihook.model import ContainerRef
+from ocihook.packs.packed_manifest import PackedManifest, decode_manifest, encode_manifest, read_manifest
 from tests.fakes.images import make_image_set, mixed_pages
 
 CONTENT = mixed_pages(5000, seed=3)
@@ -73,7 +72,7 @@ def program() -> Iterator[Program]:
     program.popen.communicate()
 
 
-def moved(program: Program, directory: Path, workers: int = 2) -> Manifest:
+def moved(program: Program, directory: Path, workers: int = 2) -> PackedManifest:
     directory.mkdir(exist_ok=True)
     return move_out(
         program.checkpointed,
@@ -166,7 +165,7 @@ def image_set(program: Program, tmp_path: Path) -> tuple[Path, MovedRegions]:
     return directory, MovedRegions(manifest.regions, manifest.packs, manifest.gpu)
 
 
-def packed(directory: Path, moved: MovedRegions, *, with_images: bool) -> Manifest:
+def packed(directory: Path, moved: MovedRegions, *, with_images: bool) -> PackedManifest:
     manifest = pack_image_set(
         directory,
         container=ContainerRef(id="a"),

@@ -10,9 +10,9 @@ from ocihook.errors import StoreError, StoreFull
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import call_each
-from ocihook.ops import history
+from ocihook.session import history
 from ocihook.session.journal import Journal
-from ocihook.session.spans import Spans, measured
+from ocihook.session.timing import Spans, measured
 
 DONE = {"status": 0, "message": "", "began": 1.0, "seconds": 0.5}
 VETO = {**DONE, "status": 1}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import ImageError, IntegrityError, OcihookError, StoreFull
+from ocihook.images import image_set
 from ocihook.linux.patience import ENDLESS
 from ocihook.model import ContainerRef
-from ocihook.ops import image_set
-from ocihook.store import manifest as manifests
-from ocihook.store.pack import PackFile, PackInfo
+from ocihook.packs import packed_manifest as manifests
+from ocihook.packs.pack import PackFile, PackInfo
 from tests.fakes.images import make_image_set, mixed_pages
 
 MEMORY = {1: mixed_pages(700), 7: mixed_pages(90, seed=2), 8: b""}
@@ -30,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def pack(directory: Path, workers: int = 2) -> manifests.Manifest:
+def pack(directory: Path, workers: int = 2) -> manifests.PackedManifest:
     manifest = image_set.pack_image_set(directory, container=CONTAINER, host={}, workers=workers, durable=True)
     assert manifest is not None
     return manifest

@@ -15,8 +15,8 @@ from ocihook.criu import version
 from ocihook.criu.conf import plugin_dir
 from ocihook.criu.version import Program
 from ocihook.errors import ConfigError, UnsupportedError
-from ocihook.ops import install
-from ocihook.ops.install import LIBEXEC, apply_install, apply_uninstall, plan_install, plan_uninstall
+from ocihook.node import install
+from ocihook.node.install import LIBEXEC, apply_install, apply_uninstall, plan_install, plan_uninstall
 
 Tree = dict[str, tuple[int, bytes | str | None]]
 

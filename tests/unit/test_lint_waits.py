@@ -77,11 +77,11 @@ def test_every_module_that_a_session_runs_is_looked_at(capsys: pytest.CaptureFix
     for part in (
         "stages.dump",
         "linux.ptrace",
-        "ops.gpu",
+        "gpu.processes",
         "store.domain",
-        "cuda.driver",
+        "gpu.driver",
         "criu.version",
-        "oci.runtime",
+        "container.runtime_call",
     ):
         assert f"ocihook.{part}" in looked_at
     assert "ocihook.agent.server" not in looked_at

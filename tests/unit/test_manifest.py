@@ -11,13 +11,14 @@ from xxhash import xxh3_128_hexdigest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.model import ContainerRef
-from ocihook.store import manifest as manifest_module
-from ocihook.store.manifest import (
+from ocihook.packs import packed_manifest as manifest_module
+from ocihook.packs.pack import PackInfo
+from ocihook.packs.packed_manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    Manifest,
     OtherImage,
     PackedImage,
+    PackedManifest,
     Segment,
     decode_manifest,
     digest_file,
@@ -25,10 +26,9 @@ from ocihook.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from ocihook.store.pack import PackInfo
 from tests.memory_bound import run_within
 
-MANIFEST = Manifest(
+MANIFEST = PackedManifest(
     created="2026-11-20T22:57:44Z",
     writer="ocihook 0.1.0",
     container=ContainerRef(id="0123456789abcdef", engine="podman", name="train \N{SNOWMAN}"),
@@ -46,7 +46,7 @@ def sealed(body: bytes, version: int = 1) -> bytes:
     return b"ocihook-manifest %d %s\n" % (version, xxh3_128_hexdigest(body).encode()) + body
 
 
-def changed(path: str, value: Any, manifest: Manifest = MANIFEST) -> bytes:
+def changed(path: str, value: Any, manifest: PackedManifest = MANIFEST) -> bytes:
     """A manifest with one value changed, sealed again; `path` is keys and indices joined by dots."""
     body = json.loads(encode_manifest(manifest).partition(b"\n")[2])
     at = body
@@ -252,7 +252,9 @@ def test_the_digest_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
     assert digest_file(tmp_path / "f") == xxh3_128_hexdigest(content)
 
 
-_READ = "from pathlib import Path; from ocihook.errors import IntegrityError; from ocihook.store.manifest import *"
+_READ = (
+    "from pathlib import Path; from ocihook.errors import IntegrityError; from ocihook.packs.packed_manifest import *"
+)
 _REFUSE = """
 try:
     read_manifest(Path(sys.argv[1]))

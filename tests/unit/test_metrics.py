@@ -16,7 +16,7 @@ from ocihook.agent.server import _metrics_listener
 from ocihook.cli import metrics as command
 from ocihook.config import Settings
 from ocihook.linux.procfs import Process
-from ocihook.ops import history
+from ocihook.session import history
 from ocihook.session.journal import Journal
 from ocihook.store.domain import Domain
 from tests.fakes.node_record import PAGES, make_node, record

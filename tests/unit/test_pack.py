@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from ocihook.errors import IntegrityError, StoreError
-from ocihook.store.pack import (
+from ocihook.packs.pack import (
     CHUNK_PAGES,
     LZ4,
     PAGE_BYTES,

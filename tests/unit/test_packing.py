@@ -14,21 +14,12 @@ import pytest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.workers import WorkerDied
-from ocihook.store import packing
-from ocihook.store.manifest import PackedImage, Segment
-from ocihook.store.pack import CHUNK_PAGES, LZ4, PAGE_BYTES, RAW, ZERO, Chunk, PackFile, PackInfo, PackReader
-from ocihook.store.packing import (
-    AGENT_BYTES,
-    BATCH_BYTES,
-    CHUNK_BYTES,
-    FILE_BATCH_BYTES,
-    SEGMENT_BYTES,
-    WORKER_BYTES,
-    Packs,
-    PageWriter,
-    pack_images,
-    workers_within,
-)
+from ocihook.packs import packing, pages
+from ocihook.packs.pack import CHUNK_PAGES, LZ4, PAGE_BYTES, RAW, ZERO, Chunk, PackFile, PackInfo, PackReader
+from ocihook.packs.packed_manifest import PackedImage, Segment
+from ocihook.packs.packing import AGENT_BYTES, SEGMENT_BYTES, WORKER_BYTES, pack_images, workers_within
+from ocihook.packs.pages import BATCH_BYTES, CHUNK_BYTES, FILE_BATCH_BYTES, PageWriter
+from ocihook.packs.unpacking import Packs
 from tests.damage import flip_bit
 
 ZERO_PAGE = bytes(PAGE_BYTES)
@@ -110,13 +101,13 @@ def test_workers_are_not_all_at_one_image(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_bytes(TEXT_PAGE * (segments * SEGMENT_BYTES // PAGE_BYTES))
     packed = pack(tmp_path, ["pages-1.img", "pages-2.img"])
     opened_images: list[str] = []
-    image_file = packing.ImageFile
+    image_file = pages.ImageFile
 
-    def open_image(path: Path, *, writable: bool) -> packing.ImageFile:
+    def open_image(path: Path, *, writable: bool) -> pages.ImageFile:
         opened_images.append(path.name)
         return image_file(path, writable=writable)
 
-    monkeypatch.setattr(packing, "ImageFile", open_image)
+    monkeypatch.setattr(pages, "ImageFile", open_image)
     rehydrated(tmp_path, packed, workers=1)
     assert [name[6] for name in opened_images] == ["1", "2", "1", "1", "2", "1"]
 
@@ -279,7 +270,7 @@ def test_killing_the_caller_stops_its_workers(tmp_path: Path) -> None:
     with (tmp_path / "pages-1.img").open("wb") as file:
         file.truncate(64 << 30)  # holes: minutes of reading
     program = (
-        "import sys; from pathlib import Path; from ocihook.store.packing import pack_images\n"
+        "import sys; from pathlib import Path; from ocihook.packs.packing import pack_images\n"
         "pack_images(Path(sys.argv[1]), ['pages-1.img'], prefix='ocihook-', workers=2, durable=False,"
         " progress=lambda _: print(flush=True))"
     )
@@ -423,12 +414,12 @@ def test_pages_are_written_in_whole_batches(most: int, batch_bytes: int) -> None
     writer = PageWriter(target, start, batch_bytes)
     expected = bytearray(start)
     pieces = [1, 2, 2000, CHUNK_PAGES, -700, 3, *[1] * 1500, -1, 20]  # negative: skipped
-    for number, pages in enumerate(pieces):
-        if pages < 0:
-            writer.skip(-pages)
-            expected += bytes(-pages * PAGE_BYTES)
+    for number, count in enumerate(pieces):
+        if count < 0:
+            writer.skip(-count)
+            expected += bytes(-count * PAGE_BYTES)
         else:
-            piece = bytes([number % 255 + 1]) * (pages * PAGE_BYTES)
+            piece = bytes([number % 255 + 1]) * (count * PAGE_BYTES)
             writer.put(memoryview(piece))
             expected += piece
     writer.flush()

@@ -13,15 +13,15 @@ from typing import cast
 
 import pytest
 
-from ocihook.cuda.driver import CudaDriver, CudaState
-from ocihook.cuda.nvml import Gpu
 from ocihook.errors import CudaError, CudaLockTimeout, GivenUp, StoreError
+from ocihook.gpu import processes as gpu
+from ocihook.gpu.driver import CudaDriver, CudaState
+from ocihook.gpu.nvml import Gpu
 from ocihook.linux.files import try_lock
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import HeldThread, held
 from ocihook.linux.workers import call_each, run_forked
-from ocihook.ops import gpu
 from ocihook.store.domain import Domain
 
 LONG_S = 600  # nothing here takes as long

@@ -9,19 +9,27 @@ from typing import NamedTuple
 
 import pytest
 
+from ocihook.checkpoints import complete as ops
+from ocihook.checkpoints import listing, maintenance
+from ocihook.checkpoints.pending import pending_ids
+from ocihook.checkpoints.prune import Keep, prune
+from ocihook.checkpoints.pushing import push
+from ocihook.checkpoints.remote_listing import list_remote, prune_remote
+from ocihook.checkpoints.stage import stage
 from ocihook.errors import IntegrityError, OcihookError
+from ocihook.images.image_set import (
+    finish_packing,
+    list_packable,
+    pack_image_set,
+    rehydrate_image_set,
+    verify_image_set,
+)
 from ocihook.linux.procfs import Process
-from ocihook.ops import store as ops
-from ocihook.ops.image_set import finish_packing, list_packable, pack_image_set, rehydrate_image_set, verify_image_set
-from ocihook.ops.prune import Keep, prune
-from ocihook.ops.staging import stage
-from ocihook.ops.transfer import list_remote, prune_remote, push
+from ocihook.packs.cipher import NO_KEYS, KeySource
+from ocihook.packs.pack import PAGE_BYTES
+from ocihook.packs.packed_manifest import read_manifest
 from ocihook.session.journal import Journal
 from ocihook.stages.stored_pages import begin
-from ocihook.store.cipher import NO_KEYS, KeySource
-from ocihook.store.manifest import read_manifest
-from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.pending import pending_ids
 from ocihook.store.thin import read_thin
 from ocihook.store.verify import verify
 from tests.fakes.images import make_image_set
@@ -61,7 +69,7 @@ def lose_power(case: Case, tmp_path: Path, *, syncs: bool = True) -> int:
     disk.replay(log, syncs=syncs)
     states = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ocihook.store.pending.this_boot", lambda: "another one")
+        patch.setattr("ocihook.checkpoints.pending.this_boot", lambda: "another one")
         for state in disk.states():
             states += 1
             shutil.rmtree(case.root)
@@ -138,7 +146,7 @@ def dump(tmp_path: Path, *, durable: bool = True, workers: int = 1, first: bool 
 
     def check(marks: Marks) -> None:
         node = at_node(root)
-        for row in ops.list_checkpoints(node.store):
+        for row in listing.list_checkpoints(node.store):
             if row.state == "lost":
                 assert not durable
                 with pytest.raises(IntegrityError, match="was lost"):
@@ -322,7 +330,7 @@ def pull_into(tmp_path: Path, *, has_first: bool) -> Case:
         again = at_node(root)
         found = stored(again)
         assert found == [*before, "new"] or (found == before and not marks)
-        ops.list_checkpoints(again.store)
+        listing.list_checkpoints(again.store)
         Other.pull(again, second, str(there))  # type: ignore[arg-type]
         if again.domain.pending_dir.exists():
             for path in again.domain.pending_dir.iterdir():
@@ -341,7 +349,7 @@ def rekey(tmp_path: Path, *, was_encrypted: bool) -> Case:
     new = make_keys(tmp_path / "new", NEXT_KEY)
 
     def act(mark: Mark) -> None:
-        ops.rekey(at_node(root, both).store)
+        maintenance.rekey(at_node(root, both).store)
         mark("done")
 
     def check(marks: Marks) -> None:
@@ -350,7 +358,7 @@ def rekey(tmp_path: Path, *, was_encrypted: bool) -> Case:
         if marks:
             written = b"".join(path.read_bytes() for path in root.rglob("*") if path.is_file())
             assert OLD[:64] not in written
-        ops.rekey(node.store)
+        maintenance.rekey(node.store)
         check_goes_on(at_node(root, new), "old", "new")
 
     return Case(root, act, check)
@@ -391,7 +399,7 @@ def test_power_is_lost(case: Case, tmp_path: Path, record_property: Callable[[st
 @pytest.mark.parametrize("name", [name for name in CASES if "dump" not in name and "packing" not in name])
 def test_killed_and_done_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process had not synced when it was killed, the next one relies on; then the power is lost."""
-    monkeypatch.setattr("ocihook.ops.transfer.TRANSFERS", 1)
+    monkeypatch.setattr("ocihook.checkpoints.transfer.TRANSFERS", 1)
     case = CASES[name](tmp_path)
     before = Disk(case.root, volatile=["run"]).tree()
     for number in range(0, 1000, STRIDE):

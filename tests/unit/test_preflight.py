@@ -15,19 +15,20 @@ from unittest.mock import MagicMock
 import pytest
 
 from ocihook.config import Policy, Settings
-from ocihook.cuda import signs as signs_module
-from ocihook.cuda.nvml import Gpu
-from ocihook.cuda.signs import Signs, count_device_files, read_signs
 from ocihook.errors import PreflightError
+from ocihook.gpu import dump as gpu_dump
+from ocihook.gpu import preflight
+from ocihook.gpu import restore as gpu_restore
+from ocihook.gpu import signs as signs_module
+from ocihook.gpu.nvml import Gpu
+from ocihook.gpu.preflight import Situation, driver_major, memory_refusals, refusals, restore_refusals, trace_refusals
+from ocihook.gpu.signs import Signs, count_device_files, read_signs
 from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import HeldThread
-from ocihook.ops import preflight
-from ocihook.ops.preflight import Situation, driver_major, memory_refusals, refusals, restore_refusals, trace_refusals
 from ocihook.session.journal import Journal
-from ocihook.stages import gpu_dump, gpu_restore
-from ocihook.stages.participant import CallFacts, Restore
+from ocihook.session.participant import CallFacts, Restore
 
 PROBED = Path(__file__).parents[2] / "integration/gpu/results/probes-580.json"
 RECORDED = Path(__file__).parents[2] / "integration/gpu/results/driver-limits-580.json"

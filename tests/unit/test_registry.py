@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import ConfigError, RegistryError
-from ocihook.oci import registry as client
-from ocihook.oci import transport
-from ocihook.oci.credentials import find_credentials
-from ocihook.oci.layout import MANIFEST_TYPE
-from ocihook.oci.registry import Access, Reference, Repository, digest_of
+from ocihook.registry import client, transport
+from ocihook.registry.client import Access, Reference, Repository, digest_of
+from ocihook.registry.credentials import find_credentials
+from ocihook.registry.layout import MANIFEST_TYPE
 from tests.fakes.registry import (
     BASIC,
     PASSWORD,

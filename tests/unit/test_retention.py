@@ -13,23 +13,23 @@ import pytest
 
 from integration.namespace import wait_for
 from ocihook.agent.session import Session
+from ocihook.checkpoints import listing, pulling, pushing, rehydrate, remote_listing, transfer
+from ocihook.checkpoints.prune import Keep, prune, prune_archives, prune_by_policy
 from ocihook.config import Policy, Settings, apply_annotations
-from ocihook.engine.conmon import conmon_name
-from ocihook.engine.identity import container_ref
+from ocihook.container.conmon import conmon_name
+from ocihook.container.identity import container_ref
 from ocihook.errors import StoreError
 from ocihook.linux import workers
 from ocihook.model import ContainerRef
-from ocihook.ops import store as ops
-from ocihook.ops import transfer
-from ocihook.ops.prune import Keep, prune, prune_archives, prune_by_policy
-from ocihook.store import rewrite, upkeep
+from ocihook.packs.pack import PAGE_BYTES
+from ocihook.store import garbage as upkeep
+from ocihook.store import rewrite
 from ocihook.store.domain import Domain
 from ocihook.store.extents import encode_layout
 from ocihook.store.lineage import lineage
-from ocihook.store.pack import PAGE_BYTES
 from ocihook.store.records import entry_of
 from ocihook.store.store import Store
-from ocihook.store.stored import StoredManifest, encode_stored
+from ocihook.store.stored_manifest import StoredManifest, encode_stored
 from ocihook.store.thin import Thin
 from ocihook.store.verify import verify
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
@@ -160,8 +160,8 @@ def test_the_name_that_conmon_was_called_with(monkeypatch: pytest.MonkeyPatch) -
         6: ["runc", "restore", "abc"],
     }
     parents = {5: 6, 6: 7, 7: 1, 8: 7, 9: 1}
-    monkeypatch.setattr("ocihook.engine.conmon.command_line", lambda pid: lines.get(pid, []))
-    monkeypatch.setattr("ocihook.engine.conmon.parent_pid", lambda pid: parents.get(pid, 0))
+    monkeypatch.setattr("ocihook.container.conmon.command_line", lambda pid: lines.get(pid, []))
+    monkeypatch.setattr("ocihook.container.conmon.parent_pid", lambda pid: parents.get(pid, 0))
     assert conmon_name(8, "abc") == "web", "the parent of a container's init"
     assert conmon_name(5, "abc") == "web", "in a restore, of CRIU's runtime"
     assert conmon_name(8, "another") == ""
@@ -201,17 +201,17 @@ def test_ranks_keep_their_own(store: Store, domain: Domain) -> None:
 
 def test_what_is_pinned_stays(store: Store, domain: Domain) -> None:
     old, *_, newest = [made(domain, number) for number in range(4)]
-    ops.pin(store, old.id, is_pinned=True)
-    assert [row.is_pinned for row in ops.list_checkpoints(store)] == [True, False, False, False]
+    listing.pin(store, old.id, is_pinned=True)
+    assert [row.is_pinned for row in listing.list_checkpoints(store)] == [True, False, False, False]
     prune(Store(store.root), Keep(last=1, max_bytes=1))
     assert ids(domain) == [old.id, newest.id]
     assert content_of(domain, old)["pages-1.img"] == random_pages(20, 0)
-    ops.pin(store, old.id, is_pinned=False)
+    listing.pin(store, old.id, is_pinned=False)
     prune(store, Keep(last=1))
     assert ids(domain) == [newest.id]
     assert not list(domain.checkpoints_dir.glob("*.pin"))
     with pytest.raises(StoreError, match="has no checkpoint"):
-        ops.pin(store, old.id, is_pinned=True)
+        listing.pin(store, old.id, is_pinned=True)
 
 
 def test_a_pin_is_for_complete_checkpoints(tmp_path: Path) -> None:
@@ -219,15 +219,15 @@ def test_a_pin_is_for_complete_checkpoints(tmp_path: Path) -> None:
     node.dump(node.new)
     (pending,) = node.domain.pending_dir.iterdir()
     with pytest.raises(StoreError, match=r"is still being stored. `ocihook wait`"):
-        ops.pin(node.store, pending.name, is_pinned=True)
+        listing.pin(node.store, pending.name, is_pinned=True)
 
 
 def test_what_a_restore_uses_stays_until_its_process_ends(store: Store, domain: Domain) -> None:
     """Between two stages, too, in which it reads nothing; and its pages stay where they are."""
     old = made(domain, 0)
     made(domain, 1)
-    with doing(lambda: transfer.keep_in_use(store, Thin("team", old.id), is_pulled=False)):
-        assert [row.is_used for row in ops.list_checkpoints(store)] == [True, False]
+    with doing(lambda: pulling.keep_in_use(store, Thin("team", old.id), is_pulled=False)):
+        assert [row.is_used for row in listing.list_checkpoints(store)] == [True, False]
         (pruned,) = prune(store, Keep(last=1, max_bytes=1))
         assert pruned.removed == ()
         assert content_of(domain, old)["pages-1.img"] == random_pages(20, 0)
@@ -243,13 +243,13 @@ def test_what_a_restore_is_to_pull_is_used_before_it_is_here(tmp_path: Path) -> 
     remote = tmp_path / "remote"
     remote.mkdir()
     (old,) = ids(node.domain)
-    transfer.push(node.domain, old, str(remote))
+    pushing.push(node.domain, old, str(remote))
     node.dump(node.new)
     node.complete()
     prune(node.store, Keep(last=1))
-    with doing(lambda: transfer.keep_in_use(node.store, Thin("team", old), is_pulled=True)):
+    with doing(lambda: pulling.keep_in_use(node.store, Thin("team", old), is_pulled=True)):
         prune(node.store, Keep(last=1))
-        transfer.pull(node.store, "team", old, str(remote))
+        pulling.pull(node.store, "team", old, str(remote))
         prune(node.store, Keep(last=1))
         assert old in ids(node.domain)
     node.dump(node.new)
@@ -364,7 +364,7 @@ def test_a_restore_does_not_wait_for_a_prune(store: Store, domain: Domain) -> No
             pass
         images = store.root / "images"
         images.mkdir()
-        ops.rehydrate_stored(domain, manifest, images, workers=1)
+        rehydrate.rehydrate_stored(domain, manifest, images, workers=1)
         assert (images / "pages-1.img").read_bytes() == random_pages(20, 0)
 
 
@@ -380,20 +380,20 @@ def test_a_push_does_not_starve_a_prune(tmp_path: Path, monkeypatch: pytest.Monk
     remote.mkdir()
     go_on, told = os.pipe()
     sending = tmp_path / "sending"
-    send = transfer._send
+    send = pushing._send
 
     def slow(*arguments: object) -> Iterator[int]:
         sending.touch()
         os.read(go_on, 1)
         yield from send(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transfer, "_send", slow)
+    monkeypatch.setattr(pushing, "_send", slow)
     monkeypatch.setattr(transfer, "TRANSFERS", 1)
     pid = os.fork()
     if pid == 0:
         status = 1
         with contextlib.suppress(BaseException):
-            transfer.push(node.domain, first, str(remote))
+            pushing.push(node.domain, first, str(remote))
             status = 0
         os._exit(status)
     wait_for("the push", sending.exists)
@@ -402,7 +402,7 @@ def test_a_push_does_not_starve_a_prune(tmp_path: Path, monkeypatch: pytest.Monk
     assert ids(node.domain) == [first, third]
     os.write(told, bytes(100))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert [row.id for row in transfer.list_remote(str(remote))] == [first]
+    assert [row.id for row in remote_listing.list_remote(str(remote))] == [first]
     (pruned,) = prune(node.store, Keep(last=1))
     assert pruned.removed == (first,)
 

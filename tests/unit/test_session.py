@@ -14,24 +14,25 @@ import pytest
 
 from ocihook import wire
 from ocihook.agent.session import Session
+from ocihook.checkpoints import stage as staging
+from ocihook.checkpoints.complete import store_image_set
 from ocihook.config import Policy, Settings
+from ocihook.container.runtime_call import RuntimeCall
 from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreFull
+from ocihook.images.image_set import pack_image_set, verify_image_set
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
-from ocihook.oci.runtime import RuntimeCall
-from ocihook.ops import history, staging
-from ocihook.ops.image_set import pack_image_set, verify_image_set
-from ocihook.ops.store import store_image_set
+from ocihook.packs.cipher import NO_KEYS
+from ocihook.packs.domain_names import NODE_DOMAIN
+from ocihook.session import history
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
+from ocihook.session.participant import CallFacts
 from ocihook.session.undo import undo_all
 from ocihook.stages import dump, page_images, restore, stored_pages
 from ocihook.stages.page_images import Rehydrated
-from ocihook.stages.participant import CallFacts
 from ocihook.stages.recover import recover
-from ocihook.store.cipher import NO_KEYS
-from ocihook.store.names import NODE_DOMAIN
 from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
 from tests.fakes.keys import make_keys

@@ -14,10 +14,10 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
+from ocihook.session.participant import Participant
 from ocihook.session.record import from_json, to_json
 from ocihook.stages import dump, order, restore
 from ocihook.stages.detached import KeptFromEnd
-from ocihook.stages.participant import Participant
 from tests.unit.test_session import Node
 
 DUMP = ("refuse", "needs_tasks", "prepare", "hold", "after_images", "container_runs")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ocihook.container import running as state
+from ocihook.container.running import container_of, find_container
 from ocihook.errors import IdentificationError
-from ocihook.oci import state
-from ocihook.oci.state import container_of, find_container
 
 RUNC, CRUN, POD = "aa" * 32, "ab" * 32, "cc" * 32
 

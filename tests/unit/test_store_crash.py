@@ -14,27 +14,28 @@ from typing import Any, NoReturn
 
 import pytest
 
+from ocihook.checkpoints import complete as ops
+from ocihook.checkpoints import listing
+from ocihook.checkpoints import stage as staging
+from ocihook.checkpoints.pending import pending_ids
+from ocihook.checkpoints.prune import Keep, prune
+from ocihook.checkpoints.stage import stage, stage_in_memory
 from ocihook.config import Settings
 from ocihook.errors import GivenUp, KeyMissing
+from ocihook.images.image_set import list_packable
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
-from ocihook.ops import staging
-from ocihook.ops import store as ops
-from ocihook.ops.image_set import list_packable
-from ocihook.ops.prune import Keep, prune
-from ocihook.ops.staging import stage, stage_in_memory
+from ocihook.packs.cipher import NO_KEYS, KeySource
+from ocihook.packs.pack import PAGE_BYTES
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all
 from ocihook.stages.stored_pages import begin
-from ocihook.store.cipher import NO_KEYS, KeySource
 from ocihook.store.domain import Domain
-from ocihook.store.identity import ID_BYTES
-from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.pending import pending_ids
+from ocihook.store.garbage import rubbish
+from ocihook.store.page_ids import ID_BYTES
 from ocihook.store.store import Store
 from ocihook.store.thin import read_thin
-from ocihook.store.upkeep import rubbish
 from ocihook.store.verify import verify
 from tests.fakes.images import make_image_set
 from tests.fakes.keys import make_keys
@@ -346,7 +347,7 @@ def test_one_of_two_that_make_a_domain_dies(tmp_path: Path, keys: KeySource) -> 
 
 
 def test_a_full_disk_leaves_what_was_taken(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ocihook.store import pack
+    from ocihook.packs import pack
 
     node.dump(node.new)
     (checkpoint_id,) = pending_ids(node.domain)
@@ -387,19 +388,19 @@ def test_what_was_taken_goes_though_who_completed_it_was_killed(
 
 
 def test_why_a_checkpoint_is_not_complete_is_kept_until_it_is(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ocihook.store import pack
+    from ocihook.packs import pack
 
     settings = Settings(store_dir=str(node.store_dir), history_dir=str(node.root / "history"), workers=1)
     node.dump(node.new)
     (checkpoint_id,) = pending_ids(node.domain)
-    (waiting,) = ops.list_pending(node.store)
+    (waiting,) = listing.list_pending(node.store)
     assert (waiting.state, waiting.code, waiting.reason, waiting.attempts) == ("pending", "", "", 0)
 
     with monkeypatch.context() as patch:
         patch.setattr(pack.os, "writev", fail_with(OSError(28, "No space left on device")))  # type: ignore[attr-defined]
         for attempts in (1, 2):
             ops.complete_all(settings)
-            (row,) = ops.list_pending(node.store)
+            (row,) = listing.list_pending(node.store)
             assert (row.state, row.code, row.attempts) == ("pending", "store-full", attempts)
             assert "No space left on device" in row.reason
             assert row.remedy == f"make room in {node.domain.directory}, then `ocihook wait`"
@@ -407,7 +408,7 @@ def test_why_a_checkpoint_is_not_complete_is_kept_until_it_is(node: Node, monkey
         patch.setattr(ops, "_store", fail_with(KeyMissing("the key is gone", hint="bring it back")))
         with pytest.raises(KeyMissing):
             ops.wait_complete(node.domain, checkpoint_id, workers=1)
-        (row,) = ops.list_pending(node.store)
+        (row,) = listing.list_pending(node.store)
         assert (row.code, row.reason, row.remedy, row.attempts) == (
             "key-missing",
             "the key is gone",
@@ -418,11 +419,11 @@ def test_why_a_checkpoint_is_not_complete_is_kept_until_it_is(node: Node, monkey
         patch.setattr(ops, "_store", fail_with(GivenUp("CRIU was killed")))
         with pytest.raises(GivenUp, match="CRIU was killed"):
             ops.wait_complete(node.domain, checkpoint_id, workers=1)
-        assert ops.list_pending(node.store)[0].attempts == 3
+        assert listing.list_pending(node.store)[0].attempts == 3
     (node.domain.pending_dir / checkpoint_id / "failed").write_bytes(b"torn")
-    assert ops.list_pending(node.store)[0].reason == ""
+    assert listing.list_pending(node.store)[0].reason == ""
     ops.complete_all(settings)
-    assert ops.list_pending(node.store) == []
+    assert listing.list_pending(node.store) == []
     assert node.contents() == [node.old, node.new]
     node.assert_clean()
 
@@ -447,7 +448,7 @@ def test_what_was_in_memory_when_the_node_went_down_is_told(
     assert stage_in_memory(place, 4096, 1 << 30)
     assert mounted == [place]
     # Here it is not mounted: as after a boot.
-    (row,) = ops.list_pending(node.store)
+    (row,) = listing.list_pending(node.store)
     assert (row.id, row.state, row.code) == (place.name, "lost", "integrity")
     assert row.reason == "it was in memory when the node went down, and not stored yet"
     assert ops.has_pending(node.store)
@@ -455,7 +456,7 @@ def test_what_was_in_memory_when_the_node_went_down_is_told(
     assert f"checkpoint {place.name} in domain team is lost: it was in memory" in caplog.text
     undo_all(journal, Patience())
     assert not place.exists()
-    assert ops.list_pending(node.store) == []
+    assert listing.list_pending(node.store) == []
     journal.finish()
 
     def refuse(_place: Path, _size: int) -> NoReturn:
@@ -471,7 +472,7 @@ def test_a_job_that_cannot_be_read_hides_no_other(node: Node) -> None:
     node.dump(node.new)
     (checkpoint_id,) = pending_ids(node.domain)
     (node.domain.pending_dir / checkpoint_id / "job").write_bytes(b"torn")
-    (row,) = ops.list_pending(node.store)
+    (row,) = listing.list_pending(node.store)
     assert (row.id, row.state, row.code) == (checkpoint_id, "lost", "integrity")
     assert "does not begin as one" in row.reason
     assert row.remedy == "`ocihook store prune` removes what is left of it"
@@ -481,7 +482,7 @@ def test_a_node_that_went_down_says_what_is_lost(node: Node, monkeypatch: pytest
     node.dump(node.new)
     (checkpoint_id,) = pending_ids(node.domain)
     (node.domain.pending_dir / checkpoint_id / "pages-1.img").write_bytes(node.new[:-PAGE_BYTES])
-    assert [row.state for row in ops.list_checkpoints(node.store)] == ["complete", "lost"]
+    assert [row.state for row in listing.list_checkpoints(node.store)] == ["complete", "lost"]
     with pytest.raises(Exception, match=r"was lost: pages-1.img has .* bytes of"):
         ops.complete(node.domain, checkpoint_id, workers=1)
     assert node.contents() == [node.old]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ocihook.checkpoints.prune import Keep, choose
 from ocihook.errors import IntegrityError
 from ocihook.model import ContainerRef
-from ocihook.ops.prune import Keep, choose
+from ocihook.packs.frame import decode_frame, encode_frame
+from ocihook.packs.pack import PackInfo
+from ocihook.packs.packed_manifest import OtherImage
 from ocihook.store.extents import ZERO, Extents, Layout, decode_layout, encode_layout
-from ocihook.store.frame import decode_frame, encode_frame
-from ocihook.store.manifest import OtherImage
-from ocihook.store.pack import PackInfo
-from ocihook.store.stored import (
+from ocihook.store.stored_manifest import (
     Link,
     StoredImage,
     StoredManifest,

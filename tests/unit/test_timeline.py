@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from ocihook.cli import timeline as command
 from ocihook.cli.timeline_page import page
 from ocihook.config import Settings
-from ocihook.ops import history
-from ocihook.ops.timeline import Bar, chrome_trace, lay_out
+from ocihook.session import history
+from ocihook.session.timeline import Bar, chrome_trace, lay_out
 
 GPUS = ["GPU-0a", "GPU-0b"]
 CHECKPOINT = "20260101T000000Z-00000001"

@@ -19,16 +19,18 @@ from typing import Any
 import pytest
 from botocore.config import Config
 
+from ocihook.checkpoints import pushing, remote_listing, transfer
+from ocihook.checkpoints.prune import Keep, prune
+from ocihook.checkpoints.pulling import pull
+from ocihook.checkpoints.pushing import push
+from ocihook.checkpoints.remote_listing import RemoteCheckpoints, list_remote, prune_remote
 from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError
-from ocihook.ops import transfer
-from ocihook.ops.prune import Keep, prune
-from ocihook.ops.transfer import RemoteCheckpoints, list_remote, prune_remote, pull, push
+from ocihook.packs.cipher import NO_KEYS, Keyring, KeySource
+from ocihook.packs.pack import PAGE_BYTES
 from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.location import _blobs as open_blobs
 from ocihook.remote.location import open_remote
-from ocihook.store.cipher import NO_KEYS, Keyring, KeySource
-from ocihook.store.pack import PAGE_BYTES
-from ocihook.store.stored import StoredManifest
+from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.verify import verify
 from tests.fakes.object_storage import make_bucket, object_storage
 from tests.fakes.registry import Registry
@@ -225,7 +227,7 @@ def test_the_order_of_what_several_nodes_made(node: Node) -> None:
 
     rows = [made("a", 1, 0, 3), made("b", 1, 1, 9), made("c", 1, 2, 1), made("d", 2, 5, 8), made("e", 2, 6, 10)]
     random.Random(1).shuffle(rows)
-    assert [row.id for row in transfer.in_order(rows)] == ["a", "d", "b", "c", "e"]
+    assert [row.id for row in remote_listing.in_order(rows)] == ["a", "d", "b", "c", "e"]
 
 
 def test_a_prune_spares_what_is_being_pushed(node: Node, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,11 +526,11 @@ def test_pushes_by_policy(node: Node, directory: Path, caplog: pytest.LogCapture
     first, _ = ids(node)
     node.domain.pushes.note(first)
     settings = Settings(store_dir=str(node.store_dir), remote=str(directory / "gone"))
-    transfer.push_due(settings)
+    pushing.push_due(settings)
     assert "was not pushed" in caplog.text
-    assert [(name, push.checkpoint_id) for name, push in transfer.due(node.store)] == [("team", first)]
-    transfer.push_due(Settings(store_dir=str(node.store_dir), remote=str(directory)), at_once=True)
-    assert transfer.due(node.store) == []
+    assert [(name, push.checkpoint_id) for name, push in pushing.due(node.store)] == [("team", first)]
+    pushing.push_due(Settings(store_dir=str(node.store_dir), remote=str(directory)), at_once=True)
+    assert pushing.due(node.store) == []
     assert [row.id for row in list_remote(str(directory))] == [first]
     node.domain.pushes.note(first)
     prune(node.store, Keep(last=1))
@@ -552,14 +554,14 @@ def test_pushes_are_tried_again_after_longer_and_longer(node: Node, directory: P
         return now_s
 
     for attempt in range(1, 13):
-        assert transfer.has_due_pushes(node.store, now_s)
-        assert len(transfer.push_due(gone, now)) == 1
+        assert pushing.has_due_pushes(node.store, now_s)
+        assert len(pushing.push_due(gone, now)) == 1
         (push_state,) = node.domain.due_pushes()
         assert push_state.attempts == attempt
         assert "is no directory" in push_state.error
         assert push_state.since_s == pytest.approx(since_s, abs=1)
-        assert not transfer.has_due_pushes(node.store, now_s)
-        assert transfer.push_due(gone, now) == [], "not before it is time"
+        assert not pushing.has_due_pushes(node.store, now_s)
+        assert pushing.push_due(gone, now) == [], "not before it is time"
         waits.append(push_state.next_s - now_s)
         now_s = push_state.next_s
     assert FIRST_WAIT_S / 2 - 1 <= waits[0] <= FIRST_WAIT_S
@@ -567,26 +569,26 @@ def test_pushes_are_tried_again_after_longer_and_longer(node: Node, directory: P
     assert all(late > early for early, late in zip(waits[:5:2], waits[2:7:2], strict=True))
     node.domain.pushes.note(second)
     there = Settings(store_dir=str(node.store_dir), remote=str(directory))
-    assert transfer.push_due(there, now) == []
+    assert pushing.push_due(there, now) == []
     assert node.domain.due_pushes() == []
-    assert transfer.next_push_s(node.store, now_s) is None
+    assert pushing.next_push_s(node.store, now_s) is None
 
 
 def test_when_an_agent_has_to_push_next(node: Node) -> None:
     first, second = ids(node)
-    assert transfer.next_push_s(node.store, 0) is None
+    assert pushing.next_push_s(node.store, 0) is None
     node.domain.pushes.note(first)
     (waiting,) = node.domain.due_pushes()
     now_s = waiting.since_s + 10
-    assert transfer.next_push_s(node.store, now_s) == 0
+    assert pushing.next_push_s(node.store, now_s) == 0
     later = node.domain.pushes.failed(waiting, "why", now_s, lambda _low, high: high)
     assert later.next_s == now_s + 30
-    assert transfer.next_push_s(node.store, now_s) == pytest.approx(30, abs=1)
+    assert pushing.next_push_s(node.store, now_s) == pytest.approx(30, abs=1)
     node.domain.pushes.note(second)
-    assert transfer.next_push_s(node.store, now_s) == 0, "one that was never tried is tried now"
+    assert pushing.next_push_s(node.store, now_s) == 0, "one that was never tried is tried now"
     node.domain.pushes.end(second)
-    assert transfer.has_due_pushes(node.store, now_s - 7200), "a clock that was put back keeps nothing from being tried"
-    assert transfer.next_push_s(node.store, now_s + 2 * 86400) is None, "no agent waits for ever"
+    assert pushing.has_due_pushes(node.store, now_s - 7200), "a clock that was put back keeps nothing from being tried"
+    assert pushing.next_push_s(node.store, now_s + 2 * 86400) is None, "no agent waits for ever"
     (node.domain.pushes_dir / first).write_bytes(b"garbage")
     assert node.domain.due_pushes()[0].attempts == 0
 
@@ -636,20 +638,21 @@ def test_one_of_several_nodes_prunes_the_remote(node: Node, remote: str, tmp_pat
     first, second = ids(node)
     for checkpoint_id in (first, second):
         push(node.domain, checkpoint_id, remote)
-    transfer.push_due(settings(node))
+    pushing.push_due(settings(node))
     assert len(list_remote(remote)) == 2, "nothing is removed unless it is configured"
-    assert [row.removed for row in transfer.prune_remote_by_policy(settings(node, remote_keep_last=1))] == [(first,)]
+    freed = remote_listing.prune_remote_by_policy(settings(node, remote_keep_last=1))
+    assert [row.removed for row in freed] == [(first,)]
     node.dump(pages(9, 9))
     node.complete()
     third = ids(node)[-1]
     node.domain.pushes.note(third)
-    assert transfer.push_due(settings(node, remote_keep_last=1)) == []
+    assert pushing.push_due(settings(node, remote_keep_last=1)) == []
     other = Other(tmp_path / "other")
-    assert transfer.prune_remote_by_policy(settings(other, remote_keep_last=1)) == []
+    assert remote_listing.prune_remote_by_policy(settings(other, remote_keep_last=1)) == []
     assert [row.id for row in list_remote(remote)] == [second, third], "it was pruned a moment ago"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "REMOTE_PRUNED_EVERY_S", 0)
-        (pruned,) = transfer.prune_remote_by_policy(settings(other, remote_keep_last=1))
+        patch.setattr(remote_listing, "REMOTE_PRUNED_EVERY_S", 0)
+        (pruned,) = remote_listing.prune_remote_by_policy(settings(other, remote_keep_last=1))
         assert pruned.removed == (second,)
     assert [row.id for row in list_remote(remote)] == [third]
 

@@ -1,0 +1,1 @@
+"""Archives that engines wrote: packed, unpacked, verified, compared, and made into images."""

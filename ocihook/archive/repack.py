@@ -1,0 +1,669 @@
+"""What can be done with a checkpoint archive away from its engine: look, verify, pack, unpack, compare."""
+
+import contextlib
+import errno
+import filecmp
+import heapq
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+
+from ocihook.checkpoints.complete import store_image_set, wait_complete
+from ocihook.checkpoints.rehydrate import pack_stored, rehydrate_stored
+from ocihook.config import Settings
+from ocihook.container.engine_archive import (
+    IMAGE_DIRECTORY,
+    ArchiveFacts,
+    Member,
+    read_facts,
+    read_members,
+    write_archive,
+)
+from ocihook.criu.images import (
+    PAGE_BYTES,
+    PAGES_NAME,
+    DumpStats,
+    Pagemap,
+    Process,
+    check_named,
+    check_page_sizes,
+    parse_dump_stats,
+    parse_pagemap,
+    parse_processes,
+    read_pagemap,
+    read_pagemaps,
+    read_runs,
+)
+from ocihook.errors import (
+    ArchiveKindError,
+    ImageError,
+    OcihookError,
+    OutputExists,
+    StoreFull,
+    UnsupportedError,
+)
+from ocihook.images.image_set import (
+    check_other_images,
+    open_packs,
+    pack_image_set,
+    read_packed,
+    rehydrate_image_set,
+    verify_image_set,
+)
+from ocihook.linux.files import sync_directory
+from ocihook.packs.pack import PackFile
+from ocihook.packs.packed_manifest import (
+    DESCRIPTORS_NAME,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    PACK_NAME,
+    PackedManifest,
+    PackedRegion,
+    decode_manifest,
+    read_manifest,
+)
+from ocihook.packs.pages import Progress, no_progress
+from ocihook.store.store import Store
+from ocihook.store.stored_manifest import StoredManifest
+from ocihook.store.thin import THIN_NAME, Thin, decode_thin, read_thin, write_thin
+from ocihook.store.verify import verify_checkpoint
+
+if TYPE_CHECKING:
+    from ocihook.packs.unpacking import Packs
+
+_STORE = Store.of(Settings())
+_COPY_BYTES = 1 << 20  # whole pages
+_MAX_SMALL_BYTES = 64 << 20  # far above any pagemap or list of processes; a limit for hostile ones
+_COMPRESSED_MARGIN_BYTES = 1 << 20
+_PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
+
+
+class ProcessMemory(NamedTuple):
+    """One dumped process and the memory of its own in the checkpoint."""
+
+    process: Process
+    memory_bytes: int
+
+
+class Inspection(NamedTuple):
+    """Everything that can be told of an archive without reading its memory."""
+
+    facts: ArchiveFacts
+    manifest: PackedManifest | None
+    processes: list[ProcessMemory]
+    stats: DumpStats | None
+    thin: Thin | None
+    archive_bytes: int
+
+
+class MemoryDiff(NamedTuple):
+    """How the memory of one pagemap differs, in pages, compared by virtual address."""
+
+    name: str
+    same: int
+    changed: int
+    only_in_first: int
+    only_in_second: int
+
+
+class ArchiveDiff(NamedTuple):
+    """How two archives differ."""
+
+    images: list[tuple[str, str]]  # name; same, changed, only in first, only in second
+    memory: list[MemoryDiff]
+
+
+def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookError | OSError]]:
+    """Return the facts of each archive, or why it has none; directories stand for the files in them."""
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
+    found: list[tuple[Path, ArchiveFacts | OcihookError | OSError]] = []
+    for file in files:
+        try:
+            found.append((file, read_facts(file)))
+        except (OcihookError, OSError) as error:
+            found.append((file, error))
+    return found
+
+
+def is_packed(facts: ArchiveFacts) -> bool:
+    """Tell whether the memory in an archive is packed."""
+    return MANIFEST_NAME in facts.sizes
+
+
+def is_thin(facts: ArchiveFacts) -> bool:
+    """Tell whether the memory of an archive is in a store."""
+    return THIN_NAME in facts.sizes
+
+
+def memory_bytes(path: Path) -> int:
+    """Return the bytes of all page images in an archive, unpacked: what progress is counted in.
+
+    Raises:
+        OcihookError: if the archive is damaged.
+    """
+    total = 0
+    for member in read_members(path):
+        if member.image_name == MANIFEST_NAME:
+            return decode_manifest(member.content(MAX_MANIFEST_BYTES)).raw_bytes
+        if PAGES_NAME.fullmatch(member.image_name):
+            total += member.info.size
+    return total
+
+
+def inspect_archive(path: Path) -> Inspection:
+    """Look into an archive.
+
+    Raises:
+        OcihookError: if it, or what it holds, is damaged.
+    """
+    found: dict[str, Any] = {}
+    readers: dict[str, tuple[int, Callable[[bytes], object]]] = {
+        MANIFEST_NAME: (MAX_MANIFEST_BYTES, decode_manifest),
+        THIN_NAME: (_MAX_SMALL_BYTES, decode_thin),
+        "pstree.img": (_MAX_SMALL_BYTES, parse_processes),
+        "stats-dump": (_MAX_SMALL_BYTES, parse_dump_stats),
+    }
+    memory: dict[str, int] = {}
+
+    def visit(member: Member) -> None:
+        name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
+        if name in readers:
+            limit_bytes, read = readers[name]
+            found[name] = read(member.content(limit_bytes))
+        elif _PAGEMAP_NAME.fullmatch(name):
+            memory[name] = parse_pagemap(member.content(_MAX_SMALL_BYTES), name).present_bytes
+
+    facts = read_facts(path, visit)
+    processes = [
+        ProcessMemory(process, memory.get(f"pagemap-{process.pid}.img", 0)) for process in found.get("pstree.img", ())
+    ]
+    manifest, stats, thin = (found.get(name) for name in (MANIFEST_NAME, "stats-dump", THIN_NAME))
+    return Inspection(facts, manifest, processes, stats, thin, path.stat().st_size)
+
+
+def read_thin_archive(path: Path) -> Thin:
+    """Return which checkpoint a thin archive stands for.
+
+    Raises:
+        ArchiveError: if it is malformed.
+        ArchiveKindError: if it is not thin.
+    """
+    thin = inspect_archive(path).thin
+    if thin is None:
+        raise ArchiveKindError(f"{path} is not thin: its memory is in it", hint="name a checkpoint, or a thin archive")
+    return thin
+
+
+class _Place(NamedTuple):
+    """Where the bytes of an image lie: a file of its own, or a part of an archive that is not compressed."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+
+class _ImageSet:
+    """An image set taken out of an archive: small images into a private directory, large ones only if they must be."""
+
+    def __init__(self, archive: Path, directory: Path, *, in_place: bool, pages: bool) -> None:
+        """Prepare to take the members of an archive.
+
+        Args:
+            archive: the archive.
+            directory: new, empty and private; only flat names of images are written to it.
+            in_place: leave page images and packs in the archive where they can be read there.
+            pages: whether page images are wanted.
+        """
+        self.directory = directory
+        self.places: dict[str, _Place] = {}
+        self._pagemaps: dict[str, tuple[str, Pagemap]] = {}  # with their names, by page image
+        self._archive = archive
+        self._in_place = in_place
+        self._pages = pages
+
+    def take(self, member: Member) -> bool:
+        """Take a member if it is an image that is wanted; tell whether it was.
+
+        Raises:
+            ImageError: if it is a page image that is not as large as its pagemap says.
+        """
+        name = member.image_name
+        is_pages = PAGES_NAME.fullmatch(name) is not None
+        if not name or (is_pages and not self._pages):
+            return False
+        if is_pages:
+            self._check_pages(member)
+        if self._in_place and member.offset is not None and (is_pages or PACK_NAME.fullmatch(name)):
+            self.places[name] = _Place(self._archive, member.offset, member.info.size)
+        else:
+            _extract(member, self.directory / name)
+            self.places[name] = _Place(self.directory / name, 0, member.info.size)
+            if _PAGEMAP_NAME.fullmatch(name):
+                pagemap = read_pagemap(self.directory / name)
+                self._pagemaps[pagemap.pages_name] = name, pagemap
+        return True
+
+    def _check_pages(self, member: Member) -> None:
+        """Compare a page image with its pagemap before it is read: a sparse one can claim anything."""
+        name = member.image_name
+        if name not in self._pagemaps:  # an archive in no order
+            for other in read_members(self._archive):
+                if _PAGEMAP_NAME.fullmatch(other.image_name):
+                    pagemap = parse_pagemap(other.content(_MAX_SMALL_BYTES), other.image_name)
+                    self._pagemaps[pagemap.pages_name] = other.image_name, pagemap
+        if name not in self._pagemaps:
+            raise ImageError(f"{self._archive} has no pagemap that names {name}", hint="use another copy of it")
+        pagemap_name, pagemap = self._pagemaps[name]
+        check_page_sizes({pagemap_name: pagemap}, {name: member.info.size})
+        if pagemap.is_compressed and member.info.size > 2 * pagemap.present_bytes + _COMPRESSED_MARGIN_BYTES:
+            raise ImageError(f"{name} has {member.info.size} bytes for {pagemap.present_bytes} bytes of memory")
+
+    def complete(self) -> None:
+        """Take what CRIU itself had compressed in an otherwise packed set: those page images are not in the packs."""
+        manifest = read_manifest(self.directory)
+        opaque = {image.name for image in manifest.other_images} if manifest else set()
+        missing = {name for name in opaque if PAGES_NAME.fullmatch(name) and not (self.directory / name).exists()}
+        for member in read_members(self._archive) if missing else ():
+            if member.image_name in missing:
+                _extract(member, self.directory / member.image_name)
+
+    @property
+    def packs(self) -> dict[str, PackFile]:
+        """The packs, by name."""
+        return {name: PackFile(*place) for name, place in self.places.items() if PACK_NAME.fullmatch(name)}
+
+
+def _extract(member: Member, path: Path) -> None:
+    if member.info.size > shutil.disk_usage(path.parent).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    with path.open("xb") as file:
+        for data in _pieces(member):
+            file.write(data)
+
+
+def _pieces(member: Member) -> Iterator[bytes]:
+    while member.data is not None and (data := member.data.read(_COPY_BYTES)):
+        yield data
+
+
+def verify_archive(
+    path: Path, *, workers: int, store: Store = _STORE, progress: Progress = no_progress
+) -> PackedManifest | StoredManifest | None:
+    """Read an archive to its end and check everything in it that can be checked; None if it is not packed.
+
+    Of a thin one also what is in the store.
+
+    Raises:
+        OcihookError: naming what is missing or damaged.
+    """
+    with scratch_directory(place_to_read(path)) as scratch:
+        images = _ImageSet(path, scratch, in_place=True, pages=False)
+
+        def visit(member: Member) -> None:
+            if not images.take(member) and PAGES_NAME.fullmatch(member.image_name):
+                progress(member.info.size)  # nothing is known of the content that could be checked
+
+        facts = read_facts(path, visit)
+        images.complete()
+        thin = read_thin(scratch)
+        if thin is not None:
+            domain = store.open(thin.domain)
+            stored = domain.read(thin.checkpoint_id)
+            check_other_images(scratch, stored.other_images)
+            pagemaps = read_pagemaps(scratch)
+            check_page_sizes(pagemaps, {**facts.sizes, **{i.name: i.size_bytes for i in stored.images}})
+            check_named(pagemaps, (image.name for image in stored.images))
+            with domain.shared():
+                verify_checkpoint(domain, stored, progress)
+            return stored
+        manifest = verify_image_set(scratch, workers=workers, progress=progress, elsewhere=images.packs)
+        if manifest is None:
+            pagemaps = read_pagemaps(scratch)
+            check_page_sizes(pagemaps, facts.sizes)
+            check_named(pagemaps, filter(PAGES_NAME.fullmatch, facts.sizes))
+            if DESCRIPTORS_NAME not in facts.sizes:
+                raise ImageError(f"{path} has no {DESCRIPTORS_NAME}, without which no runtime restores it")
+        return manifest
+
+
+def pack_archive(
+    source: Path,
+    target: Path,
+    *,
+    compression: str,
+    force: bool,
+    workers: int,
+    into_store: Store | None = None,
+    store: Store = _STORE,
+    progress: Progress = no_progress,
+) -> None:
+    """Write a packed archive from a plain or thin one, as if it had been dumped with ocihook.
+
+    Args:
+        source: the archive.
+        target: is written.
+        compression: of the target.
+        force: whether the target may exist.
+        workers: processes to use.
+        into_store: put the memory into this store; the target is a thin archive then.
+        store: that a thin one is in.
+        progress: told the bytes of memory done.
+
+    Raises:
+        OcihookError: if it is packed already, has nothing to pack, or is damaged; `target` is then as it was.
+    """
+    with _output(source, target, force=force) as output:
+        images = _ImageSet(source, output.scratch, in_place=False, pages=True)
+
+        def visit(member: Member) -> None:
+            if member.image_name == MANIFEST_NAME or (member.image_name == THIN_NAME and into_store):
+                raise ArchiveKindError(f"{source} is packed already", hint="use it as it is")
+            images.take(member)
+
+        facts = read_facts(source, visit)
+        if is_thin(facts):
+            _pack_thin(output, store, compression=compression, workers=workers, progress=progress)
+            return
+        if into_store is not None:
+            stored = store_image_set(
+                into_store, output.scratch, facts.container, created=facts.created, workers=workers, progress=progress
+            )
+            write_thin(output.scratch, Thin(stored.domain, stored.id), durable=True)
+            output.write(compression, dropped={image.name for image in stored.images}, added=[THIN_NAME])
+            return
+        host = {"kernel": "", "machine": "", "criu": ""}
+        manifest = pack_image_set(
+            output.scratch, container=facts.container, host=host, workers=workers, durable=False, progress=progress
+        )
+        if manifest is None:
+            raise ArchiveKindError(
+                f"{source} has no memory that could be packed", hint="CRIU itself may have compressed it"
+            )
+        added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
+        output.write(compression, dropped={image.name for image in manifest.packed_images}, added=added)
+
+
+def _pack_thin(output: "_Output", store: Store, *, compression: str, workers: int, progress: Progress) -> None:
+    thin = read_thin(output.scratch)
+    assert thin is not None
+    domain = store.open(thin.domain)
+    stored = wait_complete(domain, thin.checkpoint_id, workers=workers)
+    check_other_images(output.scratch, stored.other_images)
+    manifest = pack_stored(domain, stored, output.scratch, workers=workers, progress=progress)
+    added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
+    output.write(compression, dropped=set(), added=added)
+
+
+def unpack_archive(
+    source: Path,
+    target: Path,
+    *,
+    compression: str,
+    force: bool,
+    workers: int,
+    store: Store = _STORE,
+    progress: Progress = no_progress,
+) -> None:
+    """Write a plain archive from a packed or thin one, its images byte for byte as CRIU wrote them.
+
+    The arguments are those of `pack_archive`, and the store that a thin one is in.
+
+    Raises:
+        OcihookError: if it is not packed, damaged, or has GPU state; `target` is then as it was.
+    """
+    with _output(source, target, force=force) as output:
+        images = _ImageSet(source, output.scratch, in_place=True, pages=False)
+        facts = read_facts(source, images.take)
+        images.complete()
+        thin = read_thin(output.scratch)
+        if thin is not None:
+            domain = store.open(thin.domain)
+            stored = wait_complete(domain, thin.checkpoint_id, workers=workers)
+            _refuse_gpu_state(source, stored.gpu)
+            check_other_images(output.scratch, stored.other_images)
+            rehydrate_stored(domain, stored, output.scratch, workers=workers, progress=progress)
+            names = [image.name for image in stored.images]
+        else:
+            manifest = read_manifest(output.scratch)
+            _refuse_gpu_state(source, manifest.gpu if manifest else {})
+            names = rehydrate_image_set(output.scratch, workers=workers, progress=progress, elsewhere=images.packs)
+            if not is_packed(facts):
+                raise ArchiveKindError(f"{source} is not packed", hint="use it as it is")
+        output.write(compression, dropped=set(names), added=names)
+
+
+def _refuse_gpu_state(source: Path, gpu: Mapping[str, Any]) -> None:
+    if gpu:
+        raise UnsupportedError(
+            f"{source} has GPU state, which nothing but ocihook can restore",
+            hint="restore it as it is, on a node with ocihook",
+        )
+
+
+class _Output(NamedTuple):
+    """An archive on its way from `source` to `target`."""
+
+    source: Path
+    target: Path
+    scratch: Path  # private, on the file system of the target, with the images that are to be added
+
+    def write(self, compression: str, *, dropped: set[str], added: list[str]) -> None:
+        """Copy the source without its packs, its manifest and the images `dropped`, then add files of the scratch."""
+        partial = self.scratch / ".output"  # no image's name begins with a dot
+        template = tarfile.TarInfo()
+        with write_archive(partial, compression) as tar:
+            for member in read_members(self.source):
+                name = member.image_name
+                if name in dropped or name in {MANIFEST_NAME, THIN_NAME} or PACK_NAME.fullmatch(name):
+                    template = member.info
+                else:
+                    tar.addfile(member.info, cast("IO[bytes] | None", member.data))
+            for name in added:
+                _add(tar, self.scratch / name, template)
+        partial.chmod(self.source.stat().st_mode & 0o777)
+        fd = os.open(partial, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        partial.replace(self.target)
+        sync_directory(self.target.absolute().parent)
+
+
+@contextlib.contextmanager
+def _output(source: Path, target: Path, *, force: bool) -> Iterator[_Output]:
+    if target.exists() and not force:
+        raise OutputExists(f"{target} exists", hint="name another output, or use --force")
+    with scratch_directory(target.absolute().parent) as scratch:
+        yield _Output(source, target, scratch)
+
+
+def _add(tar: tarfile.TarFile, path: Path, template: tarfile.TarInfo) -> None:
+    """Add a file of the image set, owned and dated as the one whose place it takes."""
+    info = tarfile.TarInfo(IMAGE_DIRECTORY + path.name)
+    info.size = path.stat().st_size
+    info.mode, info.mtime = 0o600, template.mtime
+    info.uid, info.gid, info.uname, info.gname = template.uid, template.gid, template.uname, template.gname
+    with path.open("rb") as file:
+        tar.addfile(info, file)
+
+
+@contextlib.contextmanager
+def scratch_directory(place: Path) -> Iterator[Path]:
+    """Yield a private directory in `place`, and say so if the file system there has no room for what is needed.
+
+    Raises:
+        StoreFull: if the context ends for want of room.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=".ocihook-", dir=place) as scratch:
+            yield Path(scratch)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(
+                f"no space left in {place} for what is written and the images it is made of",
+                hint="free space there, or name another place",
+            ) from error
+        raise
+
+
+def place_to_read(path: Path) -> Path:
+    """Return where images of an archive may be put: beside it, since there is room, or else where all may write."""
+    parent = path.absolute().parent
+    return parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def diff_archives(first: Path, second: Path, *, progress: Progress = no_progress) -> ArchiveDiff:
+    """Compare two archives, packed or plain: their images by content, their memory page by page.
+
+    Raises:
+        OcihookError: if one is damaged.
+    """
+    with contextlib.ExitStack() as stack:
+        a, b = (_taken_memory(stack, path, progress) for path in (first, second))
+        return ArchiveDiff(list(_diff_images(a.directory, b.directory)), list(_diff_memory(a, b)))
+
+
+def _taken_memory(stack: contextlib.ExitStack, path: Path, progress: Progress) -> "_Memory":
+    directory = stack.enter_context(scratch_directory(place_to_read(path)))
+    images = _ImageSet(path, directory, in_place=True, pages=True)
+    read_facts(path, images.take)
+    images.complete()
+    if read_thin(directory) is not None:
+        raise UnsupportedError(f"the memory of {path} is in a store", hint="unpack it, then compare")
+    memory = _Memory(images, progress)
+    stack.callback(memory.close)
+    return memory
+
+
+class _Memory:
+    """The memory of an image set, packed or not."""
+
+    def __init__(self, images: _ImageSet, progress: Progress) -> None:
+        self.directory = images.directory
+        self.pagemaps = read_pagemaps(self.directory)
+        self._places = images.places
+        self._progress = progress
+        manifest = read_packed(self.directory, elsewhere=images.packs)
+        check_page_sizes(
+            self.pagemaps,
+            manifest.image_sizes if manifest else {name: place.size_bytes for name, place in images.places.items()},
+        )
+        self._regions = manifest.regions if manifest else ()
+        self._packs: Packs | None = open_packs(self.directory, manifest, elsewhere=images.packs) if manifest else None
+
+    def pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
+        """Yield (virtual address, content) of each page of a process, in order, whether CRIU dumped it or not."""
+        return heapq.merge(self._dumped_pages(pagemap_name), *map(self._region_pages, self._regions_of(pagemap_name)))
+
+    def _regions_of(self, pagemap_name: str) -> Iterator[PackedRegion]:
+        return (region for region in self._regions if pagemap_name == f"pagemap-{region.process}.img")
+
+    def _region_pages(self, region: PackedRegion) -> Iterator[tuple[int, bytes]]:
+        assert self._packs is not None
+        address = region.start
+        for content in self._packs.read_pages(region.name):
+            for offset in range(0, len(content), PAGE_BYTES):
+                yield address + offset, content[offset : offset + PAGE_BYTES]
+            address += len(content)
+            self._progress(len(content))
+
+    def _dumped_pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
+        pagemap = self.pagemaps[pagemap_name]
+        if pagemap.is_compressed:
+            raise UnsupportedError(f"{pagemap.pages_name} is compressed by CRIU itself and cannot be compared")
+        content = self._content(pagemap.pages_name)
+        window, position = b"", 0
+        for run in read_runs(self.directory / pagemap_name):
+            for number in range(run.pages if run.is_present else 0):
+                while position == len(window):
+                    window, position = next(content), 0
+                    self._progress(len(window))
+                yield run.vaddr + number * PAGE_BYTES, window[position : position + PAGE_BYTES]
+                position += PAGE_BYTES
+
+    def _content(self, name: str) -> Iterator[bytes]:
+        """Yield the content of a page image in pieces of whole pages."""
+        if self._packs is not None and name not in self._places:
+            yield from self._packs.read_pages(name)
+            return
+        path, offset, size_bytes = self._places[name]
+        with path.open("rb") as file:
+            file.seek(offset)
+            for start in range(0, size_bytes, _COPY_BYTES):
+                yield file.read(min(_COPY_BYTES, size_bytes - start))
+
+    def close(self) -> None:
+        """Close the packs."""
+        if self._packs is not None:
+            self._packs.close()
+
+
+def _diff_images(a: Path, b: Path) -> Iterator[tuple[str, str]]:
+    def is_compared(name: str) -> bool:
+        return name != MANIFEST_NAME and not PACK_NAME.fullmatch(name) and not PAGES_NAME.fullmatch(name)
+
+    for name in sorted({path.name for directory in (a, b) for path in directory.iterdir()}):
+        if not is_compared(name):
+            continue
+        if not (b / name).exists():
+            yield name, "only in first"
+        elif not (a / name).exists():
+            yield name, "only in second"
+        else:
+            yield name, "same" if filecmp.cmp(a / name, b / name, shallow=False) else "changed"
+
+
+def _diff_memory(first: _Memory, second: _Memory) -> Iterator[MemoryDiff]:
+    for name in sorted(first.pagemaps.keys() | second.pagemaps.keys()):
+        a = first.pages(name) if name in first.pagemaps else iter(())
+        b = second.pages(name) if name in second.pagemaps else iter(())
+        yield MemoryDiff(name, *_merge(a, b))
+
+
+def _merge(a: Iterator[tuple[int, bytes]], b: Iterator[tuple[int, bytes]]) -> tuple[int, int, int, int]:
+    """Count pages (same, changed, only in a, only in b); both come in ascending order of address."""
+    same = changed = only_a = only_b = 0
+    left, right = next(a, None), next(b, None)
+    while left is not None or right is not None:
+        if right is None or (left is not None and left[0] < right[0]):
+            only_a += 1
+            left = next(a, None)
+        elif left is None or right[0] < left[0]:
+            only_b += 1
+            right = next(b, None)
+        else:
+            is_same = left[1] == right[1]
+            same, changed = same + is_same, changed + (not is_same)
+            left, right = next(a, None), next(b, None)
+    return same, changed, only_a, only_b
+
+
+def to_json(inspection: Inspection) -> Mapping[str, Any]:
+    """Return an inspection for programs."""
+    facts, manifest = inspection.facts, inspection.manifest
+    pages_bytes = sum(size for name, size in facts.sizes.items() if PAGES_NAME.fullmatch(name))
+    return {
+        "container": facts.container.to_json(),
+        "image": facts.image,
+        "runtime": facts.runtime,
+        "created": facts.created,
+        "archive_bytes": inspection.archive_bytes,
+        "packed": manifest is not None,
+        "thin": inspection.thin._asdict() if inspection.thin else None,
+        "raw_bytes": manifest.raw_bytes if manifest else pages_bytes,
+        "stored_bytes": manifest.stored_bytes if manifest else pages_bytes,
+        "manifest": None
+        if manifest is None
+        else {"created": manifest.created, "writer": manifest.writer, "host": dict(manifest.host)},
+        "gpu": {**manifest.gpu, "memory_bytes": manifest.raw_bytes - manifest.image_bytes}
+        if manifest and manifest.gpu
+        else None,
+        "processes": [{**p.process._asdict(), "memory_bytes": p.memory_bytes} for p in inspection.processes],
+        "stats": inspection.stats._asdict() if inspection.stats else None,
+    }

@@ -1,0 +1,1 @@
+"""Checkpoints in the store on their way: staged, completed, pruned, pushed and pulled."""

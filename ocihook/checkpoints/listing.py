@@ -1,0 +1,139 @@
+"""What checkpoints the store has and what they take; one is found by its id, and pinned."""
+
+import errno
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ocihook.checkpoints.pending import (
+    Failure,
+    check_taken,
+    lost_in_memory,
+    pending_ids,
+    read_failure,
+    read_job,
+    read_progress,
+)
+from ocihook.errors import IntegrityError, OcihookError, StoreError, StoreFull, plain
+from ocihook.store import garbage as upkeep
+from ocihook.store.domain import Domain
+from ocihook.store.pushes import Push
+from ocihook.store.store import Store
+
+WAS_IN_MEMORY = "it was in memory when the node went down, and not stored yet"
+_PRUNE = "`ocihook store prune` removes what is left of it"
+
+
+class Listed(NamedTuple):
+    """A checkpoint as it is shown."""
+
+    domain: str
+    id: str
+    state: str  # complete, pending, lost
+    container: str
+    created: str
+    raw_bytes: int
+    added_bytes: int
+    done_bytes: int
+    code: str = ""  # why it is not complete, if that is not only a matter of time: code of the error, then in words
+    reason: str = ""
+    remedy: str = ""
+    attempts: int = 0  # to store it, that failed
+    is_pinned: bool = False
+    is_used: bool = False  # by a restore or a push
+    push: Push | None = None  # that is due
+
+
+def failure_of(domain: Domain, error: OcihookError | OSError) -> Failure:
+    """Return why a checkpoint could not be completed, and what to do about it."""
+    if isinstance(error, OcihookError):
+        return Failure(error.code, str(error.args[0]), error.hint or "remove the cause, then `ocihook wait`")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Failure(StoreFull.code, plain(error), f"make room in {domain.directory}, then `ocihook wait`")
+    return Failure("system", plain(error), "remove the cause, then `ocihook wait`")
+
+
+def find(store: Store, checkpoint_id: str) -> Domain:
+    """Return the domain of a checkpoint.
+
+    Raises:
+        StoreError: if there is no such checkpoint.
+    """
+    for domain in store.domains():
+        if checkpoint_id in domain.checkpoint_ids() or checkpoint_id in pending_ids(domain):
+            return domain
+    raise StoreError(f"the store in {store.root} has no checkpoint {checkpoint_id}")
+
+
+def pin(store: Store, checkpoint_id: str, *, is_pinned: bool) -> None:
+    """Have a checkpoint stay whatever is pruned, or no longer.
+
+    Raises:
+        StoreError: if there is no such checkpoint, or it is not complete yet.
+    """
+    domain = find(store, checkpoint_id)
+    if checkpoint_id not in domain.checkpoint_ids():
+        raise StoreError(f"checkpoint {checkpoint_id} is still being stored", hint="`ocihook wait`")
+    if is_pinned:
+        domain.pin(checkpoint_id)
+    else:
+        domain.marks.unpin(checkpoint_id)
+
+
+def list_checkpoints(store: Store) -> list[Listed]:
+    """Return all checkpoints of all domains, the oldest of each first; then what is pending.
+
+    Raises:
+        IntegrityError: if one is damaged.
+        KeyMissing: if one is encrypted, and there is no key.
+    """
+    rows = []
+    for domain in store.domains():
+        rows += [
+            Listed(
+                *(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes),
+                is_pinned=domain.marks.is_pinned(m.id),
+                is_used=domain.marks.is_used(m.id),
+                push=domain.pushes.read(m.id),
+            )
+            for m in domain.checkpoints()
+        ]
+        rows += pending_of(domain)
+    return rows
+
+
+def list_pending(store: Store) -> list[Listed]:
+    """Return the checkpoints that are still being stored, and those that were lost on their way."""
+    return [row for domain in store.domains() for row in pending_of(domain)]
+
+
+def pending_of(domain: Domain) -> Iterator[Listed]:
+    """Yield the checkpoints of a domain that are not complete, the oldest first; no key is needed for that."""
+    complete_ids = set(domain.checkpoint_ids())
+    for checkpoint_id in lost_in_memory(domain):
+        yield Listed(domain.name, checkpoint_id, "lost", "", "", 0, 0, 0, IntegrityError.code, WAS_IN_MEMORY, _PRUNE)
+    for checkpoint_id in pending_ids(domain):
+        if checkpoint_id in complete_ids:
+            continue
+        job = None
+        try:
+            job = read_job(domain, checkpoint_id)
+            if job is None:
+                continue
+            check_taken(job)
+        except IntegrityError as error:
+            state = "lost"
+            failure = failure_of(domain, error)._replace(remedy=_PRUNE)
+        else:
+            state, failure = "pending", read_failure(domain, checkpoint_id) or Failure("", "", "")
+        container, created, size = (str(job.container), job.created, job.raw_bytes) if job else ("", "", 0)
+        done = read_progress(domain, checkpoint_id)
+        yield Listed(domain.name, checkpoint_id, state, container, created, size, 0, done, *failure[:4])
+
+
+def usage(store: Store) -> dict[str, upkeep.Usage]:
+    """Return what each domain takes.
+
+    Raises:
+        IntegrityError: if a checkpoint is damaged.
+    """
+    return {domain.name: upkeep.usage(domain) for domain in store.domains()}

@@ -1,0 +1,316 @@
+"""Retention: which checkpoints of the store, and which archives, go; and whatever nothing needs any more.
+
+First each container keeps what it is to keep. If that is too much for a bound, the oldest pay, whosever they are: all
+but the newest of the store. What is pinned or in use stays in any case. Nobody waits for a prune but for short steps.
+"""
+
+import calendar
+import contextlib
+import logging
+import stat
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate, compress, repeat
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.checkpoints.complete import claimed
+from ocihook.checkpoints.pending import check_taken, read_job
+from ocihook.checkpoints.stage import discard_staged, pins_of
+from ocihook.config import Settings
+from ocihook.container.engine_archive import read_facts
+from ocihook.errors import IntegrityError, OcihookError, StoreError
+from ocihook.store.domain import LOCK_TIMEOUT_S, Domain
+from ocihook.store.garbage import AT_A_TIME, Needs, remove_rubbish
+from ocihook.store.lineage import lineage
+from ocihook.store.rewrite import Estimate, drop_unneeded
+from ocihook.store.store import Store
+from ocihook.store.stored_manifest import StoredManifest
+
+_TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
+_WRITTEN_WITHIN_S = 600.0  # since an archive was last written to: the engine may still be at it
+_WAIT_S = 60.0  # of a prune by policy, for checkpoints that are being stored
+
+log = logging.getLogger(__name__)
+
+
+class Keep(NamedTuple):
+    """What a prune leaves: of each container what any of the first two keeps, and no more than the third allows."""
+
+    last: int = 0  # checkpoints
+    within_s: float = 0.0  # since they were made
+    max_bytes: int = 0  # of all; 0: any number
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Keep":
+        """Return what the node's configuration says of the store."""
+        return cls(settings.keep_last, settings.keep_within_s, settings.max_store_bytes)
+
+    @classmethod
+    def of_archives(cls, settings: Settings) -> "Keep":
+        """Return what it says of archives."""
+        return cls(settings.keep_last, settings.keep_within_s, settings.max_archive_bytes)
+
+    @classmethod
+    def of_remote(cls, settings: Settings) -> "Keep":
+        """Return what it says of the remote."""
+        return cls(settings.remote_keep_last, settings.remote_keep_within_s)
+
+
+class Pruned(NamedTuple):
+    """What a prune did in a domain, or in a directory of archives."""
+
+    where: str
+    removed: tuple[str, ...]
+    freed_bytes: int
+
+
+class _Candidate(NamedTuple):
+    """Something that may go."""
+
+    order: float  # the higher, the newer
+    made_s: float  # since the epoch
+    container: str
+    name: str
+
+
+class _Work:
+    """A domain that is being pruned."""
+
+    def __init__(self, domain: Domain, timeout_s: float, *, dry_run: bool) -> None:
+        self.domain, self.needs, self._dry_run = domain, Needs(domain), dry_run
+        self._step = partial(domain.alone, timeout_s)
+        self.removed: list[str] = []
+        self.freed_bytes = 0
+
+    def manifests(self) -> list[StoredManifest]:
+        """Return what is left, the oldest first."""
+        return [manifest for manifest in self.needs.manifests() if manifest.id not in self.removed]
+
+    def remove(self, checkpoint_ids: Sequence[str]) -> None:
+        """Remove checkpoints, but those that are held; or only note that they would go."""
+        going = [checkpoint_id for checkpoint_id in checkpoint_ids if not self.domain.is_held(checkpoint_id)]
+        for at in range(0, len(going), AT_A_TIME):
+            batch = going[at : at + AT_A_TIME]
+            if not self._dry_run:
+                with self._step():
+                    batch = self.domain.remove(batch)
+                self.needs.forget(batch)
+            self.removed += batch
+
+    def clear(self) -> None:
+        """Remove what nothing needs any more."""
+        if not self._dry_run:
+            self.freed_bytes += remove_rubbish(self.domain, self.needs, self._step) + _discard_lost(self.domain)
+            self.freed_bytes += drop_unneeded(self.domain, self.needs, self._step)
+
+
+def prune(
+    store: Store,
+    keep: Keep,
+    *,
+    dry_run: bool = False,
+    now_s: float | None = None,
+    timeout_s: float = LOCK_TIMEOUT_S,
+) -> list[Pruned]:
+    """Remove checkpoints of a store that nothing keeps, and what no checkpoint needs.
+
+    Args:
+        store: of which.
+        keep: what stays.
+        dry_run: only say what would go.
+        now_s: since the epoch; None: now.
+        timeout_s: how long to wait, each time, for checkpoints that are being stored or pulled.
+
+    Raises:
+        StoreError: if checkpoints are being stored for too long, or another process prunes.
+        IntegrityError: if a checkpoint is damaged; nothing of its domain is removed then.
+    """
+    now_s = time.time() if now_s is None else now_s
+    damaged: IntegrityError | None = None
+    with contextlib.ExitStack() as stack:
+        works = []
+        for domain in store.domains():
+            stack.enter_context(domain.upkeep(timeout_s))
+            work = _Work(domain, timeout_s, dry_run=dry_run)
+            try:
+                work.needs.packs()
+                work.remove(choose(work.manifests(), keep, now_s))
+                work.clear()
+                works.append(work)
+            except IntegrityError as error:
+                log.error("domain %s: nothing is pruned: %s", domain.name, error)
+                damaged = damaged or error
+        if keep.max_bytes:
+            _shrink(store, works, keep.max_bytes, dry_run=dry_run)
+    if damaged is not None:
+        raise damaged
+    return [Pruned(work.domain.name, tuple(work.removed), work.freed_bytes) for work in works]
+
+
+def _shrink(store: Store, works: Sequence[_Work], max_bytes: int, *, dry_run: bool) -> None:
+    """Remove the oldest checkpoints until the store is within a bound, or none is left that may go."""
+    others = stored_bytes(store) - sum(work.domain.stored_bytes() for work in works)  # of damaged domains: they stay
+    while dry_run or stored_bytes(store) > max_bytes:
+        paying = _paying(works, max_bytes - others)
+        if not paying and not dry_run:
+            over = stored_bytes(store) - max_bytes
+            log.warning("the store takes %d bytes more than it may: what is left is pinned, in use or the newest", over)
+            return
+        for work in works:
+            work.remove([checkpoint.manifest.id for checkpoint in paying if checkpoint.work is work])
+            work.clear()
+        if dry_run:
+            return
+
+
+class _Aged(NamedTuple):
+    made_s: float  # since the epoch; in each domain later ones are no older, whatever clocks did
+    place: int
+    work: _Work
+    manifest: StoredManifest
+
+
+def _paying(works: Sequence[_Work], max_bytes: int) -> list[_Aged]:
+    """Return which checkpoints go so that the others take no more; at least one, if one may go."""
+    rows = [checkpoint for work in works for checkpoint in _by_age(work)]
+    rows.sort(key=lambda checkpoint: checkpoint[:2], reverse=True)
+    estimates = {id(work): Estimate(work.domain) for work in works}
+    is_staying = [number == 0 or row.work.domain.is_held(row.manifest.id) for number, row in enumerate(rows)]
+    for row in compress(rows, is_staying):
+        estimates[id(row.work)].add(row.manifest)
+    may_go = [row for row, stays in zip(rows, is_staying, strict=True) if not stays]
+    for number, row in enumerate(may_go):
+        estimates[id(row.work)].add(row.manifest)
+        if sum(estimate.size_bytes for estimate in estimates.values()) > max_bytes:
+            return may_go[number:]
+    return may_go[-1:]
+
+
+def _by_age(work: _Work) -> list[_Aged]:
+    manifests = work.manifests()
+    made = accumulate(map(_made_s, manifests), max)
+    return [_Aged(*row) for row in zip(made, range(len(manifests)), repeat(work), manifests, strict=False)]
+
+
+def stored_bytes(store: Store) -> int:
+    """Return what all domains of a store take, but for what is on its way."""
+    return sum(domain.stored_bytes() for domain in store.domains())
+
+
+def archive_bytes(directory: Path) -> int:
+    """Return what the archives in a directory take."""
+    return sum(size for _, size, _ in _archives(directory))
+
+
+def _archives(directory: Path) -> list[tuple[float, int, Path]]:
+    """Return time of the last change, size and path of what has an archive's name, the newest first."""
+    rows = []
+    for path in directory.glob("*.tar*") if directory.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                rows.append((status.st_mtime, status.st_size, path))
+    return sorted(rows, reverse=True)
+
+
+def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> Pruned:
+    """Remove archives that nothing keeps from a directory; the kubelet never cleans its own.
+
+    What is no archive, or was written to a moment ago, stays.
+    """
+    now_s = time.time() if now_s is None else now_s
+    rows = _archives(directory)
+    total = sum(size for _, size, _ in rows)
+    if not keep.last and not keep.within_s and not 0 < keep.max_bytes < total:
+        return Pruned(str(directory), (), 0)
+    candidates, sizes = [], {}
+    for changed_s, size, path in rows:
+        try:
+            if now_s - changed_s > _WRITTEN_WITHIN_S:
+                container = lineage(read_facts(path).container)
+                candidates.append(_Candidate(changed_s, changed_s, container, path.name))
+                sizes[path.name] = size
+        except (OcihookError, OSError) as error:
+            log.warning("%s stays: %s", path, error)
+    removed = _choose(candidates, keep, now_s)
+    total -= sum(sizes[name] for name in removed)
+    newest = rows[0][2].name if rows else ""
+    for candidate in reversed(candidates):
+        if 0 < keep.max_bytes < total and candidate.name not in {newest, *removed}:
+            removed.append(candidate.name)
+            total -= sizes[candidate.name]
+    if 0 < keep.max_bytes < total:
+        log.warning("%s takes %d bytes, %d more than max_archive_bytes", directory, total, total - keep.max_bytes)
+    for name in () if dry_run else removed:
+        (directory / name).unlink(missing_ok=True)
+    return Pruned(str(directory), tuple(removed), 0 if dry_run else sum(sizes[name] for name in removed))
+
+
+def prune_by_policy(settings: Settings) -> None:
+    """Do what the node's configuration wants, if it wants anything."""
+    done = []
+    keep = Keep.of(settings)
+    if any(keep):
+        try:
+            done += prune(Store.of(settings), keep, timeout_s=_WAIT_S)
+        except IntegrityError as error:
+            log.error("%s", error)
+        except StoreError as error:  # in use: what comes next prunes, too
+            log.info("nothing is pruned: %s", error)
+    if settings.archive_dir:
+        done.append(prune_archives(Path(settings.archive_dir), Keep.of_archives(settings)))
+    for pruned in done:
+        for name in pruned.removed:
+            log.info("removed %s of %s, by the retention configured", name, pruned.where)
+
+
+def choose(manifests: Iterable[StoredManifest], keep: Keep, now_s: float) -> list[str]:
+    """Return which checkpoints go, of all in their order. Of each container the newest always stays."""
+    candidates = [_Candidate(order, _made_s(m), lineage(m.container), m.id) for order, m in enumerate(manifests)]
+    return _choose(candidates, keep, now_s)
+
+
+def _choose(candidates: Iterable[_Candidate], keep: Keep, now_s: float) -> list[str]:
+    if not keep.last and not keep.within_s:
+        return []
+    rows: dict[str, list[_Candidate]] = {}
+    for candidate in sorted(candidates, reverse=True):
+        rows.setdefault(candidate.container, []).append(candidate)
+    return [
+        candidate.name
+        for row in rows.values()
+        for candidate in row[max(1, keep.last) :]
+        if not keep.within_s or now_s - candidate.made_s > keep.within_s  # whatever clocks did
+    ]
+
+
+def _made_s(manifest: StoredManifest) -> float:
+    try:
+        return float(calendar.timegm(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:
+        return 0.0
+
+
+def _discard_lost(domain: Domain) -> int:
+    """Remove what was taken for checkpoints that cannot be completed any more, or was never taken whole."""
+    freed = 0
+    for pending in list(domain.pending_dir.iterdir()):
+        with claimed(pending) as is_ours:
+            if is_ours and _is_lost(domain, pending):
+                freed += sum(path.stat().st_size for path in pending.iterdir())
+                discard_staged(pending, pins_of(pending.name))
+    return freed
+
+
+def _is_lost(domain: Domain, pending: Path) -> bool:
+    try:
+        job = read_job(domain, pending.name)
+        if job is None:  # being taken, or the dump was interrupted long ago
+            return time.time() - pending.stat().st_mtime > _TAKEN_WITHIN_S
+        check_taken(job)
+    except IntegrityError as error:
+        log.warning("%s", error)
+        return True
+    return False

@@ -1,0 +1,129 @@
+"""Pulls checkpoints from a remote, by hand and for a restore. Packs that are here already do not travel."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ocihook.checkpoints.complete import claimed
+from ocihook.checkpoints.pending import directory_of, pending_ids
+from ocihook.checkpoints.stage import discard_staged, pins_of
+from ocihook.checkpoints.transfer import Moved, in_parallel
+from ocihook.config import Settings
+from ocihook.errors import IntegrityError, RemoteError, StoreError
+from ocihook.packs.cipher import Keyring
+from ocihook.packs.pack import PackFile, PackInfo, PackReader
+from ocihook.packs.pages import Progress, no_progress
+from ocihook.remote.location import open_remote
+from ocihook.remote.remote import Remote
+from ocihook.store.adopt import adopt, adopt_pack
+from ocihook.store.domain import Domain
+from ocihook.store.records import unseal_layout, unseal_manifest
+from ocihook.store.store import Store
+from ocihook.store.stored_manifest import StoredManifest
+from ocihook.store.thin import Thin
+
+
+def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress: Progress = no_progress) -> Moved:
+    """Fetch a checkpoint into the store, and verify all of it. What an interrupted attempt has brought is kept an hour.
+
+    Args:
+        store: where it comes to; its patience is that with workers and locks. A remote may be asked many times before
+            it answers: who cannot wait for that calls this in a process of its own.
+        name: the domain, there and here.
+        checkpoint_id: which.
+        location: of the remote.
+        progress: told the bytes of packs that need no more work.
+
+    Raises:
+        RemoteError: if the remote cannot be reached, or has no such checkpoint.
+        IntegrityError: if what came is damaged; the store does not have it then.
+        StoreError: if another process is pulling it.
+        OSError: from the file system, a full one included.
+    """
+    remote, keyring = open_remote(location, name), Keyring(store.keys, name)
+    data = remote.manifest(checkpoint_id)
+    layout_data = remote.layout(checkpoint_id)
+    if data is None or layout_data is None:
+        raise RemoteError(f"{location} has no checkpoint {checkpoint_id} in domain {name}")
+    manifest = unseal_manifest(keyring, checkpoint_id, data)
+    layout = unseal_layout(keyring, manifest, layout_data)
+    size = sum(info.size_bytes for info in layout.packs)
+    domain = store.open(name, create=True)
+    pending = directory_of(domain, checkpoint_id)
+    if checkpoint_id in domain.checkpoint_ids():
+        domain.settle()  # whoever pulled it may have been killed before
+        progress(size)
+        return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
+    pending.mkdir(mode=0o700, exist_ok=True)
+    with claimed(pending) as is_ours:
+        if not is_ours:
+            raise StoreError(f"checkpoint {checkpoint_id} is being stored by another process", hint="`ocihook wait`")
+        with domain.shared():
+            lacking = [info for info in layout.packs if not _has(domain, info)]
+            moved = sum(info.size_bytes for info in lacking)
+            progress(size - moved)
+            in_parallel(lacking, lambda info: _fetch(domain, remote, location, info, pending), store.patience, progress)
+            adopt(domain, checkpoint_id, data, layout_data)
+        discard_staged(pending, pins_of(checkpoint_id))
+    return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
+
+
+def _has(domain: Domain, info: PackInfo) -> bool:
+    path = domain.packs_dir / info.name
+    if not path.exists():
+        return False
+    PackReader(PackFile(path), info, domain.keyring).close()  # else another pack has its name
+    return True
+
+
+def _fetch(domain: Domain, remote: Remote, location: str, info: PackInfo, pending: Path) -> Iterator[int]:
+    path = pending / info.name
+    done = path.stat().st_size if path.exists() else 0
+    yield done
+    if done < info.size_bytes:
+        yield from remote.fetch_pack(pending.name, info, path)
+    try:
+        adopt_pack(domain, path, info)
+    except IntegrityError as error:
+        path.unlink()
+        if not done:
+            raise IntegrityError(f"{location} has sent something wrong: {error}", hint="pull again") from error
+        # A power loss leaves of an interrupted attempt what it likes.
+        yield -max(done, info.size_bytes)
+        yield from _fetch(domain, remote, location, info, pending)
+
+
+def keep_in_use(store: Store, thin: Thin, *, is_pulled: bool) -> None:
+    """Use a checkpoint for as long as this process lives, whether it is here already or is to be pulled."""
+    is_new = thin.domain not in store.names()
+    if is_pulled or not is_new:
+        store.open(thin.domain, create=is_new).marks.begin_use(thin.checkpoint_id)
+
+
+def is_here(store: Store, thin: Thin) -> bool:
+    """Tell whether a store has a checkpoint, complete or on its way."""
+    if thin.domain not in store.names():
+        return False
+    domain = store.open(thin.domain)
+    return thin.checkpoint_id in domain.checkpoint_ids() or thin.checkpoint_id in pending_ids(domain)
+
+
+def find_stored(settings: Settings, thin: Thin) -> tuple[StoredManifest, str]:
+    """Return the manifest of a checkpoint that is in the store, or would be pulled from the remote; and where it is.
+
+    Raises:
+        StoreError: if it is in neither.
+        RemoteError: if the remote cannot be reached.
+    """
+    store = Store.of(settings)
+    if is_here(store, thin):
+        if thin.checkpoint_id in pending_ids(store.open(thin.domain)):
+            raise StoreError(f"checkpoint {thin.checkpoint_id} is still being stored", hint="`ocihook wait`")
+        return store.open(thin.domain).read(thin.checkpoint_id), "this node's store"
+    if settings.remote:
+        data = open_remote(settings.remote, thin.domain).manifest(thin.checkpoint_id)
+        if data is not None:
+            return unseal_manifest(Keyring(store.keys, thin.domain), thin.checkpoint_id, data), settings.remote
+    raise StoreError(
+        f"checkpoint {thin.checkpoint_id} of domain {thin.domain} is neither in this node's store nor at its remote",
+        hint="configure the remote that it was pushed to",
+    )

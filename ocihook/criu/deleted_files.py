@@ -1,0 +1,81 @@
+"""Files that processes use though their names are gone: which of them CRIU will refuse, and what to do about it.
+
+CRIU writes a file that has no name at all into its images, up to a size; to one that has another name it makes a link,
+if it may (criu/files-reg.c, check_path_remap). It tells so when the container has stood still for a while already.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.criu.files import CriuOptions
+from ocihook.errors import printable
+from ocihook.linux.open_files import OpenFile, deleted_files
+from ocihook.linux.procfs import descendants
+
+_MIB = 1 << 20
+
+
+class RefusedFile(NamedTuple):
+    """One file that CRIU will refuse."""
+
+    check: str  # the name that criu/explain.py gives the failure
+    pid: int
+    what: str  # the process does
+    remedy: str
+
+
+def file_refusals(init_pid: int, options: CriuOptions) -> list[str]:
+    """Return why CRIU will refuse deleted files of a container, with what to do about it; [] if it will not.
+
+    Args:
+        init_pid: of the container.
+        options: that CRIU will have.
+    """
+    found: dict[str, list[RefusedFile]] = {}
+    files = (file for pid in descendants(init_pid) for file in deleted_files(pid))
+    for refused in refused_files(files, options):
+        found.setdefault(refused.check, []).append(refused)
+    return [_in_one_line(alike) for alike in found.values()]
+
+
+def _in_one_line(alike: list[RefusedFile]) -> str:
+    last = alike[-1]  # the largest
+    others = f" (and {len(alike) - 1} more such files)" if len(alike) > 1 else ""
+    return f"process {last.pid} {last.what}{others}: {last.remedy}"
+
+
+def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[RefusedFile]:
+    """Yield those of these files that CRIU will refuse, each once, smaller ones first."""
+    limit = options.ghost_limit_bytes
+    each_once = {(file.device, file.inode): file for file in files if file.is_deleted and has_place(file)}
+    for file in sorted(each_once.values(), key=lambda file: file.stored_bytes):
+        if file.links == 0 and file.is_regular and file.stored_bytes > limit:
+            size = -(-file.stored_bytes // _MIB)
+            name = printable(file.name)
+            what = f"uses {name}, which is deleted and has {size} MiB; CRIU's limit is {limit // _MIB} MiB"
+            remedy = options.add(f"ghost-limit {_rounded(size)}M")
+            yield RefusedFile("ghost-file", file.pid, what, remedy)
+        elif file.links > 0 and not options.has("link-remap") and not _is_called_so(file):
+            kind = "a POSIX semaphore" if Path(file.name).name.startswith("sem.") else "a file"
+            what = f"uses {kind} by a name that it no longer has: {printable(file.name)}"
+            yield RefusedFile("link-remap", file.pid, what, options.add("link-remap"))
+
+
+def has_place(file: OpenFile) -> bool:
+    """Tell whether a deleted file was in a file system: shared memory without a name was not, and CRIU knows it."""
+    return file.name.startswith("/") and not file.name.startswith(("/memfd:", "/dev/zero", "/SYSV", "/[aio]", "/anon_"))
+
+
+def _is_called_so(file: OpenFile) -> bool:
+    """Tell whether " (deleted)" is part of the name of a file that is there."""
+    try:
+        status = os.stat(f"/proc/{file.pid}/root{file.name} (deleted)", follow_symlinks=False)
+    except OSError:
+        return False
+    return (status.st_dev, status.st_ino) == (file.device, file.inode)
+
+
+def _rounded(size_mib: int) -> int:
+    return 1 << max(4, (size_mib - 1).bit_length())

@@ -1,1 +1,0 @@
-"""The engines (podman, containerd, CRI-O): how they name containers and what their archives look like."""

@@ -1,0 +1,90 @@
+"""GPU state: taken from a container before its dump, given back after it; written and resumed in a restore."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from ocihook.errors import OcihookError
+from ocihook.gpu.dump import GpuCheckpointed, GpuFacts, checkpoint_gpus, lock_gpus, moved_regions
+from ocihook.gpu.processes import find_gpu_processes
+from ocihook.gpu.restore import (
+    HalfRestored,
+    TargetFacts,
+    check_gpu_node,
+    check_memory,
+    fill_memory,
+    note_half_restored,
+    resume_gpus,
+)
+from ocihook.memory.standstill import freeze_restored
+from ocihook.session.participant import Dump, Participant, Restore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ocihook.gpu.signs import Signs
+
+log = logging.getLogger(__name__)
+
+
+class Gpu(Participant):
+    """Takes and gives GPU state."""
+
+    def __init__(self) -> None:
+        self._signs: Sequence[Signs] = ()
+        self._taken: GpuCheckpointed | None = None
+
+    def needs_tasks(self, dump: Dump) -> bool:
+        """Tell whether any process has to do with NVIDIA: the driver's calls return only where tasks run."""
+        self._signs = find_gpu_processes(dump.init_pid)
+        dump.has_gpu = bool(self._signs)
+        return dump.has_gpu
+
+    def prepare(self, dump: Dump) -> None:
+        """Refuse what could not be restored; lock."""
+        self._taken = lock_gpus(dump, self._signs) if self._signs else None
+
+    def hold(self, dump: Dump) -> None:
+        """Checkpoint, and move GPU memory out."""
+        if self._taken is not None:
+            checkpoint_gpus(dump, self._taken)
+
+    def after_images(self, dump: Dump) -> str:
+        """Say what the checkpoint consists of beside CRIU's images."""
+        dump.moved = moved_regions(dump.journal)
+        return ""
+
+    def check(self, restore: Restore) -> None:
+        """Check GPUs and memory of this node."""
+        if restore.checkpoint is not None:
+            check_gpu_node(restore, restore.checkpoint)
+            check_memory(restore, restore.checkpoint.region_bytes)
+
+    def processes_made(self, restore: Restore) -> None:
+        """Note the first process, which all others will descend from: should CRIU be killed, they go."""
+        if restore.journal.knows(TargetFacts):
+            note_half_restored(restore)
+
+    def processes_wait(self, restore: Restore) -> str:
+        """Write GPU memory: here and not when all is about to run, where CRIU takes no veto."""
+        checkpoint = restore.checkpoint
+        size = fill_memory(restore, checkpoint) if checkpoint and checkpoint.region_processes else 0
+        return f"container {restore.journal.container}: {size} bytes of GPU memory written" if size else ""
+
+    def about_to_run(self, restore: Restore) -> None:
+        """Freeze a container that would run without its GPU, if it can be; most programs bear that."""
+        threads = (restore.journal.facts(GpuFacts).gpu or {}).get("threads")
+        if threads:
+            try:
+                freeze_restored(restore, threads)
+            except (OcihookError, OSError) as error:
+                log.warning("container %s runs before it has its GPUs: %s", restore.journal.container, error)
+
+    def running(self, restore: Restore) -> None:
+        """Resume CUDA. If CRIU was killed meanwhile, the container is nobody's."""
+        try:
+            resume_gpus(restore)
+        finally:
+            half_restored = restore.journal.find(HalfRestored)
+            if half_restored is not None:
+                restore.progress(0)
+                restore.journal.forget(half_restored)

@@ -1,0 +1,325 @@
+"""The CUDA processes of a container: found, locked, checkpointed and resumed, all of them at once.
+
+Every call to the driver is made in a process of its own with a limit on its time: it does not return while the
+process that it is about stands still. One that only asks ends with whoever waits for it; one that changes a process is
+not broken off, and whoever has made it asks afterwards whether anybody still waits.
+"""
+
+import logging
+import random
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError, plain
+from ocihook.gpu.driver import CudaDriver, CudaState, GpuMap
+from ocihook.gpu.nvml import Gpu, read_gpus
+from ocihook.gpu.process import CudaProcess
+from ocihook.gpu.signs import Signs, count_device_files, read_signs
+from ocihook.linux.memory import Span, anonymous_spans, prefault, subtract
+from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.procfs import Process, descendants, thread_ids
+from ocihook.linux.ptrace import HeldThread, find_call_instruction
+from ocihook.linux.workers import call_each, start_call
+from ocihook.memory.regions import COPY_TIMEOUT_S, CheckpointedProcess
+from ocihook.session.timing import Spans, measured
+
+CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
+ROOM_TIMEOUT_S = 60.0  # for memory on a GPU that was just left to come free
+_FIRST_LOCK_S = 0.5
+_LONGEST_LOCK_S = 5.0
+# Smaller mappings are left to CRIU. The driver's own is larger than any context, which takes 300 MiB and more.
+_MIN_REGION_BYTES = 1 << 20
+_MADV_HUGEPAGE = 14
+_POLL_S = 0.2
+_LARGE_BYTES = 32 << 20
+
+log = logging.getLogger(__name__)
+
+
+def find_gpu_processes(init_pid: int) -> list[Signs]:
+    """Return the signs of those processes of a container that have to do with NVIDIA; the others are not touched."""
+    found = (read_signs(pid) for pid in descendants(init_pid))
+    return [signs for signs in found if signs.has_driver or signs.device_files]
+
+
+def read_node(patience: Patience) -> tuple[str, list[Gpu]]:
+    """Return the driver's version and the node's GPUs.
+
+    Raises:
+        CudaUnsupported: if NVML does not answer.
+        GivenUp: if nobody waits for it any more.
+    """
+    (outcome,) = call_each(lambda _: read_gpus(), [None], patience.within(CALL_TIMEOUT_S))
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def states(driver: CudaDriver, processes: Sequence[Process], patience: Patience) -> dict[Process, CudaState | None]:
+    """Return the driver's state of each process; None for one without CUDA, or that has ended.
+
+    Raises:
+        CudaError: if the driver does not tell.
+        GivenUp: if nobody waits for it any more.
+    """
+    outcomes = call_each(lambda process: driver.state(process.pid), processes, patience.within(CALL_TIMEOUT_S))
+    found: dict[Process, CudaState | None] = {}
+    for process, outcome in zip(processes, outcomes, strict=True):
+        if not isinstance(outcome, Exception):
+            found[process] = outcome
+        elif process.is_alive():
+            raise _as_cuda_error(outcome, process, "state")
+        else:
+            found[process] = None
+    return found
+
+
+def lock_all(
+    driver: CudaDriver, processes: Sequence[Process], patience: Patience, timeout_s: float, spans: Spans | None = None
+) -> None:
+    """Lock every process, or none.
+
+    Ranks of a job wait for one another inside CUDA: one that is locked can keep another from coming to its lock. So
+    the attempts are short, and when one fails all are unlocked for a moment. One process alone waits for nobody: it is
+    given all time at once, since a lock that is tried again begins anew behind the work that came meanwhile.
+
+    Raises:
+        CudaLockTimeout: if they do not come to rest in time.
+        CudaError: on anything else. All are unlocked again.
+        GivenUp: if nobody waits for it any more; what is locked by then is left so.
+    """
+    patience = patience.within(timeout_s)
+    attempt_s = timeout_s if len(processes) == 1 else min(_FIRST_LOCK_S, timeout_s)
+
+    def lock(process: Process) -> None:
+        with measured(spans, "lock", process):
+            driver.lock(process.pid, attempt_s)
+
+    while True:
+        failures = _on_each(lock, processes, attempt_s + CALL_TIMEOUT_S, "lock")
+        patience.check()
+        if not failures:
+            return
+        resume_all(driver, processes)
+        worst = next((f for f in failures.values() if not isinstance(f, CudaLockTimeout)), None)
+        if worst or patience.is_over:
+            raise worst or next(iter(failures.values()))
+        patience.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that ranks meet each other elsewhere
+        attempt_s = max(0.1, min(attempt_s * 1.5, _LONGEST_LOCK_S, patience.left_s))
+
+
+def driver_threads(driver: CudaDriver, processes: Sequence[Process], patience: Patience) -> dict[Process, int]:
+    """Return the thread of each process that does the driver's work, and must run for it.
+
+    Raises:
+        CudaError: if the driver does not tell.
+        GivenUp: if nobody waits for it any more.
+        TraceError: if it tells of one that is none of the process's: the driver's call would not return.
+    """
+    patience = patience.within(CALL_TIMEOUT_S)
+    outcomes = call_each(lambda process: driver.restore_thread_id(process.pid), processes, patience)
+    threads = {}
+    for process, outcome in zip(processes, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            raise _as_cuda_error(outcome, process, "restore thread")
+        if outcome not in thread_ids(process.pid):
+            raise TraceError(f"the driver's thread {outcome} is none of process {process.pid}'s")
+        threads[process] = outcome
+    return threads
+
+
+def checkpoint_all(
+    driver: CudaDriver,
+    threads: Mapping[Process, int],
+    patience: Patience,
+    spans: Spans | None = None,
+    *,
+    workers: int = 1,
+) -> list[CheckpointedProcess]:
+    """Checkpoint every locked process; return where the driver put what.
+
+    Args:
+        driver: to ask.
+        threads: of the processes, the driver's. All others must be held: what is new in memory is the driver's then.
+        patience: how long to wait until the driver can begin with a process; then it is not broken off.
+        spans: gets how long each took.
+        workers: how many processes may work at once, for all of them together.
+
+    Raises:
+        CudaError: if one cannot be checkpointed, keeps device files, or ends. Others may be checkpointed by then.
+        TraceError: if the driver's thread is traced by somebody else.
+        GivenUp: if nobody waits for it any more; others may be checkpointed by then.
+    """
+
+    def checkpoint(process: Process) -> list[Span]:
+        with measured(spans, "checkpoint", process) as span:
+            found = _checkpoint(driver, process, threads[process], max(1, workers // len(threads)), patience, spans)
+            span["bytes"] = sum(part.size_bytes for part in found)
+        return found
+
+    outcomes = call_each(checkpoint, list(threads), Patience(timeout_s=COPY_TIMEOUT_S))
+    patience.check()
+    checkpointed = []
+    for (process, thread), outcome in zip(threads.items(), outcomes, strict=True):
+        if not process.is_alive():
+            raise CudaError(
+                f"process {process.pid} ended while the driver copied GPU memory",
+                hint="if the kernel killed it, out of memory: raise the container's memory limit, or free memory",
+            )
+        if isinstance(outcome, Exception):
+            raise _as_cuda_error(outcome, process, "checkpoint")
+        left = count_device_files(process.pid)
+        if left:
+            raise CudaError(
+                f"process {process.pid} has {left} device files open after its checkpoint, which CRIU cannot dump",
+                hint="close what uses the GPU outside CUDA (graphics, NVML of an older driver)",
+            )
+        checkpointed.append(CheckpointedProcess(process, thread, tuple(outcome)))
+    return checkpointed
+
+
+def _checkpoint(
+    driver: CudaDriver, process: Process, thread: int, workers: int, patience: Patience, measurements: Spans | None
+) -> list[Span]:
+    before = anonymous_spans(process.pid)
+    _checkpoint_prefaulted(driver, process, thread, workers, patience, measurements)
+    spans = subtract(anonymous_spans(process.pid), before)
+    return [span for span in spans if span.size_bytes >= _MIN_REGION_BYTES]
+
+
+def _checkpoint_prefaulted(
+    driver: CudaDriver, process: Process, able: int, workers: int, patience: Patience, measurements: Spans | None
+) -> None:
+    """Checkpoint, and have the driver's mapping filled before the driver writes into it, in huge pages if there are.
+
+    Left alone, the driver has the kernel fill it as it makes it, on its one thread.
+    """
+    instruction = find_call_instruction(process.pid)
+    try:
+        thread = HeldThread(able, patience)
+    except OSError as error:
+        raise TraceError(f"thread {able} of process {process.pid} cannot be held: {plain(error)}") from error
+
+    def fill(address: int, size_bytes: int) -> None:
+        if _has_huge_pages():
+            try:
+                thread.make_call("madvise", instruction, address, size_bytes, _MADV_HUGEPAGE)
+            except OSError as error:  # it is only slower then
+                log.warning("process %d: no huge pages: %s", process.pid, error)
+        with measured(measurements, "prefault", process) as measurement:
+            measurement["bytes"] = size_bytes
+            prefault(process, Span(address, address + size_bytes), workers=workers)
+
+    with start_call(driver.checkpoint, process.pid) as call:
+        try:
+            thread.watch_mappings(call.pid, _LARGE_BYTES, fill)
+        finally:
+            thread.stop()
+            thread.release()
+        outcome = call.outcome(ENDLESS)  # it has ended
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+def _has_huge_pages() -> bool:
+    """Tell whether the node has huge pages for those who ask."""
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+
+
+def check_contents(checkpointed: Sequence[CheckpointedProcess], held_bytes: Mapping[int, int]) -> None:
+    """Check that the GPU memory of each process is in its checkpoint.
+
+    Args:
+        checkpointed: what the driver was seen to allocate.
+        held_bytes: GPU memory by pid, as it was before.
+
+    Raises:
+        CudaError: if there is less; such a checkpoint would be restored without GPU memory.
+    """
+    for process, _, spans in checkpointed:
+        found = sum(span.size_bytes for span in spans)
+        if found < held_bytes.get(process.pid, 0):
+            raise CudaError(
+                f"the checkpoint of process {process.pid} has {found} bytes of the {held_bytes[process.pid]} that it "
+                "held on the GPU"
+            )
+
+
+def held_by(gpus: Sequence[Gpu], pids: Sequence[int]) -> dict[int, int]:
+    """Return how many bytes each process holds on all GPUs together."""
+    return {pid: sum(gpu.held_bytes.get(pid, 0) for gpu in gpus) for pid in pids}
+
+
+def wait_for_room(need_bytes: Mapping[str, int], patience: Patience) -> None:
+    """Wait until every GPU has so much memory free, by UUID.
+
+    A process whose restore does not find enough is lost to CUDA for ever, so it is not even tried.
+
+    Raises:
+        CudaError: if there is not enough in time; nothing has been done then.
+        GivenUp: if nobody waits for it any more; likewise.
+    """
+    within = patience.within(ROOM_TIMEOUT_S)
+    while True:
+        gpus = {gpu.uuid: gpu for gpu in read_node(patience)[1]}
+        short = [uuid for uuid, need in need_bytes.items() if uuid in gpus and gpus[uuid].free_bytes < need]
+        if not short:
+            return
+        if within.is_over:
+            gpu = gpus[short[0]]
+            others = ", ".join(str(pid) for pid in gpu.held_bytes) or "none that NVML shows"
+            raise CudaError(
+                f"GPU {gpu.uuid} has {gpu.free_bytes} bytes free, {need_bytes[gpu.uuid]} are needed",
+                hint=f"end what uses it: processes {others}",
+            )
+        within.sleep(_POLL_S)
+
+
+def resume_all(
+    driver: CudaDriver, processes: Sequence[Process], gpu_map: GpuMap = (), spans: Spans | None = None
+) -> None:
+    """Bring every process back to running, from whatever state it is in.
+
+    Raises:
+        CudaError: if one does not come back; all others have.
+    """
+
+    def set_running(process: Process) -> None:
+        CudaProcess(driver, process.pid).set_running(gpu_map, lambda verb: measured(spans, verb, process))
+
+    failures = _on_each(set_running, processes, COPY_TIMEOUT_S, "restore")
+    if failures:
+        raise next(iter(failures.values()))
+
+
+def kill(processes: Sequence[Process]) -> None:
+    """Kill processes that cannot be given back what they had."""
+    for process in processes:
+        process.send(signal.SIGKILL)
+
+
+def _on_each(
+    function: Callable[[Process], Any], processes: Sequence[Process], timeout_s: float, verb: str
+) -> dict[Process, OcihookError]:
+    """Call `function` with every process at once, and do not break it off; return the errors.
+
+    That a process has ended is no error.
+    """
+    outcomes = call_each(function, processes, Patience(timeout_s=timeout_s))
+    return {
+        process: _as_cuda_error(outcome, process, verb)
+        for process, outcome in zip(processes, outcomes, strict=True)
+        if isinstance(outcome, Exception) and process.is_alive()
+    }
+
+
+def _as_cuda_error(error: Exception, process: Process, verb: str) -> OcihookError:
+    if isinstance(error, OcihookError):
+        return error
+    hint = "is the container frozen, or its process stopped by a debugger?" if isinstance(error, TimeoutError) else ""
+    return CudaError(f"CUDA {verb} of process {process.pid}: {error}", hint=hint)

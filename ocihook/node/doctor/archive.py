@@ -1,0 +1,195 @@
+"""Whether a checkpoint can be restored on this node, before anybody tries: an archive, or an image directory."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from ocihook.archive.repack import inspect_archive
+from ocihook.checkpoints.pulling import find_stored
+from ocihook.config import Settings, load_settings
+from ocihook.criu.files import options_for
+from ocihook.criu.version import TIMEOUT_S, find_program
+from ocihook.errors import ArchiveError, ConfigError, OcihookError
+from ocihook.gpu.driver import CudaDriver
+from ocihook.gpu.mapping import check_gpus, choose_gpu_map
+from ocihook.gpu.processes import read_node
+from ocihook.images.compatibility import check_criu, check_machine, missing_features
+from ocihook.linux.patience import ENDLESS
+from ocihook.node.doctor.finding import Finding, Status, without_commands
+from ocihook.node.doctor.machine import image_set_places
+from ocihook.packs.packed_manifest import PackedManifest, read_manifest
+from ocihook.store.thin import Thin, read_thin
+
+_CONNECTIONS = "tcp-stream-*.img"  # one for each established connection (criu/sk-tcp.c)
+
+
+class _Checkpoint:
+    """An archive or an image directory, and what is in the store of it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.settings = load_settings()
+        except ConfigError:  # a restore goes ahead with the defaults, too
+            self.settings = Settings()
+        manifest, thin = self._read(path)
+        self.findings: list[Finding] = []
+        self.host: Mapping[str, str] = {}
+        self.gpu: Mapping[str, Any] = {}
+        self.image_bytes = 0
+        if manifest is not None:
+            self.host, self.gpu = manifest.host, manifest.gpu
+            self.image_bytes = sum(image.size_bytes for image in manifest.packed_images)
+        elif thin is not None:
+            try:
+                stored, where = find_stored(self.settings, thin)
+                self.host, self.gpu, self.image_bytes = stored.host, stored.gpu, stored.image_bytes
+                self.findings.append(Finding("store", Status.OK, f"checkpoint {thin.checkpoint_id} is in {where}"))
+            except (OcihookError, OSError) as error:
+                hint = getattr(error, "hint", "") or "see `ocihook store list`"
+                self.findings.append(Finding("store", Status.FAIL, str(error.args[0]), hint))
+
+    def _read(self, path: Path) -> tuple[PackedManifest | None, Thin | None]:
+        if path.is_dir():
+            if not (path / "inventory.img").is_file():
+                raise ArchiveError(
+                    f"{path} has none of CRIU's images", hint="name an archive, or what CRIU has written"
+                )
+            self.unpacked_at, self.archive_bytes = path, 0
+            self.engine = self.image = self.runtime = ""
+            self.has_connections = any(path.glob(_CONNECTIONS))
+            return read_manifest(path), read_thin(path)
+        inspection = inspect_archive(path)
+        facts = inspection.facts
+        self.engine, self.image, self.runtime = facts.container.engine, facts.image, facts.runtime
+        self.has_connections = any(fnmatch(name, _CONNECTIONS) for name in facts.sizes)
+        # Page images are written where the engine unpacks the archive.
+        places = map(Path, (*image_set_places(self.engine)[:1], "/var"))
+        self.unpacked_at = next(place for place in places if place.exists())
+        self.archive_bytes = inspection.archive_bytes
+        return inspection.manifest, inspection.thin
+
+
+def check_archive(path: Path) -> list[Finding]:
+    """Return what stands against a restore of an archive, or of an image directory, here.
+
+    Its memory is not read: `archive verify` does that.
+
+    Raises:
+        OcihookError: if it is neither, or damaged.
+        OSError: if it cannot be read.
+    """
+    checkpoint = _Checkpoint(path)
+    checks = (_check_host, _check_image, _check_connections, _check_gpus, _check_room)
+    return list(
+        map(without_commands, [*checkpoint.findings, *(found for check in checks for found in check(checkpoint))])
+    )
+
+
+def _check_host(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    host = checkpoint.host
+    criu = find_program("criu")
+    try:
+        check_machine(host)
+        check_criu(host, criu.version_text if criu else "")
+    except OcihookError as error:
+        yield Finding("host", Status.FAIL, str(error.args[0]), error.hint)
+        return
+    if not host.get("machine"):
+        yield Finding("host", Status.SKIP, "the archive does not say where it was made")
+        return
+    yield Finding("host", Status.OK, f"made on {host['machine']} by CRIU {host.get('criu') or 'of unknown version'}")
+    missing = missing_features(host)
+    if missing:
+        detail = f"this node's processors lack {', '.join(missing)}: programs that chose code by them die on SIGILL"
+        yield Finding("cpu", Status.FAIL, detail, "restore on a node with the same processors, or newer ones")
+
+
+def _check_image(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    """The archive has what has changed since; the engine takes the rest from the image."""
+    image, engine = checkpoint.image, checkpoint.engine
+    if not image or not engine:
+        return
+    found = _has_image(engine, image)
+    if found is None:
+        yield Finding("image", Status.SKIP, f"whether {engine} has {image} cannot be told")
+    elif found:
+        yield Finding("image", Status.OK, f"{engine} has {image}")
+    elif image.startswith("localhost/"):
+        detail = f"{engine} does not have {image}, which was built on a node and can be pulled from nowhere"
+        yield Finding("image", Status.FAIL, detail, f"bring it here: podman save {quote(image)}, podman load")
+    else:
+        detail = f"{engine} does not have {image}: a restore pulls it first, and fails if it cannot"
+        pull = "crictl pull" if engine != "podman" else "podman pull"
+        yield Finding("image", Status.WARN, detail, f"{pull} {quote(image)}")
+
+
+def _has_image(engine: str, image: str) -> bool | None:
+    """Tell whether an engine has an image; None if it cannot be asked."""
+    if engine == "containerd":
+        listed = _run("ctr", "-n", "k8s.io", "images", "ls", "-q")
+        return image in listed.stdout.splitlines() if listed and listed.returncode == 0 else None
+    podman = _run("podman", "image", "exists", "--", image)  # CRI-O and podman share their storage
+    if podman and podman.returncode in (0, 1):
+        return podman.returncode == 0
+    crictl = _run("crictl", "inspecti", "-q", "--", image) if engine == "cri-o" else None
+    return crictl.returncode == 0 if crictl else None
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
+    program = find_program(command[0])
+    if program is None:
+        return None
+    try:
+        return subprocess.run(
+            [program.path, *command[1:]], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def _check_connections(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    """A restore must be told what is to become of connections; a dump with tcp-close has none."""
+    if not checkpoint.has_connections:
+        return
+    options = options_for(Path(checkpoint.runtime).name)
+    detail = "the checkpoint has established TCP connections"
+    if options.has("tcp-established", "tcp-close"):
+        kind = "tcp-close" if options.has("tcp-close") else "tcp-established"
+        yield Finding("tcp-established", Status.OK, f"{detail}; {options.file} has {kind}")
+    elif checkpoint.engine == "podman":
+        remedy = f"podman container restore --tcp-established, or {options.add('tcp-close')} to have them closed"
+        yield Finding("tcp-established", Status.WARN, f"{detail}: without an option its restore fails", remedy)
+    else:
+        remedy = f"{options.add('tcp-close')}, or tcp-established where the address stays"
+        yield Finding("tcp-established", Status.FAIL, f"{detail}, and no option says what becomes of them", remedy)
+
+
+def _check_gpus(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    gpu = checkpoint.gpu
+    if not gpu:
+        yield Finding("gpus", Status.OK, "none are needed")
+        return
+    try:
+        CudaDriver()
+        version, gpus = read_node(ENDLESS)
+        wanted = checkpoint.settings.policy.gpu_map
+        gpu_map = choose_gpu_map(gpu, gpus, given_minors=(), wanted=wanted)
+        check_gpus(gpu, gpus, version, gpu_map)
+    except OcihookError as error:
+        yield Finding("gpus", Status.FAIL, str(error.args[0]), error.hint)
+    else:
+        moved = ", ".join(f"{old} becomes {new}" for old, new in gpu_map) or "the same"
+        yield Finding("gpus", Status.OK, f"driver {version}; {len(gpu['devices'])} GPUs: {moved}")
+
+
+def _check_room(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    place = checkpoint.unpacked_at
+    free = shutil.disk_usage(place).free
+    need = checkpoint.archive_bytes + checkpoint.image_bytes
+    where = "where the engine unpacks it" if checkpoint.archive_bytes else "there for page images"
+    detail = f"{need >> 20} MiB are needed {where}; {place} has {free >> 20} MiB"
+    yield Finding("room", Status.OK if free > need else Status.WARN, detail, "" if free > need else "make room there")

@@ -1,0 +1,98 @@
+"""Runs the checks of a node or of a workload, and repairs what is safe to repair."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from ocihook.container.running import container_of, find_container
+from ocihook.criu.version import find_program
+from ocihook.errors import plain
+from ocihook.node.doctor import container, kernel_objects, machine, node, store
+from ocihook.node.doctor.finding import Finding, Repair, Status, without_commands
+from ocihook.node.doctor.workload import Workload, read_workload
+from ocihook.node.install import NODE, apply_install, default_libexec, listen, plan_install
+
+_NAMED = 3  # findings of one kind
+_PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
+
+
+def check_node() -> list[Finding]:
+    """Run every check of the node; those that call programs run at the same time."""
+    return _run_all((*machine.CHECKS, *node.CHECKS, *store.CHECKS))
+
+
+def check_container(name: str) -> list[Finding]:
+    """Run every check of the node and of a running container: what fails on the node fails for the container.
+
+    Raises:
+        IdentificationError: if there is none with this id or name.
+        UnsupportedError: if it may not be looked into.
+    """
+    found = find_container(name)
+    return [*check_node(), *_check_workload(read_workload(found.init_pid, found))]
+
+
+def check_process(pid: int) -> list[Finding]:
+    """Run every check of a process and its descendants, and of CRIU; if it is a container's init, of that container.
+
+    Raises:
+        UnsupportedError: if there is no such process, or it may not be looked into.
+    """
+    found = container_of(pid)
+    of_node = check_node() if found else _run_all(node.CRIU_CHECKS)
+    return [*of_node, *_check_workload(read_workload(pid, found))]
+
+
+def _check_workload(workload: Workload) -> list[Finding]:
+    """Run every check; of what many processes have, name a few."""
+    findings = _run_all(partial(check, workload) for check in (*container.CHECKS, *kernel_objects.CHECKS))
+    findings = list(map(without_commands, findings))
+    kinds: dict[tuple[str, Status], list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault((finding.check, finding.status), []).append(finding)
+    shown = []
+    for *first, last in (alike[:_NAMED] for alike in kinds.values()):
+        more = len(kinds[last.check, last.status]) - _NAMED
+        shown += [*first, last._replace(detail=f"{last.detail}; and {more} more like it") if more > 0 else last]
+    return shown
+
+
+def _run_all(checks: Iterable[Callable[[], Iterator[Finding]]]) -> list[Finding]:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(find_program, _PROGRAMS))
+        return [finding for findings in pool.map(run_check, checks) for finding in findings]
+
+
+def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """Return what a check finds; that something cannot be read is a finding, too."""
+    try:
+        return list(check())
+    except OSError as error:
+        function = check.func if isinstance(check, partial) else check
+        name = function.__name__.removeprefix("_check_").replace("_", " ")
+        return [Finding(name, Status.WARN, f"cannot be told: {plain(error)}", "run `sudo ocihook doctor`")]
+
+
+def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *, root: Path = NODE) -> list[str]:
+    """Do what is safe about findings; return what was done, a line each.
+
+    Args:
+        findings: of checks.
+        recover: recovers sessions, a line each.
+        root: of the node.
+
+    Raises:
+        OcihookError: if the installation cannot be changed.
+    """
+    wanted = {finding.repair for finding in findings}
+    done = []
+    if Repair.INSTALL in wanted:
+        changes = plan_install(root, default_libexec())
+        apply_install(changes, root)
+        done += [f"{'removed' if change.after is None else 'wrote'} {change.path}" for change in changes]
+    if Repair.LISTEN in wanted:
+        done.append(listen())
+    if Repair.RECOVER in wanted:
+        done += recover()
+    return done

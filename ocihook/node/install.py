@@ -1,0 +1,397 @@
+"""Has CRIU call ocihook on a node, and takes that back: a launcher, a block in CRIU's configuration, systemd units.
+
+The launcher comes first and goes last: whoever is interrupted leaves nothing that points into the void. It also
+records which directories were made, so that uninstalling can leave exactly what was there before. Where a package
+brought launcher and units along, those are the package's business, and only CRIU's configuration is changed.
+"""
+
+import contextlib
+import difflib
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ocihook.criu.conf import CRIU_CONF_DIR, Block, action_scripts, add_block, plugin_dir, read_block, remove_block
+from ocihook.criu.plugin import is_to_stay_out
+from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in
+from ocihook.errors import UnsupportedError
+from ocihook.linux.files import replace_file
+from ocihook.node import distribution as program
+from ocihook.node.drain import wait_until_unused
+
+NODE = Path("/")
+LIBEXEC = Path("/usr/local/libexec/ocihook")
+LAUNCHER_NAME = "criu-action"
+CONF_NAMES = ("runc.conf", "crun.conf", "default.conf")
+UNIT_DIR = Path("/etc/systemd/system")
+# What is enabled, with the target that wants it: the agent listens, prunes once a day, and looks after a boot for
+# what the one before left.
+SOCKET = "ocihook.socket"
+LISTEN = f"systemctl enable --now {SOCKET}"
+WANTED_BY = {
+    SOCKET: "sockets.target",
+    "ocihook-prune.timer": "timers.target",
+    "ocihook.service": "multi-user.target",
+}
+PACKAGE_LIBEXEC = program.PACKAGE_PREFIX / program.LIBEXEC_BELOW_PREFIX
+DRAIN_S = 900.0  # as long as systemd lets sessions finish, too
+
+_SIGN = "Installed by `ocihook install`"  # what bears it is ours to replace and to remove
+_MADE = "# Directory made for it: "
+_MAX_LINKS = 40  # the kernel's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One file that is to have other content, or to go (`after` None)."""
+
+    path: Path
+    before: bytes | None
+    after: bytes | None
+    mode: int | None = None  # None: mode and owner stay as they are; else the file is to be root's
+
+    def diff(self) -> str:
+        """Return the change as a unified diff."""
+        if self.before == self.after:
+            return f"{self.path}: owner root, mode {self.mode or 0:04o}"
+        old, new = ((data or b"").decode("utf-8", "replace").splitlines() for data in (self.before, self.after))
+        old_name, new_name = ("/dev/null" if data is None else str(self.path) for data in (self.before, self.after))
+        return "\n".join(difflib.unified_diff(old, new, old_name, new_name, lineterm=""))
+
+    def is_needed(self) -> bool:
+        """Tell whether the file is not yet as it is to be."""
+        if self.before != self.after or self.before is None or self.mode is None:
+            return self.before != self.after
+        status = self.path.stat()
+        return stat.S_IMODE(status.st_mode) != self.mode or status.st_uid not in (0, os.geteuid())
+
+
+def default_libexec() -> Path:
+    """Return where the launcher is, or goes."""
+    return PACKAGE_LIBEXEC if program.is_packaged() else LIBEXEC
+
+
+def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
+    """Return what is to be changed below `root`, in the order in which it must be.
+
+    Raises:
+        ConfigError: if a block of ours in CRIU's configuration is damaged.
+        UnsupportedError: if a path cannot be named where it must be, or a file of others is in the way.
+    """
+    launcher = libexec / LAUNCHER_NAME
+    for path in (launcher, *map(Path, program.interpreters()), program.SITE, Path(program.command()[0])):
+        _check_nameable(path)
+    wanted = conf_names(root)
+    confs = {name: _below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
+    plugins = _plugin_dir(root, libexec)
+    blocks = [
+        _with_block(path, launcher, plugins) if name in wanted else _without_block(path) for name, path in confs.items()
+    ]
+    place = _below(root, launcher)
+    launchers = _launchers(root, libexec)
+    older = [Change(path, _read(path), None) for path in launchers if path != place]
+    if libexec == PACKAGE_LIBEXEC and program.is_packaged():
+        if not place.exists():
+            raise UnsupportedError(f"{place} is missing; nothing was changed", hint="install the package in that tree")
+        changes = [*blocks, *older, *(Change(path, _read(path), None) for path in _signed_units(root))]
+        return [change for change in changes if change.is_needed()]
+    units = [_written(_below(root, UNIT_DIR / unit.name), unit.read_text(), 0o644) for unit in _units(root)]
+    if (content := _read(place)) is not None and not _is_signed(content):
+        raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="choose another --libexec")
+    files = [place, *(c.path for c in (*units, *blocks) if c.after is not None)]
+    links = _links(root) if units and root != NODE else []
+    directories = sorted({*_made_directories(launchers), *_missing_directories(root, (*files, *links))})
+    record = "".join(f"{_MADE}{directory}\n" for directory in directories)
+    template = (program.PACKAGE_DIR / "hook" / LAUNCHER_NAME).read_text()
+    changes = [_written(place, template + record, 0o755), *units, *blocks, *older]
+    return [change for change in changes if change.is_needed()]
+
+
+def conf_names(root: Path) -> list[str]:
+    """Return the configuration files that the runtimes below `root` make CRIU read.
+
+    crun reads crun.conf if there is one, else runc.conf: making crun.conf would hide the rest of runc.conf from it.
+    """
+    find = find_program if root == NODE else partial(find_program_in, root)
+    own = "crun.conf" if _below(root, CRIU_CONF_DIR / "crun.conf").exists() else "runc.conf"
+    runc, crun = find("runc"), find("crun")
+    if root != NODE and not runc and not crun:  # it may get any later: serve every one
+        return list(dict.fromkeys(["runc.conf", own, "default.conf"]))
+    names = ["runc.conf"] if runc or crun is None else []
+    if crun:
+        names.append(own if crun_reads_its_conf(crun, root) else "default.conf")
+    return list(dict.fromkeys(names))
+
+
+def other_action_scripts(root: Path) -> list[tuple[Path, str]]:
+    """Return the action scripts of others in CRIU's configuration, with the file that names each: they run, too."""
+    found = []
+    for name in CONF_NAMES:
+        path = _below(root, CRIU_CONF_DIR / name)
+        content = _read(path) or b""
+        found += [(path, script) for script in action_scripts(remove_block(content, where=str(path)))]
+    return found
+
+
+def plan_uninstall(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
+    """Return what takes an installation back, in the order in which it must be.
+
+    Raises:
+        ConfigError: if a block of ours in CRIU's configuration is damaged.
+    """
+    changes = [_without_block(_below(root, CRIU_CONF_DIR / name)) for name in CONF_NAMES]
+    changes += [Change(path, _read(path), None) for path in (*_signed_units(root), *_launchers(root, libexec))]
+    return [change for change in changes if change.is_needed()]
+
+
+def apply_install(changes: list[Change], root: Path) -> None:
+    """Make the changes of `plan_install`, and have systemd listen for the hook.
+
+    Raises:
+        UnsupportedError: if something cannot be written; what was done before can stay, installing again goes on.
+    """
+    for change in changes:
+        _apply(change)
+    units = _units(root)
+    hint = "checkpoints work without it: the hook then starts the agent itself"
+    if program.is_packaged():  # which enables its own; only such of an installation before it may have gone
+        if root == NODE and units and any(change.path.parent == UNIT_DIR for change in changes):
+            _systemctl("daemon-reload", hint=hint)
+            _systemctl("reenable", *WANTED_BY, hint=hint)
+            _systemctl("restart", "ocihook.socket", hint=hint)
+    elif units and root == NODE:
+        _systemctl("daemon-reload", hint=hint)
+        _systemctl("enable", *WANTED_BY, hint=hint)
+        _systemctl("start", "ocihook.socket", "ocihook-prune.timer", hint=hint)
+    elif units:
+        for link in _links(root):
+            with _explained(link), contextlib.suppress(FileExistsError):
+                _make_directories(link.parent)
+                link.symlink_to(UNIT_DIR / link.name)
+
+
+def listen() -> str:
+    """Have systemd listen for the hook, whoever has put its units there; return what was done.
+
+    Raises:
+        UnsupportedError: if systemd refuses.
+    """
+    _systemctl("enable", "--now", SOCKET, hint="checkpoints work without it: the hook then starts the agent itself")
+    return f"enabled and started {SOCKET}"
+
+
+def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, *, timeout_s: float = DRAIN_S) -> None:
+    """Make the changes of `plan_uninstall`; between configuration and launcher wait for who may still call it.
+
+    Raises:
+        UnsupportedError: if something cannot be removed; uninstalling again goes on.
+        AgentError: if dumps and restores that run do not end in time; uninstalling again goes on.
+    """
+    directories = _made_directories(_launchers(root, libexec))
+    confs = {_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
+    for change in changes:
+        if change.path in confs:
+            _apply(change)
+    if root == NODE:
+        wait_until_unused(timeout_s=timeout_s)
+    hint = "CRIU no longer calls ocihook; uninstall again to remove the rest"
+    has_units = root == NODE and bool(_units(root)) and bool(_signed_units(root))
+    if has_units:
+        _systemctl("disable", "--now", *WANTED_BY, hint=hint)
+    if not program.is_packaged():
+        for link in _links(root):
+            _remove(link)
+    for change in changes:
+        if change.path not in confs:
+            _apply(change)
+    units = [UNIT_DIR / unit.name for unit in unit_templates()]
+    for path in (*confs, *(_below(root, path) for path in (*units, libexec / LAUNCHER_NAME))):
+        _remove(path.with_name(f"{path.name}.partial"))  # of an install that was killed in the middle of a file
+    if has_units:
+        _systemctl("daemon-reload", hint=hint)
+    for directory in reversed(directories):
+        with contextlib.suppress(OSError):  # not empty: not only ours
+            _below(root, directory).rmdir()
+
+
+def _apply(change: Change) -> None:
+    with _explained(change.path):
+        if change.after is None:
+            change.path.unlink(missing_ok=True)
+            return
+        _make_directories(change.path.parent)
+        old = change.path.stat() if change.mode is None and change.path.exists() else None
+        replace_file(change.path, change.after, mode=stat.S_IMODE(old.st_mode) if old else change.mode or 0o644)
+        new = change.path.stat()
+        if old and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            os.chown(change.path, old.st_uid, old.st_gid)
+
+
+def _remove(path: Path) -> None:
+    if os.path.lexists(path):  # a read-only file system refuses even where there is nothing to remove
+        with _explained(path):
+            path.unlink()
+
+
+def _plugin_dir(root: Path, libexec: Path) -> str:
+    """Return where CRIU is to look for plugins: in the launcher's directory, which has none; "": where it does anyway.
+
+    If an administrator has named a directory it stays.
+    """
+    paths = [_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES]
+    named = plugin_dir(*(remove_block(_read(path) or b"", where=str(path)) for path in paths))
+    return str(libexec) if not named and is_to_stay_out(partial(_below, root)) else ""
+
+
+def _with_block(path: Path, launcher: Path, plugins: str) -> Change:
+    before = _read(path)
+    old = read_block(before or b"", where=str(path))
+    block = Block(str(launcher), old.made_file if old else before is None, plugins)
+    return Change(path, before, add_block(before or b"", block, where=str(path)))
+
+
+def _without_block(path: Path) -> Change:
+    before = _read(path)
+    block = read_block(before or b"", where=str(path))
+    after = remove_block(before or b"", where=str(path))
+    is_to_go = before is None or (block and block.made_file and not after)
+    return Change(path, before, None if is_to_go else after)
+
+
+def _written(path: Path, template: str, mode: int) -> Change:
+    return Change(path, _read(path), render(template, _SIGN, program.SITE).encode(), mode)
+
+
+def render(template: str, origin: str, site: Path) -> str:
+    """Fill in the template of a launcher or unit: who put it there, what runs it, and from which directory."""
+    values = {
+        "@ORIGIN@": origin,
+        "@PYTHONS@": " ".join(f"'{path}'" for path in program.interpreters()),
+        "@COMMAND@": " ".join(program.command()),
+        "@SITE@": str(site),
+    }
+    for name, value in values.items():
+        template = template.replace(name, value)
+    return template
+
+
+def _launchers(root: Path, libexec: Path) -> list[Path]:
+    """Return the launchers of ours that are there: in `libexec`, and wherever a block of ours names one."""
+    named = [str(libexec / LAUNCHER_NAME)]
+    for name in CONF_NAMES:
+        path = _below(root, CRIU_CONF_DIR / name)
+        block = read_block(_read(path) or b"", where=str(path))
+        named += [block.action_script] if block and block.action_script.startswith("/") else []
+    places = dict.fromkeys(_below(root, Path(launcher)) for launcher in named)
+    return [place for place in places if _is_signed(_read(place))]
+
+
+def _made_directories(launchers: Iterable[Path]) -> list[Path]:
+    """Return the directories that launchers record, the upper ones first, as paths below their root."""
+    lines = [line for launcher in launchers for line in (_read(launcher) or b"").decode().splitlines()]
+    return [Path(line.removeprefix(_MADE)) for line in lines if line.startswith(_MADE)]
+
+
+def _missing_directories(root: Path, files: Iterable[Path]) -> set[Path]:
+    return {NODE / parent.relative_to(root) for file in files for parent in file.parents if not parent.exists()}
+
+
+def _make_directories(directory: Path) -> None:
+    """Make a directory that root's programs are run from: as open as usual and no more, whatever the umask is."""
+    for parent in reversed([directory, *directory.parents]):
+        if not parent.exists():
+            parent.mkdir(0o755)
+            parent.chmod(0o755)
+
+
+def _is_signed(content: bytes | None) -> bool:
+    return _SIGN.encode() in (content or b"")
+
+
+def _signed_units(root: Path) -> list[Path]:
+    """Return the units that `ocihook install` has written; an administrator's and a package's are none of these."""
+    places = [_below(root, UNIT_DIR / unit.name) for unit in unit_templates()]
+    return [place for place in places if _is_signed(_read(place))]
+
+
+def unit_templates() -> list[Path]:
+    """Return the templates of all systemd units."""
+    return sorted((program.PACKAGE_DIR / "ops" / "systemd").iterdir())
+
+
+def _units(root: Path) -> list[Path]:
+    """Return the templates of systemd's units, none where there is no systemd."""
+    if root == NODE:
+        has_systemd = Path("/run/systemd/system").is_dir() and shutil.which("systemctl") is not None
+    else:
+        has_systemd = _below(root, Path("/usr/lib/systemd/system")).is_dir()
+    return unit_templates() if has_systemd else []
+
+
+def _links(root: Path) -> list[Path]:
+    return [_below(root, UNIT_DIR / f"{target}.wants") / unit for unit, target in WANTED_BY.items()]
+
+
+def _check_nameable(path: Path) -> None:
+    """Refuse what CRIU's configuration, a shell and systemd would not read alike: blanks, quotes, %, $, #."""
+    if not re.fullmatch(r"/[\w./+@:,=~-]*", str(path)):
+        raise UnsupportedError(
+            f"{path} cannot be named in CRIU's configuration, in a shell script and in a systemd unit",
+            hint="it must be an absolute path of letters, digits and _./+@:,=~-",
+        )
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _below(root: Path, path: Path) -> Path:
+    """Return where `path` is for who has `root` as its root directory: no link leads out of a tree.
+
+    Raises:
+        UnsupportedError: if links lead round in a circle.
+    """
+    place, rest, links = root, [*reversed(path.parts[1:])], 0
+    while rest:
+        part = rest.pop()
+        step = place / part
+        if part == "..":
+            place = place if place == root else place.parent
+        elif not step.is_symlink():
+            place = step
+        else:
+            links += 1
+            if links > _MAX_LINKS:
+                raise UnsupportedError(f"{step} leads round in a circle; nothing was changed", hint="mend the link")
+            target = step.readlink()
+            place = root if target.is_absolute() else place
+            rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return place
+
+
+def _systemctl(*arguments: str, hint: str) -> None:
+    try:
+        subprocess.run(["systemctl", *arguments], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", "") or str(error)
+        raise UnsupportedError(f"`systemctl {' '.join(arguments)}` failed: {detail.strip()}", hint=hint) from error
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(
+            f"{path} cannot be changed: {error.strerror}",
+            hint="run it as root, on a file system that can be written; what was done so far can stay",
+        ) from error

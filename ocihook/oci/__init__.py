@@ -1,1 +1,0 @@
-"""OCI: runtimes and their bundles, images as files, registries."""

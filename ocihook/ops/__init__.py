@@ -1,1 +1,0 @@
-"""Use cases: what ocihook does, put together from adapters; no printing, no sockets."""

@@ -1,0 +1,176 @@
+"""Turns pages into packs, in parallel."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.errors import StoreError
+from ocihook.linux.memory import CopyBuffer
+from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.workers import run_forked
+from ocihook.packs.pack import CHUNK_PAGES, LZ4, PAGE_BYTES, RAW, ZERO, PackInfo, PackWriter, compress
+from ocihook.packs.packed_manifest import PackedImage, Segment
+from ocihook.packs.pages import (
+    BATCH_BYTES,
+    CHUNK_BYTES,
+    ZERO_CHUNK,
+    ImageFile,
+    Progress,
+    ReadablePages,
+    Source,
+    byte_runs,
+    no_progress,
+)
+
+SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
+# Peak of one worker over all kinds of data, `make bench` ("memory of one worker"): 30 MiB, of which 19 to 22 are what
+# it shares with its parent. The rest is room for tables, 32 bytes for each chunk.
+WORKER_BYTES = 32 << 20
+AGENT_BYTES = 48 << 20  # the agent and one session without workers: 20 MiB, and the packs' tables when reading
+_ZERO_PAGE = bytes(PAGE_BYTES)
+
+
+class _SegmentPacked(NamedTuple):
+    task: int
+    segment: Segment
+
+
+def workers_within(memory_bound_bytes: int, cores: int, worker_bytes: int = WORKER_BYTES) -> int:
+    """Return how many workers, at most one a core and at least one, stay within a bound on memory."""
+    return max(1, min(cores, (memory_bound_bytes - AGENT_BYTES) // worker_bytes))
+
+
+def pack_images(
+    directory: Path,
+    names: Sequence[str],
+    *,
+    prefix: str,
+    workers: int,
+    durable: bool,
+    patience: Patience = ENDLESS,
+    progress: Progress = no_progress,
+) -> tuple[list[PackedImage], list[PackInfo]]:
+    """Pack `names`, files of whole pages in `directory`, as `pack` does with sources.
+
+    Raises:
+        StoreError: also if an image is not made of whole pages, or becomes shorter or longer meanwhile.
+        OSError: from the file system, a full one included; also if an image is not a regular file.
+    """
+    sizes = [_size(directory / name) for name in names]
+    for name, size in zip(names, sizes, strict=True):
+        if size % PAGE_BYTES:
+            raise StoreError(f"{name} has {size} bytes, not a whole number of pages")
+    sources = [Source(partial(ImageFile, directory / name), 0, size) for name, size in zip(names, sizes, strict=True)]
+    rows, packs = pack(
+        sources, directory, prefix=prefix, workers=workers, durable=durable, patience=patience, progress=progress
+    )
+    for name, size in zip(names, sizes, strict=True):
+        if _size(directory / name) != size:
+            raise StoreError(f"{name} was changed while it was packed")
+    return [PackedImage(*image) for image in zip(names, sizes, rows, strict=True)], packs
+
+
+def pack(
+    sources: Sequence[Source],
+    directory: Path,
+    *,
+    prefix: str,
+    workers: int,
+    durable: bool,
+    patience: Patience = ENDLESS,
+    progress: Progress = no_progress,
+) -> tuple[list[tuple[Segment, ...]], list[PackInfo]]:
+    """Pack sources into new packs `<prefix>N.pack` in `directory`; return where each of them is, and the packs.
+
+    The sources, of whole pages each, are left as they are. On any error the new packs are left too, for the caller to
+    remove.
+
+    Raises:
+        StoreError: if a source ends early.
+        OSError: from the file system, a full one included; also if a source cannot be opened.
+    """
+    tasks = [
+        (number, start, min(SEGMENT_BYTES, source.size_bytes - start))
+        for number, source in enumerate(sources)
+        for start in range(0, source.size_bytes, SEGMENT_BYTES)
+    ]
+
+    def worker(worker_number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
+        # The pack is made with the first segment, so that no worker leaves an empty one.
+        with contextlib.ExitStack() as stack:
+            writer = None
+            buffer = CopyBuffer(BATCH_BYTES)
+            for task in task_numbers:
+                if writer is None:
+                    writer = stack.enter_context(PackWriter(directory / f"{prefix}{worker_number}.pack"))
+                number, start, size = tasks[task]
+                first = writer.chunks
+                with contextlib.closing(sources[number].open()) as pages:
+                    _pack_range(pages, sources[number].start + start, size, writer, buffer)
+                yield _SegmentPacked(task, Segment(writer.path.name, first, writer.chunks - first))
+            if writer is not None:
+                yield writer.close(durable=durable)
+
+    segments: dict[int, Segment] = {}
+    packs: list[PackInfo] = []
+    for result in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
+        if isinstance(result, PackInfo):
+            packs.append(result)
+        else:
+            segments[result.task] = result.segment
+            progress(tasks[result.task][2])
+    rows: list[list[Segment]] = [[] for _ in sources]
+    for task, (number, _, _) in enumerate(tasks):
+        rows[number].append(segments[task])
+    return [tuple(row) for row in rows], sorted(packs)
+
+
+def _size(path: Path) -> int:
+    with contextlib.closing(ImageFile(path)) as image:
+        return image.size_bytes
+
+
+def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter, buffer: CopyBuffer) -> None:
+    zero_pages = 0
+    was_raw = False
+    starts_with, view = buffer.data.startswith, buffer.view
+    for batch_start in range(start, start + size, BATCH_BYTES):
+        length = min(BATCH_BYTES, start + size - batch_start)
+        if source.read_into(view[:length], batch_start) != length:
+            raise StoreError(f"an image ended before byte {batch_start + length} while it was packed")
+        for chunk_start in range(0, length, CHUNK_BYTES):
+            chunk_end = min(chunk_start + CHUNK_BYTES, length)
+            pages = (chunk_end - chunk_start) // PAGE_BYTES
+            first = buffer.start + chunk_start
+            if pages == CHUNK_PAGES and starts_with(ZERO_CHUNK, first):
+                zero_pages += pages
+                continue
+            present = 0
+            for page in range(pages):
+                if not starts_with(_ZERO_PAGE, first + page * PAGE_BYTES):
+                    present |= 1 << page
+            if not present:
+                zero_pages += pages
+                continue
+            if zero_pages:
+                writer.append(ZERO, zero_pages, 0)
+                zero_pages = 0
+            content: bytes | memoryview = view[chunk_start:chunk_end]
+            if present != (1 << pages) - 1:
+                content = b"".join(content[a:b] for a, b in byte_runs(present))
+            compressed = None if was_raw and not compress(_sample(content)) else compress(content)
+            was_raw = compressed is None
+            if compressed is None:
+                writer.append(RAW, pages, present, content)
+            else:
+                writer.append(LZ4, pages, present, compressed)
+        writer.flush()
+    if zero_pages:
+        writer.append(ZERO, zero_pages, 0)
+
+
+def _sample(content: bytes | memoryview) -> bytes:
+    """Return every 16th page: where the chunk before did not compress, as weights do not, this chunk seldom does."""
+    return b"".join(content[at : at + PAGE_BYTES] for at in range(0, len(content), 16 * PAGE_BYTES))

@@ -1,0 +1,190 @@
+"""Where pages come from and go to: page images and processes' memory, read and written in few large calls."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ocihook.linux.files import open_regular
+from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, Chunk
+
+CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
+BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; stays in the L2 cache, also with a neighbour
+FILE_BATCH_BYTES = 2 << 20  # what it writes to a file: a huge page, which the kernel need not clear then
+ZERO_CHUNK = bytes(CHUNK_BYTES)
+_ZEROS = memoryview(ZERO_CHUNK)
+Progress = Callable[[int], None]  # told how many more bytes of image are done
+
+
+def no_progress(_image_bytes: int) -> None:
+    """Ignore progress."""
+
+
+class ReadablePages(Protocol):
+    """Where pages are read from: a page image, a process's memory, or packs."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view`; return how many bytes there were."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class WritablePages(Protocol):
+    """Where pages are written to: a page image, or a process's memory."""
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        """Write buffers one after the other; return how many bytes went."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class ImageFile:
+    """A page image that is there."""
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        """Open it.
+
+        Raises:
+            OSError: if it cannot be opened; to read it, also if it is not a regular file.
+        """
+        self._fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC) if writable else open_regular(path)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view`; return how many bytes there were."""
+        return os.preadv(self._fd, [view], offset)
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        """Write buffers one after the other; return how many bytes went."""
+        return os.pwritev(self._fd, buffers, offset)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return os.fstat(self._fd).st_size
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+
+class Nowhere:
+    """Takes pages that are to be verified and no more."""
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:  # noqa: ARG002 - of the protocol
+        """Return how many bytes went."""
+        return sum(map(len, buffers))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_image(path: Path, size_bytes: int) -> None:
+    """Make a new image, all zero, to be written.
+
+    Raises:
+        OSError: also if there is anything at its place.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Pages to be packed."""
+
+    open: Callable[[], ReadablePages]
+    start: int  # offset in them
+    size_bytes: int
+
+
+def byte_runs(present: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) in bytes of each run of set bits, one bit a page."""
+    page = 0
+    while present:
+        skip = (present & -present).bit_length() - 1
+        page += skip
+        present >>= skip
+        run = (~present & (present + 1)).bit_length() - 1
+        yield page * PAGE_BYTES, (page + run) * PAGE_BYTES
+        page += run
+        present >>= run
+
+
+class PageWriter:
+    """Gathers pages and writes them in few large calls; zero chunks become holes.
+
+    The calls end at multiples of their size: with FILE_BATCH_BYTES each huge page of a file is written whole.
+    """
+
+    def __init__(self, pages: WritablePages, position: int, batch_bytes: int) -> None:
+        self._pages = pages
+        self._position = position
+        self._batch_bytes = batch_bytes
+        self._pending: list[bytes | memoryview] = []
+        self._room = batch_bytes - position % batch_bytes  # bytes up to the end of this call
+
+    def skip(self, pages: int) -> None:
+        """Leave the next `pages` as they are in a new file: zero."""
+        self.flush()
+        self._position += pages * PAGE_BYTES
+        self._room = self._batch_bytes - self._position % self._batch_bytes
+
+    def put(self, content: bytes | memoryview) -> None:
+        """Add whole pages. The buffer must stay unchanged until the next `flush`."""
+        size = len(content)
+        if size < self._room:  # of whole pages, so that no call has more than 512 buffers; the kernel takes 1024
+            self._pending.append(content)
+            self._room -= size
+            return
+        room = self._room
+        self._pending.append(content[:room])
+        self._room = 0
+        self.flush()
+        if size > room:
+            self.put(content[room:])
+
+    def put_chunk(self, chunk: Chunk, content: bytes | memoryview) -> None:
+        """Add a chunk that has content. The buffer must stay unchanged until the next `flush`."""
+        if chunk.present == (1 << chunk.pages) - 1:
+            self.put(content)
+            return
+        at = taken = 0
+        for start, end in byte_runs(chunk.present):
+            if start > at:
+                self.put(_ZEROS[: start - at])
+            self.put(content[taken : taken + end - start])
+            taken += end - start
+            at = end
+        if at < chunk.pages * PAGE_BYTES:
+            self.put(_ZEROS[: chunk.pages * PAGE_BYTES - at])
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        write_pages(self._pages, self._pending, self._position)
+        self._position += self._batch_bytes - self._position % self._batch_bytes - self._room
+        self._pending.clear()
+        self._room = self._batch_bytes - self._position % self._batch_bytes
+
+
+def write_pages(pages: WritablePages, buffers: Sequence[bytes | memoryview], position: int) -> None:
+    """Write buffers, up to IOV_MAX of them, one after the other from a position on.
+
+    Raises:
+        OSError: also if the memory of a process ends early.
+    """
+    left = sum(map(len, buffers))
+    while left:
+        written = pages.write(buffers, position)
+        if not written:  # memory that its process has unmapped, or left
+            raise OSError(errno.EIO, "Memory ended early")
+        position += written
+        left -= written
+        # What is left after a signal, or on a nearly full disk.
+        buffers = [memoryview(b"".join(buffers))[written:]] if left else []

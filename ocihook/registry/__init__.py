@@ -1,0 +1,1 @@
+"""OCI registries: their protocol, credentials, and what an image consists of."""

@@ -1,0 +1,71 @@
+"""CRIU's own measures of a dump or restore, which it leaves in its work directory when all is done."""
+
+import contextlib
+import logging
+import os
+import stat
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ocihook.criu.images import parse_dump_stats, parse_restore_stats
+from ocihook.errors import ImageError
+from ocihook.session.effect import Facts
+from ocihook.session.history import act_of
+from ocihook.session.journal import Journal
+
+_MAX_BYTES = 1 << 16  # some dozens, really
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriuFacts(Facts):
+    """What CRIU measured itself."""
+
+    criu_ended: float | None = None  # seconds since 1970
+    criu_statistics: dict[str, int] | None = None  # microseconds of its parts
+    criu_pages: int | None = None  # written or restored
+
+
+def open_work_directory(criu_pid: int) -> int | None:
+    """Return a descriptor of CRIU's work directory, None if CRIU is gone.
+
+    An engine may remove the directory as soon as CRIU has ended, so it is opened before.
+    """
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/{criu_pid}/cwd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return None
+
+
+def note_statistics(journal: Journal, work_directory: int | None) -> None:
+    """Record when CRIU ended and, if it came to its end, its statistics; then close the directory."""
+    facts, ended = CriuFacts(), time.time()
+    if work_directory is not None:
+        try:
+            facts = _read(journal.to_json(), work_directory)
+        except FileNotFoundError:  # of a dump or restore that failed
+            pass
+        except (OSError, ImageError) as error:
+            log.warning("session %s: CRIU's statistics: %s", journal.session_id, error)
+        finally:
+            os.close(work_directory)
+    journal.note(replace(facts, criu_ended=ended))
+
+
+def _read(session: dict[str, Any], work_directory: int) -> CriuFacts:
+    act = act_of(session)
+    fd = os.open(f"stats-{act}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=work_directory)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_mtime < session["began"] - 1:  # file systems round
+            raise FileNotFoundError  # of an earlier one in the same directory
+        data = file.read(_MAX_BYTES)
+    if act == "dump":
+        dump = parse_dump_stats(data)
+        times = {"freezing": dump.freezing_us, "frozen": dump.frozen_us}
+        times |= {"memdump": dump.memdump_us, "memwrite": dump.memwrite_us}
+        return CriuFacts(criu_statistics=times, criu_pages=dump.pages_written)
+    restore = parse_restore_stats(data)
+    times = {"forking": restore.forking_us, "restore": restore.restore_us}
+    return CriuFacts(criu_statistics=times, criu_pages=restore.pages_restored)

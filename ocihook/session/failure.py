@@ -1,0 +1,126 @@
+"""What becomes of a failed dump or restore: its cause is told, in the journal and to the engine; CRIU's log is kept.
+
+Engines remove CRIU's log, which runc and crun have it write where images go. So it is opened at the first stage, with
+the runtime's standard error, which engines show: of a dump podman and CRI-O all of it, containerd the first line; of a
+restore podman and CRI-O what conmon reads once, when the runtime ends, containerd nothing. What a stage refuses is
+there by then. What CRIU fails on is if it had locked a network, since it calls us when it unlocks that; else if it
+comes in time. An engine may wait for the last copy of it, so it is let go as soon as CRIU or the runtime ends.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ocihook.criu.explain import Explanation, explain
+from ocihook.errors import CriuError
+from ocihook.linux.descriptors import copy_descriptor, write_at_once
+from ocihook.linux.files import replace_file
+from ocihook.linux.procfs import Process
+from ocihook.session.effect import Facts
+from ocihook.session.history import act_of
+from ocihook.session.journal import Journal
+
+LOGS_KEPT = 16
+_HEAD_BYTES, _TAIL_BYTES = 64 << 10, 192 << 10
+_STDERR = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureFacts(Facts):
+    """Why CRIU failed."""
+
+    failure: dict[str, str] | None = None  # name, what, remedy; where its log is kept
+
+
+class Attempt:
+    """One dump or restore that CRIU is at, as long as it lasts."""
+
+    def __init__(self, criu: Process, runtime: Process | None) -> None:
+        self._log = _open_log(criu.pid)
+        found = runtime.open() if runtime else None  # none: somebody's own `criu dump`
+        self.runtime = -1 if found is None else found  # pidfd
+        self._stderr = -1
+        if self.runtime >= 0:
+            with contextlib.suppress(OSError):
+                self._stderr = copy_descriptor(self.runtime, _STDERR)
+
+    def tell(self, message: str) -> None:
+        """Show a line where the engine shows the runtime's errors; only the first, and only if that takes no time."""
+        if self._stderr < 0:
+            return
+        with contextlib.suppress(OSError):
+            write_at_once(self._stderr, f"ocihook: {message}\n".encode())
+        os.close(self._stderr)
+        self._stderr = -1
+
+    def explain(self) -> tuple[Explanation | None, str]:
+        """Return why CRIU has failed, and its log."""
+        text = _read(self._log) if self._log >= 0 else ""
+        return explain(text), text
+
+    def let_go(self) -> None:
+        """Let the engine's standard error go; it may be waiting for the end of it."""
+        for fd in (self.runtime, self._stderr):
+            if fd >= 0:
+                os.close(fd)
+        self.runtime = self._stderr = -1
+
+    def close(self) -> None:
+        """Let everything go."""
+        self.let_go()
+        if self._log >= 0:
+            os.close(self._log)
+        self._log = -1
+
+
+def _open_log(criu_pid: int) -> int:
+    """Return the log that CRIU has open, -1 if it writes none."""
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{criu_pid}/fd"):
+            path = f"/proc/{criu_pid}/fd/{fd}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path).endswith(".log"):
+                    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return -1
+
+
+def _read(fd: int) -> str:
+    """Return a log, of a long one its beginning and its end."""
+    size = os.fstat(fd).st_size
+    if size <= _HEAD_BYTES + _TAIL_BYTES:
+        return os.pread(fd, size, 0).decode(errors="replace")
+    head, tail = os.pread(fd, _HEAD_BYTES, 0), os.pread(fd, _TAIL_BYTES, size - _TAIL_BYTES)
+    left_out = size - len(head) - len(tail)
+    return f"{head.decode(errors='replace')}\n... {left_out} bytes are left out ...\n{tail.decode(errors='replace')}"
+
+
+def message_of(journal: Journal, explanation: Explanation) -> str:
+    """Return one line about a failure, for people."""
+    about = f" of container {journal.container}" if journal.container else ""
+    return f"the {act_of(journal.to_json())}{about} failed: {explanation}"
+
+
+def keep_log(directory: Path, session_id: str, text: str) -> str:
+    """Keep a log, and the last ones before it; return where, "" if it cannot be kept."""
+    path = directory / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{session_id}.log"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, text.encode(), mode=0o600, durable=False)
+        for old in sorted(directory.glob("*.log"))[:-LOGS_KEPT]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("session %s: CRIU's log cannot be kept: %s", session_id, error)
+        return ""
+    return str(path)
+
+
+def record_failure(journal: Journal, explanation: Explanation, kept: str) -> None:
+    """Put a failure into the journal: its cause, and where CRIU's log is kept."""
+    if explanation.name != "ocihook":  # else our own error is there
+        journal.note_error(CriuError(explanation.what, cause=explanation.name, hint=explanation.remedy), "failed")
+    journal.note(FailureFacts(failure={**explanation._asdict(), "log": kept}))

@@ -1,0 +1,220 @@
+"""Who takes part in a dump or restore: the calls that each gets, and what is known of the dump or restore by then."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from ocihook.config import Policy, Settings
+from ocihook.errors import plain
+from ocihook.images.image_set import MovedRegions
+from ocihook.linux.cgroup import Freezer, find_freezer
+from ocihook.linux.hold import Hold
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.packs.cipher import KeySource
+from ocihook.session.effect import Facts
+from ocihook.session.journal import Journal
+from ocihook.store.store import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFacts(Facts):
+    """What CRIU was called for, and what is wanted."""
+
+    verb: str = ""
+    leave_running: bool = False
+    cgroup: str = ""  # name of the one that the runtime gave the container
+    policy: Policy = field(default_factory=Policy)
+    criu_config: str = ""  # that an annotation names
+    criu_asked: frozenset[str] = frozenset()  # names of the options that the runtime was called with
+    criu_version: str = ""
+    workers: int = 1
+    memory_room_bytes: int = 0  # that GPU memory may take on its way
+    store: tuple[str, ...] = ()  # directory and keys of the node's
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeFacts(Facts):
+    """What came of it."""
+
+    raw_bytes: int | None = None
+    stored_bytes: int | None = None
+    checkpoint: str | None = None  # in the store
+
+
+@dataclass
+class Act:
+    """A dump or restore at one of its stages."""
+
+    journal: Journal
+    patience: Patience
+    criu_pid: int
+    init_pid: int  # 0: there is none yet
+    image_dir: str  # as the agent's own mount namespace may see it
+    directory: Path  # the same, whatever mount namespace CRIU is in
+
+    def call(self) -> CallFacts:
+        """Return what it was called for."""
+        return self.journal.facts(CallFacts)
+
+    @property
+    def policy(self) -> Policy:
+        """What is wanted."""
+        return self.call().policy
+
+    def progress(self, _done_bytes: int) -> None:
+        """Let long work go on only while somebody waits for it.
+
+        Raises:
+            GivenUp: if nobody does.
+        """
+        self.patience.check()
+
+
+@dataclass
+class Dump(Act):
+    """A dump."""
+
+    hold: Hold = field(default_factory=Hold)  # of threads that must not run until all is back
+    needs_tasks: bool = False  # to run before CRIU begins
+    has_gpu: bool = False
+    staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
+    memory: Path | None = None  # where memory may be mounted for it
+    moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU
+    remark: str = ""  # what is to be told though all goes on
+
+    @property
+    def place(self) -> Path:
+        """Where memory goes that goes past CRIU."""
+        return self.staged_at or self.directory
+
+    @property
+    def place_name(self) -> Path:
+        """The same as others can find it later."""
+        return self.staged_at or Path(self.image_dir)
+
+    def degrade(self, error: Exception, consequence: str) -> str:
+        """Record that not all goes as it was wanted; return what is to be told."""
+        self.journal.note_error(error, "degraded")
+        log.warning("container %s: %s. %s", self.container, plain(error).rstrip("."), consequence)
+        return f"warning: container {self.container}: {plain(error).rstrip('.')}. {consequence}"
+
+    @property
+    def container(self) -> ContainerRef:
+        """What is dumped."""
+        assert self.journal.container is not None
+        return self.journal.container
+
+    @property
+    def store(self) -> Store:
+        """The node's store."""
+        root, *keys = self.call().store
+        return Store(Path(root), KeySource(*keys), self.patience)
+
+    @cached_property
+    def freezer(self) -> Freezer | None:
+        """Of the container, as its engine uses it."""
+        return find_freezer(self.init_pid, self.call().cgroup)
+
+
+class Checkpoint(Protocol):
+    """What a restore reads: an image set with packs, or a checkpoint in the store."""
+
+    @property
+    def gpu(self) -> Mapping[str, Any]:
+        """What the container had of GPUs; {} for nothing."""
+
+    @property
+    def region_processes(self) -> Collection[str]:
+        """The processes, as seen in the container, whose memory went past CRIU."""
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of that memory at least: without zero pages."""
+
+    @property
+    def write_regions(self) -> Callable[..., int]:
+        """What writes it into `processes`, by their names, with `workers`, `patience`, `progress` and `spans`."""
+
+
+@dataclass
+class Restore(Act):
+    """A restore."""
+
+    settings: Settings
+    checkpoint: Checkpoint | None = None  # None: images as CRIU alone writes them
+
+    @property
+    def init(self) -> Process | None:
+        """The container's first process."""
+        return Process.find(self.init_pid)
+
+
+class Participant:
+    """One who takes part. Whatever it does to the node is an effect in the journal, which brings all back later.
+
+    What comes to rest does so from the first participant to the last, what is taken and given from the last to the
+    first. Dump: `refuse`, `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards `after_images`,
+    and if the engine is kept waiting after that, `container_runs`.
+    Restore: `check`, `before_processes`; CRIU makes processes; `recall`, and backwards `processes_made`,
+    `processes_wait`, `about_to_run`, `running`.
+    """
+
+    # A dump. An error refuses it, or fails it in the last two: the effects are undone, the container runs on.
+
+    def refuse(self, dump: Dump) -> None:
+        """Refuse what is known to fail. Nothing is touched here, and the container may be frozen by its engine."""
+
+    def needs_tasks(self, dump: Dump) -> bool:
+        """Tell whether the container's tasks must run for what is to be prepared."""
+        del dump
+        return False
+
+    def prepare(self, dump: Dump) -> None:
+        """Let the container come to rest; its tasks run, if anybody needs them to. Refuse what only shows now."""
+
+    def hold(self, dump: Dump) -> None:
+        """Take from the container what CRIU cannot take, and hold it still: CRIU begins after this."""
+
+    def after_images(self, dump: Dump) -> str:
+        """Do something with what CRIU has written; tasks stand still. Return what is to be told of it."""
+        del dump
+        return ""
+
+    def container_runs(self, dump: Dump) -> str:
+        """Do what could wait until the container ran on: CRIU waits (detached.py). Return what is to be told of it."""
+        del dump
+        return ""
+
+    # A restore. An error refuses it in the first two; then CRIU ends what it has made; in the last two it is only told.
+
+    def check(self, restore: Restore) -> None:
+        """Refuse what cannot be restored here. Nothing is written here."""
+
+    def before_processes(self, restore: Restore) -> str:
+        """Make what CRIU is about to read. Return what is to be told of it."""
+        del restore
+        return ""
+
+    def recall(self, restore: Restore) -> None:
+        """Find again what was found in an earlier stage."""
+
+    def processes_made(self, restore: Restore) -> None:
+        """Take note of the first process."""
+
+    def processes_wait(self, restore: Restore) -> str:
+        """Fill memory: all is mapped, and nothing runs. Return what is to be told of it."""
+        del restore
+        return ""
+
+    def about_to_run(self, restore: Restore) -> None:
+        """See that nothing runs too early."""
+
+    def running(self, restore: Restore) -> None:
+        """Let the application go on."""
