@@ -322,7 +322,7 @@ def _signed_units(root: Path) -> list[Path]:
 
 def unit_templates() -> list[Path]:
     """Return the templates of all systemd units."""
-    return sorted((program.PACKAGE_DIR / "ops" / "systemd").iterdir())
+    return sorted((program.PACKAGE_DIR / "node" / "systemd").iterdir())
 
 
 def _units(root: Path) -> list[Path]:
