@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from ocihook import __version__
-from ocihook.node import distribution as program
+from ocihook.node import distribution
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent
@@ -145,7 +145,9 @@ def package_version() -> str:
 def distributions(tree: Path) -> list[tuple[str, str, str]]:
     """Return name, version and license of what the tree bundles."""
     found = []
-    for path in sorted((tree / "usr" / program.RELEASES_BELOW_PREFIX).glob("*/site-packages/*.dist-info/METADATA")):
+    for path in sorted(
+        (tree / "usr" / distribution.RELEASES_BELOW_PREFIX).glob("*/site-packages/*.dist-info/METADATA")
+    ):
         fields = dict(line.split(": ", 1) for line in path.read_text().split("\n\n")[0].splitlines() if ": " in line)
         license_name = fields.get("License-Expression") or fields.get("License") or "see its METADATA"
         found.append((fields["Name"].lower(), fields["Version"], license_name.splitlines()[0]))

@@ -27,7 +27,7 @@ from packaging.utils import parse_wheel_filename
 
 from ocihook import __version__
 from ocihook.cli.manual import configuration
-from ocihook.node import distribution as program
+from ocihook.node import distribution
 from ocihook.node.install import render, unit_templates
 
 HERE = Path(__file__).parent
@@ -94,7 +94,7 @@ def main() -> int:
     """Make the tree."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("dest", type=Path)
-    arguments.add_argument("--prefix", type=Path, default=program.PACKAGE_PREFIX)
+    arguments.add_argument("--prefix", type=Path, default=distribution.PACKAGE_PREFIX)
     arguments.add_argument("--wheels", type=Path, default=PROJECT / ".cache/wheels", help="where they are kept")
     options = arguments.parse_args()
     if options.dest.exists():
@@ -103,17 +103,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         site = Path(directory) / "site-packages"
         with ThreadPoolExecutor() as pool:
-            for wheels in pool.map(lambda version: fetch_wheels(version, options.wheels), program.PYTHONS):
+            for wheels in pool.map(lambda version: fetch_wheels(version, options.wheels), distribution.PYTHONS):
                 for wheel in wheels:
                     unpack(wheel, site)
         copy_project(site)
         tidy(site)
         release = f"{__version__}-{tree_hash(site)}"
-        place = top / program.RELEASES_BELOW_PREFIX / release / "site-packages"
+        place = top / distribution.RELEASES_BELOW_PREFIX / release / "site-packages"
         place.parent.mkdir(parents=True)
         shutil.copytree(site, place)
     add_programs(top, options.prefix, release)
-    if options.prefix == program.PACKAGE_PREFIX:
+    if options.prefix == distribution.PACKAGE_PREFIX:
         add_node_files(options.dest, top, options.prefix, release)
         add_documents(top)
     set_modes(options.dest)
@@ -186,18 +186,18 @@ def tidy(site: Path) -> None:
 
 def add_programs(top: Path, prefix: Path, release: str) -> None:
     """Put the command, and what packages and the image run, in place."""
-    site = prefix / program.RELEASES_BELOW_PREFIX / release / "site-packages"
-    libexec = top / program.LIBEXEC_BELOW_PREFIX
+    site = prefix / distribution.RELEASES_BELOW_PREFIX / release / "site-packages"
+    libexec = top / distribution.LIBEXEC_BELOW_PREFIX
     for source, place in ((HERE / "tree/ocihook", top / "bin/ocihook"), (HERE / "tree/compile", libexec / "compile")):
         write(place, fill(source.read_text(), site), 0o755)
-    if prefix == program.PACKAGE_PREFIX:
+    if prefix == distribution.PACKAGE_PREFIX:
         launcher = (PROJECT / "ocihook/hook/criu-action").read_text()
         write(libexec / "criu-action", fill(launcher, site), 0o755)
 
 
 def add_node_files(dest: Path, top: Path, prefix: Path, release: str) -> None:
     """Put in place what systemd reads, and the configuration, which says nothing but the defaults."""
-    site = prefix / program.RELEASES_BELOW_PREFIX / release / "site-packages"
+    site = prefix / distribution.RELEASES_BELOW_PREFIX / release / "site-packages"
     for unit in unit_templates():
         write(top / "lib/systemd/system" / unit.name, fill(unit.read_text(), site))
     write(top / "lib/systemd/system-preset/50-ocihook.preset", (HERE / "tree/ocihook.preset").read_text())
@@ -230,7 +230,7 @@ def add_documents(top: Path) -> None:
 
 def fill(template: str, site: Path) -> str:
     """Fill in a template as a part of the package."""
-    launchers = " ".join(f"'/usr/bin/python{version}'" for version in program.PYTHONS)
+    launchers = " ".join(f"'/usr/bin/python{version}'" for version in distribution.PYTHONS)
     text = template.replace("@PYTHONS@", launchers).replace("@COMMAND@", str(site.parents[3] / "bin/ocihook"))
     return render(text, "Of the package ocihook; an update replaces it", site)
 

@@ -14,7 +14,7 @@ from ocihook.checkpoints.pending import (
     read_progress,
 )
 from ocihook.errors import IntegrityError, OcihookError, StoreError, StoreFull, plain
-from ocihook.store import garbage as upkeep
+from ocihook.store import garbage
 from ocihook.store.domain import Domain
 from ocihook.store.pushes import Push
 from ocihook.store.store import Store
@@ -130,10 +130,10 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
         yield Listed(domain.name, checkpoint_id, state, container, created, size, 0, done, *failure[:4])
 
 
-def usage(store: Store) -> dict[str, upkeep.Usage]:
+def usage(store: Store) -> dict[str, garbage.Usage]:
     """Return what each domain takes.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.
     """
-    return {domain.name: upkeep.usage(domain) for domain in store.domains()}
+    return {domain.name: garbage.usage(domain) for domain in store.domains()}

@@ -1,8 +1,7 @@
 """The store is checked, repaired, and sealed with another key."""
 
 from ocihook.packs.pages import Progress, no_progress
-from ocihook.store import garbage as upkeep
-from ocihook.store import rewrite
+from ocihook.store import garbage, rewrite
 from ocihook.store import verify as check
 from ocihook.store.store import Store
 
@@ -42,5 +41,5 @@ def repair(store: Store) -> list[str]:
     done = []
     for domain in store.domains():
         with domain.upkeep(), domain.alone():
-            done += [f"domain {domain.name}: {line}" for line in upkeep.repair(domain)]
+            done += [f"domain {domain.name}: {line}" for line in garbage.repair(domain)]
     return done

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ocihook.archive import repack as ops
+from ocihook.archive import repack
 from ocihook.cli.render import F, count_of, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import load_settings
 from ocihook.container.engine_archive import COMPRESSIONS, ArchiveFacts
@@ -43,12 +43,17 @@ def archive() -> None:
 def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
     """List archives; a directory stands for the files in it (for instance /var/lib/kubelet/checkpoints)."""
     rows: list[dict[str, Any]] = []
-    for path, facts in ops.list_archives(list(paths)):
+    for path, facts in repack.list_archives(list(paths)):
         row: dict[str, Any] = {"path": str(path), "bytes": path.stat().st_size}
         if isinstance(facts, ArchiveFacts):
             container = facts.container
             row |= {"engine": container.engine, "container": str(container), "image": facts.image}
-            row |= {"created": facts.created, "packed": ops.is_packed(facts), "thin": ops.is_thin(facts), "error": None}
+            row |= {
+                "created": facts.created,
+                "packed": repack.is_packed(facts),
+                "thin": repack.is_thin(facts),
+                "error": None,
+            }
         else:
             row |= {
                 "engine": "",
@@ -79,7 +84,7 @@ def _packed(row: dict[str, Any]) -> str:
 @json_option
 def inspect(*, path: Path, as_json: bool) -> None:
     """Show whose checkpoint an archive is, its processes and their memory, and how it was dumped."""
-    value = ops.to_json(ops.inspect_archive(path))
+    value = repack.to_json(repack.inspect_archive(path))
     if as_json:
         print_json({"archive": str(path), **value})
         return
@@ -122,9 +127,9 @@ def inspect(*, path: Path, as_json: bool) -> None:
 @json_option
 def verify(*, path: Path, workers: int, as_json: bool) -> None:
     """Read an archive to its end and check every checksum and size in it. Exit status 4: it is damaged."""
-    with progress_bar("verifying", lambda: ops.memory_bytes(path)) as progress:
+    with progress_bar("verifying", lambda: repack.memory_bytes(path)) as progress:
         store = Store.of(load_settings())
-        manifest = ops.verify_archive(path, store=store, workers=_count(workers), progress=progress)
+        manifest = repack.verify_archive(path, store=store, workers=_count(workers), progress=progress)
     if as_json:
         print_json({"archive": str(path), "ok": True, "packed": manifest is not None})
     elif manifest is None:
@@ -154,7 +159,7 @@ def _conversion(command: F) -> F:
 def pack(*, source: Path, output: Path, as_json: bool, into_store: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
     """Write OUTPUT, a packed archive, from SOURCE, a plain or thin one."""
     store = Store.of(load_settings())
-    run = partial(ops.pack_archive, into_store=store if into_store else None, store=store)
+    run = partial(repack.pack_archive, into_store=store if into_store else None, store=store)
     _convert("packing", run, source, output, as_json=as_json, **options)
 
 
@@ -163,7 +168,7 @@ def pack(*, source: Path, output: Path, as_json: bool, into_store: bool, **optio
 def unpack(*, source: Path, output: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401 - passed on
     """Write OUTPUT, a plain archive that restores on a node without ocihook, from SOURCE, a packed or thin one."""
     store = Store.of(load_settings())
-    _convert("unpacking", partial(ops.unpack_archive, store=store), source, output, as_json=as_json, **options)
+    _convert("unpacking", partial(repack.unpack_archive, store=store), source, output, as_json=as_json, **options)
 
 
 def _convert(
@@ -178,7 +183,7 @@ def _convert(
     as_json: bool,
 ) -> None:
     before = source.stat().st_size
-    with progress_bar(label, lambda: ops.memory_bytes(source)) as progress:
+    with progress_bar(label, lambda: repack.memory_bytes(source)) as progress:
         run(source, output, compression=compression, force=force, workers=_count(workers), progress=progress)
     after = output.stat().st_size
     if as_json:
@@ -193,8 +198,8 @@ def _convert(
 @json_option
 def diff(*, first: Path, second: Path, as_json: bool) -> None:
     """Compare two archives: their images, and the memory of each process page by page. Exit status 1: they differ."""
-    with progress_bar("comparing", lambda: ops.memory_bytes(first) + ops.memory_bytes(second)) as progress:
-        result = ops.diff_archives(first, second, progress=progress)
+    with progress_bar("comparing", lambda: repack.memory_bytes(first) + repack.memory_bytes(second)) as progress:
+        result = repack.diff_archives(first, second, progress=progress)
     if as_json:
         images = [{"name": name, "state": state} for name, state in result.images]
         print_json({"images": images, "memory": [m._asdict() for m in result.memory]})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from ocihook.archive import oci_image as ops
+from ocihook.archive import oci_image
 from ocihook.checkpoints.complete import store_workers
 from ocihook.cli.registry import access_of, registry_options
 from ocihook.cli.render import format_bytes, json_option, print_json, progress_bar
@@ -31,9 +31,9 @@ def image() -> None:
     """Make OCI images of checkpoint archives; CRI-O, containerd and podman restore containers from them."""
 
 
-def _thin_rule(is_kept: bool) -> ops.ThinRule:  # noqa: FBT001 - the only one
+def _thin_rule(is_kept: bool) -> oci_image.ThinRule:  # noqa: FBT001 - the only one
     settings = load_settings()
-    return ops.ThinRule(is_kept, Store.of(settings), store_workers(settings))
+    return oci_image.ThinRule(is_kept, Store.of(settings), store_workers(settings))
 
 
 @image.command()
@@ -48,8 +48,8 @@ def build(
     *, archive: Path, output: Path, in_one_file: bool, name: str, is_kept_thin: bool, is_verified: bool, as_json: bool
 ) -> None:
     """Write OUTPUT, an OCI image layout with ARCHIVE as its layer. It stays compressed, or not, as it is."""
-    with progress_bar("building", lambda: ops.work_bytes(archive, is_verified=is_verified)) as progress:
-        built = ops.build_image(
+    with progress_bar("building", lambda: oci_image.work_bytes(archive, is_verified=is_verified)) as progress:
+        built = oci_image.build_image(
             archive,
             output,
             in_one_file=in_one_file,
@@ -64,7 +64,7 @@ def build(
         click.echo(f"{output}: {format_bytes(built.size_bytes)}, {built.digest}")
 
 
-def _fields(built: ops.Built) -> dict[str, object]:
+def _fields(built: oci_image.Built) -> dict[str, object]:
     return {"digest": built.digest, "bytes": built.size_bytes, "annotations": dict(built.annotations)}
 
 
@@ -89,8 +89,8 @@ def push(
     """Push SOURCE to a registry: an image of `image build`, or an archive. What the registry has is not sent."""
     access = access_of(auth_file, ca_file, plain_http=plain_http)
     reference = Reference.parse(target)
-    with progress_bar("pushing", lambda: ops.work_bytes(source, is_verified=is_verified)) as progress:
-        pushed = ops.push_image(
+    with progress_bar("pushing", lambda: oci_image.work_bytes(source, is_verified=is_verified)) as progress:
+        pushed = oci_image.push_image(
             source, reference, access, thin=_thin_rule(is_kept_thin), is_verified=is_verified, progress=progress
         )
     sent_bytes = sum(blob.size_bytes for blob in pushed.blobs if blob.is_sent)

@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 
 from ocihook.archive.repack import read_thin_archive
-from ocihook.checkpoints import complete as ops
-from ocihook.checkpoints import listing, maintenance, pulling, pushing, remote_listing, transfer
+from ocihook.checkpoints import complete, listing, maintenance, pulling, pushing, remote_listing, transfer
 from ocihook.checkpoints.prune import Keep, archive_bytes, prune_archives, stored_bytes
 from ocihook.checkpoints.prune import prune as prune_store
 from ocihook.cli.render import Seconds, count_of, format_bytes, json_option, print_json, print_table, progress_bar
@@ -357,10 +356,10 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     What no other process is storing is completed here.
     """
     settings = load_settings()
-    found, workers = Store.of(settings), ops.store_workers(settings)
+    found, workers = Store.of(settings), complete.store_workers(settings)
     began = time.monotonic()
     ids = [checkpoint] if checkpoint else [row.id for row in listing.list_pending(found) if row.state == "pending"]
-    complete = []
+    done = []
     for checkpoint_id in ids:
         try:
             domain = listing.find(found._replace(patience=Patience(timeout_s=timeout_s)), checkpoint_id)
@@ -368,12 +367,12 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
             if checkpoint:
                 raise
             continue  # pruned meanwhile
-        manifest = ops.wait_complete(domain, checkpoint_id, workers=workers, settings=settings)
-        complete.append(manifest)
-    ops.finish_removals(found._replace(patience=Patience(timeout_s=timeout_s)), workers)
+        manifest = complete.wait_complete(domain, checkpoint_id, workers=workers, settings=settings)
+        done.append(manifest)
+    complete.finish_removals(found._replace(patience=Patience(timeout_s=timeout_s)), workers)
     if as_json:
-        rows = [{"id": m.id, "domain": m.domain, "added_bytes": m.added_bytes} for m in complete]
+        rows = [{"id": m.id, "domain": m.domain, "added_bytes": m.added_bytes} for m in done]
         print_json({"complete": rows, "seconds": time.monotonic() - began})
         return
-    for manifest in complete:
+    for manifest in done:
         click.echo(f"{manifest.id}: complete, {format_bytes(manifest.added_bytes)} added for {manifest.container}")

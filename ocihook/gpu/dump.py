@@ -31,7 +31,7 @@ from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, pid_below
-from ocihook.memory import regions as gpu_memory
+from ocihook.memory import regions
 from ocihook.memory.regions import COPY_TIMEOUT_S, CheckpointedProcess
 from ocihook.memory.standstill import standing_still
 from ocihook.packs.packed_manifest import read_manifest
@@ -162,7 +162,7 @@ def _give_back(journal: Journal, alive: Mapping[str, Process], spans: Spans) -> 
         try:
             workers = journal.facts(CallFacts).workers
             patience = Patience(timeout_s=COPY_TIMEOUT_S)
-            return gpu_memory.write_back(journal.pins, alive, workers=workers, patience=patience, spans=spans)
+            return regions.write_back(journal.pins, alive, workers=workers, patience=patience, spans=spans)
         except OSError as error:
             left = {name: process for name, process in alive.items() if process.is_alive()}
             if len(left) == len(alive):
@@ -269,7 +269,7 @@ def _move_out(
     effect.directory, effect.identity = name, identity(directory)
     journal.save()
     with journal.phase("gpu move out") as phase, journal.spans(phase) as spans:
-        moved = gpu_memory.move_out(
+        moved = regions.move_out(
             checkpointed,
             names,
             directory,
@@ -283,7 +283,7 @@ def _move_out(
         )
         phase["bytes"] = moved.raw_bytes
         try:
-            gpu_memory.pin(moved, directory, journal.pins)
+            regions.pin(moved, directory, journal.pins)
         except OSError as error:
             log.warning("GPU memory goes through CRIU, which is slower: %s", error)
             unpin_directory(journal.pins)
@@ -293,7 +293,7 @@ def _move_out(
     with journal.phase("gpu release") as phase, journal.spans(phase) as spans:
         effect.progress = MOVED
         journal.save()
-        gpu_memory.release(checkpointed, dump.patience, spans)
+        regions.release(checkpointed, dump.patience, spans)
 
 
 def moved_regions(journal: Journal) -> MovedRegions | None:

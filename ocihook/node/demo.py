@@ -19,8 +19,7 @@ from ocihook import wire
 from ocihook.config import load_settings
 from ocihook.criu.images import parse_dump_stats
 from ocihook.errors import OcihookError, UnsupportedError
-from ocihook.node import demo_workload
-from ocihook.node import distribution as program
+from ocihook.node import demo_workload, distribution
 from ocihook.session import history
 from ocihook.session.journal import open_journals
 
@@ -77,7 +76,7 @@ def check_node() -> str:
 
 def enter_private_namespace(arguments: Sequence[str]) -> None:
     """Run this program again, with `arguments`, where mounts are private; does not return."""
-    command = ["unshare", "--mount", "--propagation", "private", *program.command(), *arguments]
+    command = ["unshare", "--mount", "--propagation", "private", *distribution.command(), *arguments]
     os.execvp(command[0], command)  # noqa: S606 - no shell
 
 
@@ -125,7 +124,7 @@ class _Demo:
         config = Path("/etc/ocihook/config.toml")
         config.parent.mkdir(exist_ok=True)
         config.write_text(f'[agent]\nidle_timeout_s = 1\nhistory_dir = "{self.scratch}/history"\n')
-        _run(*program.command(), "install", "--libexec", "/etc/ocihook/libexec")
+        _run(*distribution.command(), "install", "--libexec", "/etc/ocihook/libexec")
         image = self._import_image()
         try:
             return self._round_trip(image, size_mib)

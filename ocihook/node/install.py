@@ -22,7 +22,7 @@ from ocihook.criu.plugin import is_to_stay_out
 from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in
 from ocihook.errors import UnsupportedError
 from ocihook.linux.files import replace_file
-from ocihook.node import distribution as program
+from ocihook.node import distribution
 from ocihook.node.drain import wait_until_unused
 
 NODE = Path("/")
@@ -39,7 +39,7 @@ WANTED_BY = {
     "ocihook-prune.timer": "timers.target",
     "ocihook.service": "multi-user.target",
 }
-PACKAGE_LIBEXEC = program.PACKAGE_PREFIX / program.LIBEXEC_BELOW_PREFIX
+PACKAGE_LIBEXEC = distribution.PACKAGE_PREFIX / distribution.LIBEXEC_BELOW_PREFIX
 DRAIN_S = 900.0  # as long as systemd lets sessions finish, too
 
 _SIGN = "Installed by `ocihook install`"  # what bears it is ours to replace and to remove
@@ -74,7 +74,7 @@ class Change:
 
 def default_libexec() -> Path:
     """Return where the launcher is, or goes."""
-    return PACKAGE_LIBEXEC if program.is_packaged() else LIBEXEC
+    return PACKAGE_LIBEXEC if distribution.is_packaged() else LIBEXEC
 
 
 def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
@@ -85,7 +85,7 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
         UnsupportedError: if a path cannot be named where it must be, or a file of others is in the way.
     """
     launcher = libexec / LAUNCHER_NAME
-    for path in (launcher, *map(Path, program.interpreters()), program.SITE, Path(program.command()[0])):
+    for path in (launcher, *map(Path, distribution.interpreters()), distribution.SITE, Path(distribution.command()[0])):
         _check_nameable(path)
     wanted = conf_names(root)
     confs = {name: _below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
@@ -96,7 +96,7 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     place = _below(root, launcher)
     launchers = _launchers(root, libexec)
     older = [Change(path, _read(path), None) for path in launchers if path != place]
-    if libexec == PACKAGE_LIBEXEC and program.is_packaged():
+    if libexec == PACKAGE_LIBEXEC and distribution.is_packaged():
         if not place.exists():
             raise UnsupportedError(f"{place} is missing; nothing was changed", hint="install the package in that tree")
         changes = [*blocks, *older, *(Change(path, _read(path), None) for path in _signed_units(root))]
@@ -108,7 +108,7 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     links = _links(root) if units and root != NODE else []
     directories = sorted({*_made_directories(launchers), *_missing_directories(root, (*files, *links))})
     record = "".join(f"{_MADE}{directory}\n" for directory in directories)
-    template = (program.PACKAGE_DIR / "hook" / LAUNCHER_NAME).read_text()
+    template = (distribution.PACKAGE_DIR / "hook" / LAUNCHER_NAME).read_text()
     changes = [_written(place, template + record, 0o755), *units, *blocks, *older]
     return [change for change in changes if change.is_needed()]
 
@@ -160,7 +160,7 @@ def apply_install(changes: list[Change], root: Path) -> None:
         _apply(change)
     units = _units(root)
     hint = "checkpoints work without it: the hook then starts the agent itself"
-    if program.is_packaged():  # which enables its own; only such of an installation before it may have gone
+    if distribution.is_packaged():  # which enables its own; only such of an installation before it may have gone
         if root == NODE and units and any(change.path.parent == UNIT_DIR for change in changes):
             _systemctl("daemon-reload", hint=hint)
             _systemctl("reenable", *WANTED_BY, hint=hint)
@@ -204,7 +204,7 @@ def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, 
     has_units = root == NODE and bool(_units(root)) and bool(_signed_units(root))
     if has_units:
         _systemctl("disable", "--now", *WANTED_BY, hint=hint)
-    if not program.is_packaged():
+    if not distribution.is_packaged():
         for link in _links(root):
             _remove(link)
     for change in changes:
@@ -265,15 +265,15 @@ def _without_block(path: Path) -> Change:
 
 
 def _written(path: Path, template: str, mode: int) -> Change:
-    return Change(path, _read(path), render(template, _SIGN, program.SITE).encode(), mode)
+    return Change(path, _read(path), render(template, _SIGN, distribution.SITE).encode(), mode)
 
 
 def render(template: str, origin: str, site: Path) -> str:
     """Fill in the template of a launcher or unit: who put it there, what runs it, and from which directory."""
     values = {
         "@ORIGIN@": origin,
-        "@PYTHONS@": " ".join(f"'{path}'" for path in program.interpreters()),
-        "@COMMAND@": " ".join(program.command()),
+        "@PYTHONS@": " ".join(f"'{path}'" for path in distribution.interpreters()),
+        "@COMMAND@": " ".join(distribution.command()),
         "@SITE@": str(site),
     }
     for name, value in values.items():
@@ -322,7 +322,7 @@ def _signed_units(root: Path) -> list[Path]:
 
 def unit_templates() -> list[Path]:
     """Return the templates of all systemd units."""
-    return sorted((program.PACKAGE_DIR / "node" / "systemd").iterdir())
+    return sorted((distribution.PACKAGE_DIR / "node" / "systemd").iterdir())
 
 
 def _units(root: Path) -> list[Path]:

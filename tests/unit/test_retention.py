@@ -22,8 +22,7 @@ from ocihook.errors import StoreError
 from ocihook.linux import workers
 from ocihook.model import ContainerRef
 from ocihook.packs.pack import PAGE_BYTES
-from ocihook.store import garbage as upkeep
-from ocihook.store import rewrite
+from ocihook.store import garbage, rewrite
 from ocihook.store.domain import Domain
 from ocihook.store.extents import encode_layout
 from ocihook.store.lineage import lineage
@@ -443,7 +442,7 @@ def test_what_is_found_before_the_index_has_lost_it(
         take(domain, {"pages-1.img": content})
     others: list[StoredManifest] = []
     again = lambda: others.append(take(domain, {"pages-1.img": old}, container=ContainerRef(id="other")))  # noqa: E731
-    meanwhile(monkeypatch, upkeep, "merge_index", again)
+    meanwhile(monkeypatch, garbage, "merge_index", again)
     (pruned,) = prune(store, Keep(last=1), timeout_s=5)
     assert len(pruned.removed) == 1
     (other,) = others
