@@ -14,7 +14,7 @@ import pytest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.workers import WorkerDied
-from ocihook.packs import packing, pages
+from ocihook.packs import packing, pages, unpacking
 from ocihook.packs.pack import CHUNK_PAGES, LZ4, PAGE_BYTES, RAW, ZERO, Chunk, PackFile, PackInfo, PackReader
 from ocihook.packs.packed_manifest import PackedImage, Segment
 from ocihook.packs.packing import AGENT_BYTES, SEGMENT_BYTES, WORKER_BYTES, pack_images, workers_within
@@ -107,7 +107,7 @@ def test_workers_are_not_all_at_one_image(tmp_path: Path, monkeypatch: pytest.Mo
         opened_images.append(path.name)
         return image_file(path, writable=writable)
 
-    monkeypatch.setattr(pages, "ImageFile", open_image)
+    monkeypatch.setattr(unpacking, "ImageFile", open_image)
     rehydrated(tmp_path, packed, workers=1)
     assert [name[6] for name in opened_images] == ["1", "2", "1", "1", "2", "1"]
 
