@@ -29,8 +29,8 @@ _FILES = {
     "/var/lib/ocihook/history": "The last sessions, and totals of all: see ocihook-timeline(1), ocihook-metrics(1).",
 }
 _JSON_ERRORS = (
-    "With `--json` an error is one JSON object on one line of standard error, whose member `error` has `code`, `text`, "
-    "`remedy` and `exit_status`; standard output has results only."
+    "With `--json` an error is one JSON object on one line of standard error. Its `error` has `code`, `text`, `remedy` "
+    "and `exit_status`. Standard output has results only."
 )
 _SHELLS: Mapping[str, type[ShellComplete]] = {
     "bash/ocihook": BashComplete,
@@ -279,7 +279,10 @@ def _plain(text: str) -> str:
 def _text(text: str) -> str:
     """Return running text: a sentence begins a line, no line is long, and what is in backticks is bold."""
     sentences = re.split(r"(?<=[a-z)][.:]) (?=[A-Z`])", text)
-    lines = [line for s in sentences for line in textwrap.wrap(s, 72, break_on_hyphens=False, break_long_words=False)]
+    lines: list[str] = []
+    for sentence in sentences:
+        width = 72 - 4 * min(4, sentence.count("`") // 2)  # bold takes so much more than its backticks
+        lines += textwrap.wrap(sentence, width, break_on_hyphens=False, break_long_words=False)
     marked = re.sub(r"`([^`]+)`", r"\\fB\1\\fR", "\n".join(map(_plain, lines)))
     return re.sub(r"\n(?=\\fB[.'])", r"\n\\&", marked)
 
