@@ -120,6 +120,19 @@ class KeptMemory(Effect, kind="kept-memory"):
         self.directory.rmdir()
 
 
+def forget_earlier(criu_pid: int) -> None:
+    """See that CRIU does not wait at its end for an earlier session, whose agent and CRIU were both killed.
+
+    Raises:
+        OSError: if CRIU is gone.
+    """
+    work_directory = os.open(f"/proc/{criu_pid}/cwd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        ending.forget(work_directory)
+    finally:
+        os.close(work_directory)
+
+
 def can_wait(dump: Dump) -> bool:
     """Tell whether anything is gained by waiting: of a container that its engine has frozen, nothing is."""
     return dump.call().leave_running and dump.journal.find(Paused) is None

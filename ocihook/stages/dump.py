@@ -18,7 +18,7 @@ from ocihook.packs.packing import AGENT_BYTES, workers_within
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts, Dump
 from ocihook.session.undo import undo_all, undo_holding
-from ocihook.stages.detached import KeptFromEnd
+from ocihook.stages.detached import KeptFromEnd, forget_earlier
 from ocihook.stages.order import participants
 from ocihook.wire import Request
 
@@ -36,6 +36,7 @@ def pre_dump(
     call = find_runtime_call(request.criu_pid)
     if call is None:  # somebody's own `criu dump`, which reads default.conf too
         return ""
+    forget_earlier(request.criu_pid)
     identify(journal, request, call, load_settings())
     dump = _dump(journal, patience, request, directory)
     taking_part = participants()

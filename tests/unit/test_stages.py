@@ -1,5 +1,6 @@
 """The order of a dump and a restore: whoever takes part gets the same calls, and is undone when one refuses."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -96,6 +97,16 @@ def test_a_dump_goes_inwards_then_outwards(node: Node, recorder: Recorder) -> No
     assert recorder.calls == calls(("after_images",), "inner", "outer")
     node.session.finish()
     assert Made.undone == ["inner", "outer"]
+
+
+def test_nobody_waits_at_the_end_for_an_earlier_dump(
+    node: Node, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("stats-dump")
+    assert node.stage("pre-dump") == (0, "")
+    assert not Path("stats-dump").exists()
+    assert recorder.calls
 
 
 def test_a_container_runs_before_what_could_wait_is_done(
