@@ -16,6 +16,7 @@ PACKET_BYTES = 16384
 FAILED_STAGE = "network-unlock"
 DUMP_STAGES = ("pre-dump", "post-dump", FAILED_STAGE)
 DETACHED_STAGE = "detached"  # none of CRIU's: it has detached from a container that runs on, and is kept from its end
+KEPT_NAME = "stats-dump.kept"  # in CRIU's work directory as long as it is kept from its end; see criu/ending.py
 SELF_TEST_STAGE = "self-test"  # none of CRIU's: `ocihook doctor` sees with it whether the hook can start
 RESTORE_STAGES = ("pre-restore", "setup-namespaces", "post-restore", "pre-resume", "post-resume")
 

@@ -67,7 +67,7 @@ def held(podman: Podman) -> Iterator[Checkpoint]:
     assert all(session["effects"] == [] for session in sessions(podman.namespace))
     assert not list(podman.namespace.path("/run/ocihook/sessions").iterdir())
     assert "/run/ocihook" not in podman.namespace.run("cat", "/proc/self/mountinfo")
-    assert not [path for path in podman.scratch.rglob("stats-dump") if path.is_fifo()]
+    assert not [path for path in podman.scratch.rglob("stats-dump*") if path.is_fifo()]
 
 
 def kill_agent(podman: Podman) -> None:

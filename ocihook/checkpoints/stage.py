@@ -15,7 +15,7 @@ from ocihook.errors import IdentificationError, StoreFull
 from ocihook.images.image_set import MovedRegions, list_other_images
 from ocihook.linux.files import replace_file, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
-from ocihook.linux.mounts import has_memory_mounted, mount_memory, pin_file, unmount, unpin_directory
+from ocihook.linux.mounts import has_memory_mounted, mount_memory, pin_file, remove_directory, unpin_directory
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import seal
 from ocihook.packs.domain_names import NODE_DOMAIN
@@ -227,8 +227,4 @@ def discard_staged(pending: Path, pins: Path) -> None:
     if pending.exists():
         sync_directory(pending)
     unpin_directory(pins)
-    if pending.exists():
-        unmount(pending)
-        for path in pending.iterdir():
-            path.unlink()
-        pending.rmdir()
+    remove_directory(pending)

@@ -4,47 +4,68 @@ The last thing of all that `criu dump` does is to write its statistics into its 
 cr_dump_finish(): after pstree_switch_state(); stats.c, write_stats(): an open(2) without O_EXCL in the current
 directory). Where a FIFO has their name CRIU waits in that call until somebody reads. No action script is called there.
 CRIU takes no notice if its statistics cannot be written; so whoever wants its dump to fail kills it there.
+
+The FIFO has a second name. It goes last, so that whoever releases CRIU may be killed in between: another one finds the
+FIFO that CRIU waits at, though the statistics have their name already.
 """
 
 import contextlib
+import logging
 import os
 import stat
 
 from ocihook.errors import GivenUp
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import run_ahead_of_others
+from ocihook.wire import KEPT_NAME
 
 NAME = "stats-dump"
+_PARTIAL = f"{NAME}.partial"
 _MAX_BYTES = 1 << 16  # they are some dozens; a pipe has room for so many
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
+log = logging.getLogger(__name__)
 
 
 def keep(work_directory: int) -> None:
     """Have a `criu dump` wait at its end. May run again, as long as CRIU has not come there.
 
     Raises:
-        OSError: from the file system.
+        OSError: from the file system; CRIU does not wait then.
     """
+    forget(work_directory)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(NAME, dir_fd=work_directory)  # of an earlier dump
-    os.mkfifo(NAME, 0o600, dir_fd=work_directory)
+    os.mkfifo(KEPT_NAME, 0o600, dir_fd=work_directory)
+    try:
+        os.link(KEPT_NAME, NAME, src_dir_fd=work_directory, dst_dir_fd=work_directory)
+    except OSError:
+        forget(work_directory)
+        raise
 
 
 def is_kept(work_directory: int) -> bool:
     """Tell whether CRIU waits at its end, or will."""
-    try:
-        return stat.S_ISFIFO(os.stat(NAME, dir_fd=work_directory, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
+    return _is_fifo(work_directory, KEPT_NAME)
 
 
 def forget(work_directory: int) -> None:
-    """Let nobody wait who comes there from now on. May run any time."""
-    if is_kept(work_directory):
-        os.unlink(NAME, dir_fd=work_directory)
+    """Let nobody wait who comes there from now on. May run any time.
+
+    Raises:
+        OSError: from the file system.
+    """
+    for name in (NAME, KEPT_NAME):
+        if _is_fifo(work_directory, name):
+            os.unlink(name, dir_fd=work_directory)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(_PARTIAL, dir_fd=work_directory)
 
 
 def release(work_directory: int, patience: Patience) -> None:
     """Let CRIU end. Its statistics are written while it does; whoever reads them waits for its runtime, which is later.
+
+    May run again after any interruption.
 
     Args:
         work_directory: CRIU's.
@@ -55,25 +76,34 @@ def release(work_directory: int, patience: Patience) -> None:
     """
     if not is_kept(work_directory):
         return
-    fifo = os.open(NAME, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=work_directory)
-    written = os.open(
-        f"{NAME}.partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
-        dir_fd=work_directory,
-    )  # fmt: skip
+    statistics = _make_room(work_directory)
     reader = -1
     try:
-        os.rename(f"{NAME}.partial", NAME, src_dir_fd=work_directory, dst_dir_fd=work_directory)
         with run_ahead_of_others():
             # Whoever is in its open(2) by now has the FIFO, whatever the name leads to; who comes later, the file.
-            reader = os.open(f"/proc/self/fd/{fifo}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            _copy(reader, written, patience)
+            reader = os.open(KEPT_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=work_directory)
+            _copy(reader, statistics, patience)
+        os.unlink(KEPT_NAME, dir_fd=work_directory)
     finally:
-        for fd in (fifo, written, reader):
+        for fd in (statistics, reader):
             if fd >= 0:
                 os.close(fd)
 
 
-def _copy(reader: int, written: int, patience: Patience) -> None:
+def _make_room(work_directory: int) -> int:
+    """Put an empty file in place of the FIFO and return it, -1 where there is no room for one: CRIU does not mind."""
+    try:
+        file = os.open(_PARTIAL, _NEW, 0o600, dir_fd=work_directory)
+    except OSError as error:
+        log.warning("CRIU's statistics cannot be kept: %s", error)
+        if _is_fifo(work_directory, NAME):
+            os.unlink(NAME, dir_fd=work_directory)
+        return -1
+    os.rename(_PARTIAL, NAME, src_dir_fd=work_directory, dst_dir_fd=work_directory)
+    return file
+
+
+def _copy(reader: int, statistics: int, patience: Patience) -> None:
     """Copy what a writer writes until it has no more to write, or ends."""
     has_ended = False
     while not has_ended:
@@ -82,6 +112,14 @@ def _copy(reader: int, written: int, patience: Patience) -> None:
         except GivenUp:  # which is what it was to do; what it wrote may still be there
             has_ended = True
         data = os.read(reader, _MAX_BYTES)  # waits: no, it is ready
-        os.write(written, data)
         if not data:
             break
+        with contextlib.suppress(OSError):  # no room: none either where CRIU writes them itself
+            os.write(statistics, data)
+
+
+def _is_fifo(work_directory: int, name: str) -> bool:
+    try:
+        return stat.S_ISFIFO(os.stat(name, dir_fd=work_directory, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False

@@ -1,7 +1,6 @@
 """Asks the agent what to do at one stage, starts it where none is listening, and gives CRIU the verdict."""
 
 import os
-import stat
 import sys
 import time
 from _socket import AF_UNIX, SOCK_SEQPACKET, socket  # the module `socket` would double this program's start-up time
@@ -37,11 +36,8 @@ def main() -> int:
 
 
 def _is_kept_from_end() -> bool:
-    """Tell whether CRIU, whose work directory this process is in, will wait at its end; see criu/ending.py."""
-    try:
-        return stat.S_ISFIFO(os.stat("stats-dump", follow_symlinks=False).st_mode)
-    except OSError:
-        return False
+    """Tell whether CRIU, whose work directory this process is in, waits at its end, or will."""
+    return os.path.lexists(wire.KEPT_NAME)
 
 
 def _stay(request: wire.Request) -> None:

@@ -76,3 +76,13 @@ def unpin_directory(directory: Path) -> None:
         unmount(path)
         path.unlink()
     directory.rmdir()
+
+
+def remove_directory(directory: Path) -> None:
+    """Unmount whatever is mounted at a directory and remove it with its files. May run any time."""
+    if not directory.exists():
+        return
+    unmount(directory)
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()

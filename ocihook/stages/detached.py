@@ -12,7 +12,7 @@ from ocihook.criu import ending
 from ocihook.errors import OcihookError
 from ocihook.images.image_set import discard_regions
 from ocihook.linux.files import identity, same_directory
-from ocihook.linux.mounts import unmount
+from ocihook.linux.mounts import remove_directory
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
 from ocihook.memory.standstill import Paused
@@ -112,12 +112,7 @@ class KeptMemory(Effect, kind="kept-memory"):
         if images:
             (images / STAGED_NAME).unlink(missing_ok=True)
             discard_regions(images)
-        if not self.directory.exists():
-            return
-        unmount(self.directory)
-        for path in self.directory.iterdir():
-            path.unlink()
-        self.directory.rmdir()
+        remove_directory(self.directory)
 
 
 def forget_earlier(criu_pid: int) -> None:

@@ -1,6 +1,7 @@
 """CRIU is kept from its end by a FIFO in place of its statistics, and ends when it is let."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,56 @@ def test_it_waits_until_it_is_let(tmp_path: Path, work_directory: int, attempt: 
     release(work_directory, criu)
     assert (tmp_path / "stats-dump").read_bytes() == STATISTICS
     assert os.listdir(tmp_path) == ["stats-dump"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("before", ["open", "rename", "_copy", "unlink"])
+def test_who_releases_it_may_be_killed(
+    tmp_path: Path, work_directory: int, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """Before any of the calls that change something: another one finds CRIU where it waits, and it ends."""
+    ending.keep(work_directory)
+    criu = end_as_criu(tmp_path)
+    wait_until(lambda: Path(f"/proc/{criu.pid}/stat").read_text().split()[2] == "S")
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ending if before == "_copy" else os, before, die)
+        with pytest.raises(Killed):
+            ending.release(work_directory, Patience())
+    assert ending.is_kept(work_directory)
+    found = Process.find(criu.pid)
+    patience = Patience({"CRIU": found or Process(criu.pid, 0)})
+    ending.release(work_directory, patience)
+    patience.close()
+    # Killed while it reads, it takes the reader from a CRIU that writes, which ends by that.
+    assert criu.wait(60) in ({0, 2, -signal.SIGPIPE} if before == "_copy" else {0})
+    assert not ending.is_kept(work_directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+@pytest.mark.parametrize("full", ["of files", "of bytes"])
+def test_a_full_disk_keeps_nobody_waiting(tmp_path: Path, full: str) -> None:
+    size = "nr_inodes=3" if full == "of files" else "size=4k"  # the directory and the FIFO with two names
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", tmp_path], check=True, timeout=10)
+    directory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        ending.keep(directory)
+        criu = end_as_criu(tmp_path)
+        wait_until(lambda: Path(f"/proc/{criu.pid}/stat").read_text().split()[2] == "S")
+        if full == "of bytes":
+            (tmp_path / "filler").write_bytes(bytes(4096))
+        release(directory, criu)
+        assert not ending.is_kept(directory)
+        assert not any(path.is_fifo() for path in tmp_path.iterdir())
+    finally:
+        os.close(directory)
+        subprocess.run(["umount", "--lazy", tmp_path], check=True, timeout=10)
 
 
 def test_one_that_is_not_kept_is_left_alone(tmp_path: Path, work_directory: int) -> None:

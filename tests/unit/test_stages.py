@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ocihook.criu import ending
 from ocihook.errors import GivenUp, OcihookError
 from ocihook.linux.files import identity
 from ocihook.linux.patience import Patience
@@ -19,6 +20,7 @@ from ocihook.session.participant import Participant
 from ocihook.session.record import from_json, to_json
 from ocihook.stages import dump, order, restore
 from ocihook.stages.detached import KeptFromEnd
+from ocihook.wire import KEPT_NAME
 from tests.unit.test_session import Node
 
 DUMP = ("refuse", "needs_tasks", "prepare", "hold", "after_images", "container_runs")
@@ -103,9 +105,11 @@ def test_nobody_waits_at_the_end_for_an_earlier_dump(
     node: Node, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    os.mkfifo("stats-dump")
+    for name in (ending.NAME, KEPT_NAME):
+        os.mkfifo(name)
     assert node.stage("pre-dump") == (0, "")
-    assert not Path("stats-dump").exists()
+    assert not Path(ending.NAME).exists()
+    assert not Path(KEPT_NAME).exists()
     assert recorder.calls
 
 
