@@ -1,4 +1,4 @@
-"""Mode `store`: a dump's page images are taken out of the engine's way at once; the work on them comes later."""
+"""What a dump brings is put where nobody waits for it: page images into the store's hands, GPU memory into memory."""
 
 import contextlib
 import logging

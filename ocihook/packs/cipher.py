@@ -1,7 +1,7 @@
 """Encryption at rest: where a domain's keys come from, sealed records, and the cipher of a pack.
 
 AES-256-GCM, with a key of its own for every record and every pack: HKDF-SHA256 of the domain's key and a random salt.
-So no nonce is ever used twice: a record has one, a pack has its chunks' offsets. Byte tables in README.md.
+So no nonce is ever used twice: a record has one, a pack has its chunks' offsets. Byte tables in docs/formats.md.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""One pack file: an append-only row of chunks with a table at its end (byte tables in README.md)."""
+"""One pack file: an append-only row of chunks with a table at its end (byte tables: docs/formats.md)."""
 
 import os
 import struct

@@ -1,6 +1,6 @@
 """The manifest: the commit record of a packed image set. A manifest that exists is complete.
 
-A frame (frame.py) of JSON (README.md has the keys).
+A frame (frame.py) of JSON (docs/formats.md has the keys).
 """
 
 import json
@@ -243,7 +243,7 @@ def as_page_number(value: object) -> int:
 
 
 def as_gpu(value: object) -> dict[str, Any]:
-    """Return what a container had of GPUs (README.md), {} if nothing; else a ValueError, TypeError or KeyError."""
+    """Return what a container had of GPUs, {} if nothing; else a ValueError, TypeError or KeyError."""
     gpu = as_object(value)
     if not gpu:
         return gpu

@@ -1,4 +1,4 @@
-"""Packs and manifests: where checkpointed memory is kept. Knows bytes and names, never CRIU or CUDA.
+"""The content store of a node: checkpoints whose pages are kept once. Knows bytes and names, never CRIU or CUDA.
 
-The formats, their limits and what a crash leaves behind are described in README.md beside this file.
+The formats, their limits and what a crash leaves behind are described in docs/formats.md.
 """

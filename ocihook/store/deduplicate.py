@@ -32,7 +32,7 @@ from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
 from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
 from ocihook.store.page_ids import ID_BYTES, PageIds
 
-GROUP_PAGES = 16  # new pages compressed together: 64 KiB, see README.md
+GROUP_PAGES = 16  # new pages compressed together: 64 KiB, see docs/formats.md
 RANGE_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
 PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole packs
 # Peak of one worker, `make bench` ("memory of one worker that stores"): what it shares with its parent, keys and ids of

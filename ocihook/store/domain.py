@@ -3,7 +3,7 @@
 Packs first, then the index, then a checkpoint's page ids and layout, then its manifest, which is the commit: what no
 manifest leads to is rubbish, and the next prune removes it. Whoever adds holds the lock shared, whoever removes holds
 it alone, for short steps; so nobody finds a page in a pack that is being removed. Whoever reads one checkpoint marks it
-as used, and waits for nobody. Crash table: README.md.
+as used, and waits for nobody. Crash table: docs/formats.md.
 """
 
 import contextlib

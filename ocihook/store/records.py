@@ -1,4 +1,4 @@
-"""The small records of a domain: what it is, the links of its chain, and what came from elsewhere. See README.md."""
+"""The small records of a domain: what it is, its chain, and what came from elsewhere. See docs/formats.md."""
 
 import json
 import re
