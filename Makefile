@@ -58,7 +58,7 @@ lint: .venv/.ready
 	$(BIN)/python -m tests.lint.waits
 
 unit: .venv/.ready
-	$(BIN)/pytest tests
+	$(BIN)/pytest -n auto tests
 
 # Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has.
 integration: .venv/.ready
@@ -66,7 +66,7 @@ integration: .venv/.ready
 	integration/node-setup documents
 	integration/node-setup forky $(FORKY_ROOT)
 	integration/node-setup packages $(PACKAGE_ROOTS)
-	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest integration
+	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest -n 2 --dist loadgroup integration
 
 fuzz: .venv/.ready
 	$(BIN)/python tests/fuzz/fuzz_readers.py --seconds 30
