@@ -223,5 +223,5 @@ def end_agent(podman: Podman) -> None:
     """End whatever agent is there; none may have work to do."""
     if podman.namespace.path("/run/ocihook/agent.lock").exists():
         podman.namespace.run("sh", "-c", "kill $(cat /run/ocihook/agent.lock) 2>/dev/null", check=False)
-        podman.namespace.run("flock", "--timeout", "20", "/run/ocihook/agent.lock", "true")
+        podman.namespace.run("flock", "--timeout", "60", "/run/ocihook/agent.lock", "true")
     podman.namespace.path("/run/ocihook/agent.sock").unlink(missing_ok=True)

@@ -45,7 +45,7 @@ def runtime(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     )
     yield process
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 def criu_of(runtime: subprocess.Popen[str]) -> Process:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ocihook.packs.packing import AGENT_BYTES, SEGMENT_BYTES, WORKER_BYTES, pack
 from ocihook.packs.pages import BATCH_BYTES, CHUNK_BYTES, FILE_BATCH_BYTES, PageWriter
 from ocihook.packs.unpacking import Packs
 from tests.damage import flip_bit
+from tests.unit.test_ptrace import wait_until
 
 ZERO_PAGE = bytes(PAGE_BYTES)
 TEXT_PAGE = (b"a page that compresses well. " * 200)[:PAGE_BYTES]
@@ -280,10 +280,7 @@ def test_killing_the_caller_stops_its_workers(tmp_path: Path) -> None:
         children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
         assert len(children) == 2
         caller.kill()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}/fd/0").exists() for pid in children):
-        time.sleep(0.01)
-    assert not any(Path(f"/proc/{pid}/fd/0").exists() for pid in children)
+    wait_until(lambda: not any(Path(f"/proc/{pid}/fd/0").exists() for pid in children))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
