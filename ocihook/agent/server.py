@@ -343,9 +343,9 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     os.write(lock, f"{os.getpid()}\n".encode())  # for people
     if detached:
         leave_cgroup()
-    listener, is_ours = _listener(runtime_dir)
     settings = _settings()
     metrics = _metrics_listener(settings.metrics_address)
+    listener, is_ours = _listener(runtime_dir)  # whoever finds it finds the metrics, too
     if metrics is not None:
         importlib.import_module("ocihook.agent.metrics")  # its files may be another version's when it is asked
     load_bindings()  # while the files that this agent was started from are still there

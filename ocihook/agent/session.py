@@ -16,7 +16,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.memory.standstill import is_given_up
 from ocihook.session import history
-from ocihook.session.criu_statistics import note_statistics, open_work_directory
+from ocihook.session.criu_statistics import note_end, open_work_directory
 from ocihook.session.failure import Attempt, keep_log, message_of, record_failure
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all, undo_interrupted
@@ -168,9 +168,9 @@ class Session:
             work_directory = open_work_directory(self.journal.criu.pid)
             attempt = Attempt(self.journal.criu, self.journal.runtime)
             self._watch(pidfd, control, attempt)
-            self._explain(attempt, is_over=True)  # at once: the runtime is about to end
+            note_end(self.journal, work_directory)  # at once: the engine removes the statistics
+            self._explain(attempt, is_over=True)  # likewise: the runtime is about to end
             attempt.close()
-            note_statistics(self.journal, work_directory)
             os.close(pidfd)
         control.close()  # the agent starts another session should a request still be in it
         log.info("session %s: CRIU has ended", self.journal.session_id)
