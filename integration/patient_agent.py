@@ -13,5 +13,5 @@ def _stay(self: server.Agent, idle_timeout_s: float) -> None:
 
 def main() -> None:
     """Be an agent."""
-    server.Agent.run = _stay  # type: ignore[method-assign, assignment]
+    server.Agent.run = _stay  # type: ignore[method-assign]
     server.main()

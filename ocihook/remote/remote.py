@@ -17,8 +17,8 @@ class Remote(Protocol):
     def manifest(self, checkpoint_id: str) -> bytes | None:
         """Return a checkpoint's manifest; None if there is none."""
 
-    def layout(self, checkpoint_id: str) -> bytes | None:
-        """Return its layout."""
+    def layout(self, checkpoint_id: str, limit_bytes: int) -> bytes | None:
+        """Return its layout; one that is larger is an error."""
 
     def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> contextlib.AbstractContextManager[set[str]]:
         """Keep packs from being pruned while a checkpoint is pushed; give the names of those that are there."""

@@ -34,6 +34,7 @@ from ocihook.store.pack_directory import PackDirectory, pack_number
 from ocihook.store.page_ids import ID_BYTES, PageIds
 from ocihook.store.pushes import Push, Pushes
 from ocihook.store.records import (
+    MAX_LAYOUT_BYTES,
     Entry,
     Identity,
     Pulled,
@@ -52,7 +53,6 @@ from ocihook.store.stored_manifest import CHECKPOINT_ID, StoredManifest, decode_
 LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 _MAX_RECORD_BYTES = 64 << 20
-_MAX_LAYOUT_BYTES = 4 << 30
 
 
 class Domain:
@@ -279,7 +279,7 @@ class Domain:
         Raises:
             IntegrityError: if it is missing.
         """
-        data = read_record(self._layout_path(checkpoint_id), _MAX_LAYOUT_BYTES, f"layout of {checkpoint_id}")
+        data = read_record(self._layout_path(checkpoint_id), MAX_LAYOUT_BYTES, f"layout of {checkpoint_id}")
         if data is None:
             raise IntegrityError(f"the layout of checkpoint {checkpoint_id} is missing")
         return data
