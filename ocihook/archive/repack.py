@@ -23,6 +23,7 @@ from ocihook.container.engine_archive import (
     write_archive,
 )
 from ocihook.criu.images import (
+    INVENTORY_NAME,
     PAGES_NAME,
     DumpStats,
     Pagemap,
@@ -86,6 +87,7 @@ class Inspection(NamedTuple):
     facts: ArchiveFacts
     manifest: PackedManifest | None
     processes: list[ProcessMemory]
+    pagemaps: Mapping[str, Pagemap]  # by file name
     stats: DumpStats | None
     thin: Thin | None
     archive_bytes: int
@@ -141,7 +143,7 @@ def inspect_archive(path: Path) -> Inspection:
         "pstree.img": (_MAX_SMALL_BYTES, parse_processes),
         "stats-dump": (_MAX_SMALL_BYTES, parse_dump_stats),
     }
-    memory: dict[str, int] = {}
+    pagemaps: dict[str, Pagemap] = {}
 
     def visit(member: Member) -> None:
         name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
@@ -149,14 +151,15 @@ def inspect_archive(path: Path) -> Inspection:
             limit_bytes, read = readers[name]
             found[name] = read(member.content(limit_bytes))
         elif _PAGEMAP_NAME.fullmatch(name):
-            memory[name] = parse_pagemap(member.content(_MAX_SMALL_BYTES), name).present_bytes
+            pagemaps[name] = parse_pagemap(member.content(_MAX_SMALL_BYTES), name)
 
     facts = read_facts(path, visit)
+    memory = {name: pagemap.present_bytes for name, pagemap in pagemaps.items()}
     processes = [
         ProcessMemory(process, memory.get(f"pagemap-{process.pid}.img", 0)) for process in found.get("pstree.img", ())
     ]
     manifest, stats, thin = (found.get(name) for name in (MANIFEST_NAME, "stats-dump", THIN_NAME))
-    return Inspection(facts, manifest, processes, stats, thin, path.stat().st_size)
+    return Inspection(facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size)
 
 
 def read_thin_archive(path: Path) -> Thin:
@@ -299,8 +302,9 @@ def verify_archive(
             pagemaps = read_pagemaps(scratch)
             check_page_sizes(pagemaps, facts.sizes)
             check_named(pagemaps, filter(PAGES_NAME.fullmatch, facts.sizes))
-            if DESCRIPTORS_NAME not in facts.sizes:
-                raise ImageError(f"{path} has no {DESCRIPTORS_NAME}, without which no runtime restores it")
+            for name in (INVENTORY_NAME, DESCRIPTORS_NAME):
+                if name not in facts.sizes:
+                    raise ImageError(f"{path} has no {name}, without which no runtime restores it")
         return manifest
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ocihook.criu.images import parse_dump_stats, parse_restore_stats
-from ocihook.errors import ImageError, plain
+from ocihook.errors import ImageError
 from ocihook.session.effect import Facts
 from ocihook.session.history import act_of
 from ocihook.session.journal import Journal
@@ -47,7 +47,7 @@ def note_end(journal: Journal, work_directory: int | None) -> None:
         except FileNotFoundError:  # of a dump or restore that failed
             pass
         except OSError as error:
-            log.warning("session %s: CRIU's statistics: %s", journal.session_id, plain(error))
+            log.warning("session %s: CRIU's statistics: %s", journal.session_id, error)
         finally:
             os.close(work_directory)
     journal.note(replace(journal.facts(CriuFacts), criu_ended=ended))

@@ -59,7 +59,7 @@ def test_without_an_agent_nothing_is_taken_for_complete(
 ) -> None:
     for name in names:
         (tmp_path / name).touch()
-    found, text = _without_agent(stage, str(tmp_path), OSError("gone"))
+    found, text = _without_agent(stage, str(tmp_path), "gone", is_at_work=False)
     assert found == status
     assert re.search(message, text)
 
