@@ -46,6 +46,14 @@ class OpenFile(NamedTuple):
         """Tell whether it is a character or block device."""
         return stat.S_ISCHR(self.mode) or stat.S_ISBLK(self.mode)
 
+    def is_at(self, root: str) -> bool:
+        """Tell whether it is what its name leads to below a directory."""
+        try:
+            status = os.stat(f"{root}{self.name}", follow_symlinks=False)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == (self.device, self.inode)
+
 
 class Watch(NamedTuple):
     """A file or directory that is watched with inotify."""
@@ -159,6 +167,12 @@ def can_open_handle(pid: int, watch: Watch) -> bool:
                 os.close(fd)
                 return True
     return False
+
+
+def mount_id(pid: int, fd: int) -> int:
+    """Return the id of the mount through which a file was opened, -1 when it is closed."""
+    lines = _read(f"/proc/{pid}/fdinfo/{fd}").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("mnt_id:")), -1)
 
 
 def mounts(pid: int) -> list[Mount]:

@@ -97,6 +97,13 @@ def tracer_pid(pid: int) -> int | None:
     return int(value) if value else None
 
 
+def has_pending(tid: int, number: signal.Signals) -> bool:
+    """Tell whether a signal waits for a thread, or for its process; False when it is gone."""
+    status = _status(tid)
+    pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+    return bool(pending & 1 << number - 1)
+
+
 def thread_ids(pid: int) -> list[int]:
     """Return the threads of a process; [] when it is gone."""
     return sorted(map(int, _listed(f"/proc/{pid}/task")))
