@@ -130,7 +130,7 @@ def _has_left(agent: int) -> bool:
     return bool(pid)
 
 
-def _without_agent(stage: str, image_dir: str, why: str, *, is_at_work: bool) -> tuple[int, str]:
+def _without_agent(stage: str, image_dir: str, error: str, *, is_at_work: bool) -> tuple[int, str]:
     """Decide alone. Nothing may be half done: where nothing of ours is, CRIU's images are complete.
 
     An agent that gives no verdict in time may still be at work; so it is in a dump that fails, and undoes what it did
@@ -139,13 +139,13 @@ def _without_agent(stage: str, image_dir: str, why: str, *, is_at_work: bool) ->
     names = os.listdir(image_dir) if stage in ("pre-restore", "post-dump") else []
     has_ours = is_at_work or any(name.startswith(OURS) for name in names)
     if stage == "pre-restore" and has_ours:
-        return 1, f"this checkpoint is packed and cannot be unpacked here ({why}); nothing was started"
+        return 1, f"this checkpoint is packed and cannot be unpacked here ({error}); nothing was started"
     if stage == "pre-dump" and os.geteuid() == 0:
-        return 1, f"no agent ({why}); the dump is refused, the container runs on; see `ocihook doctor`"
+        return 1, f"no agent ({error}); the dump is refused, the container runs on; see `ocihook doctor`"
     if stage == "post-restore":
-        return 1, f"GPU memory cannot be written ({why}); the restore fails"
+        return 1, f"GPU memory cannot be written ({error}); the restore fails"
     if stage == "post-dump" and has_ours:
-        return 1, f"the checkpoint is incomplete ({why}); the dump fails, the container runs on"
+        return 1, f"the checkpoint is incomplete ({error}); the dump fails, the container runs on"
     if stage == "post-dump":
-        return 0, f"the checkpoint is complete but not packed: {why}"
-    return 0, f"nothing was done in {stage}: {why}"
+        return 0, f"the checkpoint is complete but not packed: {error}"
+    return 0, f"nothing was done in {stage}: {error}"

@@ -22,7 +22,7 @@ from ocihook.packs.pages import (
     Source,
     byte_runs,
     no_progress,
-    parts_of,
+    ranges_of,
 )
 
 SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
@@ -92,7 +92,7 @@ def pack(
         StoreError: if a source ends early.
         OSError: from the file system, a full one included; also if a source cannot be opened.
     """
-    tasks = parts_of((source.size_bytes for source in sources), SEGMENT_BYTES)
+    tasks = ranges_of((source.size_bytes for source in sources), SEGMENT_BYTES)
 
     def worker(worker_number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
         # The pack is made with the first segment, so that no worker leaves an empty one.

@@ -104,7 +104,7 @@ class Source:
     size_bytes: int
 
 
-class Part(NamedTuple):
+class Range(NamedTuple):
     """What a worker takes at a time."""
 
     number: int  # of the source
@@ -122,12 +122,12 @@ class Part(NamedTuple):
         return self.size_bytes // PAGE_BYTES
 
 
-def parts_of(sizes: Iterable[int], part_bytes: int) -> list[Part]:
-    """Divide sources of so many bytes into parts."""
+def ranges_of(sizes: Iterable[int], range_bytes: int) -> list[Range]:
+    """Divide sources of so many bytes into ranges."""
     return [
-        Part(number, start, min(part_bytes, size - start))
+        Range(number, start, min(range_bytes, size - start))
         for number, size in enumerate(sizes)
-        for start in range(0, size, part_bytes)
+        for start in range(0, size, range_bytes)
     ]
 
 

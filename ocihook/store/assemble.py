@@ -1,18 +1,18 @@
 """Writes the pages of a stored checkpoint to where they are wanted, in parallel, each chunk verified as it is read."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import PAGE_BYTES, Buffer
-from ocihook.packs.pages import FILE_BATCH_BYTES, PageWriter, Progress, WritablePages, no_progress, parts_of
+from ocihook.packs.pages import Progress, WritablePages, no_progress, write_pages
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
 
-_PART_BYTES = 16 << 20  # what a worker takes at a time
-_BATCH_PAGES = 512  # what it reads at a time
+_RANGE_PAGES = 4096  # what a worker takes at a time
+_BATCH_PAGES = 512  # what it reads and writes at a time: a huge page, which the kernel need not clear then
 _HOLE_PAGES = 16  # zero pages in a row that are worth a hole: as many as take as long to write as the call does
 _ZEROS = memoryview(bytes(_HOLE_PAGES * PAGE_BYTES))
 
@@ -42,36 +42,46 @@ def assemble(
         IntegrityError: naming what is missing or damaged, of other images' packs, too.
         OSError: from the targets.
     """
-    images = [(layout.images[name], target) for name, target in targets.items()]
-    parts = parts_of((extents.pages * PAGE_BYTES for extents, _ in images), _PART_BYTES)
+    ranges = [
+        (name, first, min(first + _RANGE_PAGES, layout.images[name].pages))
+        for name in targets
+        for first in range(0, layout.images[name].pages, _RANGE_PAGES)
+    ]
     # The kernel lets one at a time write to a file, so that workers had better be at several of them.
-    parts.sort(key=lambda part: part.first / images[part.number][0].pages)
+    ranges.sort(key=lambda part: part[1] / layout.images[part[0]].pages)
 
     with contextlib.closing(_Reader(layout, directory)) as reader:
         reader.open_packs()  # once, and not in each worker
 
         def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
             for task in task_numbers:
-                part = parts[task]
-                extents, target = images[part.number]
-                with contextlib.closing(target.open()) as pages:
-                    writer = PageWriter(pages, target.start + part.start, FILE_BATCH_BYTES)
-                    for run in _runs(reader, extents, part.first, part.pages):
-                        _write(run, writer)
-                    writer.flush()
+                name, first, end = ranges[task]
+                with contextlib.closing(targets[name].open()) as target:
+                    for batch in range(first, end, _BATCH_PAGES):
+                        runs = reader.read(layout.images[name], batch, min(_BATCH_PAGES, end - batch))
+                        _write(runs, target, targets[name].start + batch * PAGE_BYTES)
                 yield task
 
-        for task in run_forked(worker, tasks=len(parts), workers=workers, patience=patience):
-            progress(parts[task].size_bytes)
+        for task in run_forked(worker, tasks=len(ranges), workers=workers, patience=patience):
+            _, first, end = ranges[task]
+            progress((end - first) * PAGE_BYTES)
 
 
-def _write(run: Run, writer: PageWriter) -> None:
-    pages, contents = run
-    if not contents and pages >= _HOLE_PAGES:
-        writer.skip(pages)
-        return
-    for content in contents or [_ZEROS[: pages * PAGE_BYTES]]:
-        writer.put(content)
+def _write(runs: Iterable[Run], target: WritablePages, position: int) -> None:
+    """Write a batch with one call, or with one for what is between holes."""
+    pending: list[Buffer] = []
+    end = position
+    for pages, contents in runs:
+        if contents:
+            pending += contents
+        elif pages < _HOLE_PAGES:
+            pending.append(_ZEROS[: pages * PAGE_BYTES])
+        else:
+            write_pages(target, pending, position)
+            pending = []
+            position = end + pages * PAGE_BYTES
+        end += pages * PAGE_BYTES
+    write_pages(target, pending, position)
 
 
 class _Reader:

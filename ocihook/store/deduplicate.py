@@ -26,7 +26,7 @@ from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import LZ4, PAGE_BYTES, RAW, Buffer, PackInfo, PackWriter, compress
-from ocihook.packs.pages import Part, Progress, ReadablePages, Source, no_progress, parts_of
+from ocihook.packs.pages import Progress, Range, ReadablePages, Source, no_progress, ranges_of
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
 from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
@@ -146,7 +146,7 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
     """
     names = list(sources)
     starts = dict(zip(names, _running_sum(sources[name].size_bytes // PAGE_BYTES for name in names), strict=False))
-    ranges = parts_of((sources[name].size_bytes for name in names), RANGE_BYTES)
+    ranges = ranges_of((sources[name].size_bytes for name in names), RANGE_BYTES)
     known = before.images if before is not None else {}
     spools = [os.memfd_create("ocihook-extents", os.MFD_CLOEXEC) for _ in range(max(1, min(workers, len(ranges))))]
 
@@ -203,7 +203,7 @@ def _running_sum(numbers: Iterator[int]) -> Iterator[int]:
 
 def _layout(
     names: Sequence[str],
-    ranges: Sequence[Part],
+    ranges: Sequence[Range],
     rows: Iterator[bytes],
     new_packs: Mapping[int, PackInfo],
     packs: PackDirectory,
@@ -360,7 +360,7 @@ class _Taker:
         self._new: list[int] = []  # pages of the batch that are to be written, in the order of their places
 
     def take(
-        self, source: ReadablePages, offset: int, job: Part, before: Before | None, ids_fd: int, ids_start: int
+        self, source: ReadablePages, offset: int, job: Range, before: Before | None, ids_fd: int, ids_start: int
     ) -> bytes:
         """Take one.
 

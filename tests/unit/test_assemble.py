@@ -103,11 +103,7 @@ def random_runs(stored: Stored, rng: random.Random, pages: int) -> list[tuple[in
 def test_extents_that_cut_chunks(stored: Stored, tmp_path: Path, workers: int) -> None:
     rng = random.Random(workers)
     expected, targets = {}, {}
-    for name, pages in (
-        ("pages-1.img", 5 * BATCH + 3),
-        ("pages-2.img", (module._PART_BYTES // PAGE_BYTES) + 1),
-        ("pages-3.img", 1),
-    ):
+    for name, pages in (("pages-1.img", 5 * BATCH + 3), ("pages-2.img", module._RANGE_PAGES + 1), ("pages-3.img", 1)):
         expected[name] = image(stored, random_runs(stored, rng, pages), name)
         make_image(tmp_path / name, len(expected[name]))
         targets[name] = Target(partial(ImageFile, tmp_path / name, writable=True), 0)
@@ -142,7 +138,7 @@ def test_a_batch_is_one_call_where_there_are_no_holes(stored: Stored, most: int)
 
 
 def test_workers_are_not_all_at_one_image(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PART_BYTES", 16 * PAGE_BYTES)
+    monkeypatch.setattr(module, "_RANGE_PAGES", 16)
     opened: list[str] = []
 
     def target(name: str) -> Written:

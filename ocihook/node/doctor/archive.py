@@ -82,7 +82,7 @@ class _Checkpoint:
         inspection = inspect_archive(path)
         facts = inspection.facts
         self.engine, self.image, self.runtime = facts.container.engine, facts.image, facts.runtime
-        self.sizes, self.pagemaps = dict(facts.sizes), inspection.pagemaps
+        self.sizes, self.pagemaps = dict(facts.sizes), dict(inspection.pagemaps)
         self.expected.add(DESCRIPTORS_NAME)
         # Page images are written where the engine unpacks the archive.
         places = map(Path, (*image_set_places(self.engine)[:1], "/var"))
