@@ -54,7 +54,7 @@ class _Run(NamedTuple):
         return self._replace(start=self.start + pages * PAGE_BYTES, pages=left) if left else None
 
     def holds(self, other: "_Run") -> bool:
-        """Tell whether both are the same where they meet."""
+        """Return whether both are the same where they meet."""
         return self.content == other.content or (self.content or _ZERO_PAGE) == (other.content or _ZERO_PAGE)
 
 

@@ -31,7 +31,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
         name: the domain, there and here.
         checkpoint_id: which.
         location: of the remote.
-        progress: told the bytes of packs that need no more work.
+        progress: gets the bytes of packs that need no more work.
 
     Raises:
         RemoteError: if the remote cannot be reached, or has no such checkpoint.
@@ -100,7 +100,7 @@ def keep_in_use(store: Store, thin: Thin, *, is_pulled: bool) -> None:
 
 
 def is_here(store: Store, thin: Thin) -> bool:
-    """Tell whether a store has a checkpoint, complete or on its way."""
+    """Return whether a store has a checkpoint, complete or on its way."""
     if thin.domain not in store.names():
         return False
     domain = store.open(thin.domain)

@@ -45,7 +45,7 @@ def keep(work_directory: int) -> None:
 
 
 def is_kept(work_directory: int) -> bool:
-    """Tell whether CRIU waits at its end, or will."""
+    """Return whether CRIU waits at its end, or will."""
     return _is_fifo(work_directory, KEPT_NAME)
 
 

@@ -38,16 +38,16 @@ class OpenFile(NamedTuple):
 
     @property
     def is_regular(self) -> bool:
-        """Tell whether it is a plain file."""
+        """Return whether it is a plain file."""
         return stat.S_ISREG(self.mode)
 
     @property
     def is_device(self) -> bool:
-        """Tell whether it is a character or block device."""
+        """Return whether it is a character or block device."""
         return stat.S_ISCHR(self.mode) or stat.S_ISBLK(self.mode)
 
     def is_at(self, root: str) -> bool:
-        """Tell whether it is what its name leads to below a directory."""
+        """Return whether it is what its name leads to below a directory."""
         try:
             status = os.stat(f"{root}{self.name}", follow_symlinks=False)
         except OSError:
@@ -149,7 +149,7 @@ def locks(pid: int, fd: int) -> list[str]:
 
 
 def can_open_handle(pid: int, watch: Watch) -> bool:
-    """Tell whether a watched file can be opened by its handle on a mount that the process sees, as CRIU does it."""
+    """Return whether a watched file can be opened by its handle on a mount that the process sees, as CRIU does it."""
     handle = ctypes.create_string_buffer(
         len(watch.handle).to_bytes(4, "little") + watch.handle_type.to_bytes(4, "little") + watch.handle
     )

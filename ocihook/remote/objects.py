@@ -101,7 +101,7 @@ class ObjectRemote:
 
     @contextlib.contextmanager
     def pruning(self, every_s: float) -> Iterator[bool]:
-        """Tell whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+        """Return whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
         prefix = f"{self._prefix}pruned/"
         mine = prefix + secrets.token_hex(8)
         self._blobs.write(mine, b"")

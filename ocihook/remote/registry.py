@@ -124,7 +124,7 @@ class RegistryRemote:
 
     @contextlib.contextmanager
     def pruning(self, every_s: float) -> Iterator[bool]:
-        """Tell whether it is this node's turn to prune; of two at once each thinks so, and removes the same."""
+        """Return whether it is this node's turn to prune; of two at once each thinks so, and removes the same."""
         tag = f"{self._domain}.pruned"
         is_ours = True
         with contextlib.suppress(ValueError, TypeError, KeyError), _unless_missing():

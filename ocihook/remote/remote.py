@@ -44,7 +44,7 @@ class Remote(Protocol):
         """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
 
     def pruning(self, every_s: float) -> contextlib.AbstractContextManager[bool]:
-        """Tell whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+        """Return whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""

@@ -26,7 +26,7 @@ def adopt(
         checkpoint_id: which it is to be.
         data: its manifest, as it is elsewhere.
         layout: likewise.
-        progress: told the bytes read.
+        progress: gets the bytes read.
 
     Raises:
         IntegrityError: if the packs do not hold what the manifest says.

@@ -137,7 +137,7 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
         before: what to compare with. It is verified while the workers are at it.
         workers: processes to use.
         patience: how long it is waited for.
-        progress: told the bytes done.
+        progress: gets the bytes done.
 
     Raises:
         StoreError: if a source ends early, or the index cannot be read.
@@ -478,7 +478,7 @@ class _Taker:
         return 1
 
     def _lead_to_before(self, page_id: bytes, place: Place) -> bool:
-        """Tell whether the checkpoint before has a page elsewhere, and go on from there."""
+        """Return whether the checkpoint before has a page elsewhere, and go on from there."""
         if self._before is None:
             return False
         found = self._before.find(page_id, place, self._at)

@@ -121,7 +121,7 @@ class Domain:
         return PageIds(self._identity.seed, self._identity.ids_key)
 
     def _must_be_encrypted(self) -> bool:
-        """Tell whether nothing that is not encrypted may be read; asked for when something is not."""
+        """Return whether nothing that is not encrypted may be read; asked for when something is not."""
         return self.is_encrypted and not self._identity.is_converting
 
     @property
@@ -194,7 +194,7 @@ class Domain:
             os.close(fd)
 
     def is_held(self, checkpoint_id: str) -> bool:
-        """Tell whether a checkpoint is pinned or in use: then nothing removes it."""
+        """Return whether a checkpoint is pinned or in use: then nothing removes it."""
         return self.marks.is_pinned(checkpoint_id) or self.marks.is_used(checkpoint_id)
 
     # --- reading
@@ -327,7 +327,7 @@ class Domain:
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
 
     def is_pulled(self, checkpoint_id: str) -> bool:
-        """Tell whether a checkpoint came from elsewhere: then it is in no chain here."""
+        """Return whether a checkpoint came from elsewhere: then it is in no chain here."""
         return self._pulled_path(checkpoint_id).exists()
 
     def _manifest_path(self, checkpoint_id: str) -> Path:
