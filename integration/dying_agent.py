@@ -8,13 +8,13 @@ A step is whatever changes something (steps.py); a log in the runtime directory 
 import sys
 from pathlib import Path
 
+from integration import patient_agent
 from integration.steps import Steps
 from ocihook import wire
-from ocihook.agent import server
 
 LOG = Path(wire.RUNTIME_DIR) / "steps"
 
 if __name__ == "__main__":
     Path(wire.RUNTIME_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
     Steps(LOG, last=int(sys.argv[1]))
-    server.main()
+    patient_agent.main()

@@ -12,6 +12,7 @@ from integration.namespace import Namespace
 HERE = Path(__file__).parent
 SCRIPT = "/run/ocihook-fake-cuda"
 PLUGIN_CALLS = "/run/ocihook-fake-cuda-calls"
+_HELD_MS = 60_000
 # Device files of the stand-in are nodes that exist everywhere; their minors tell them apart.
 GPU_NODES = {3: "/dev/null", 5: "/dev/zero", 7: "/dev/full"}
 
@@ -79,3 +80,8 @@ def script(namespace: Namespace, *lines: str) -> None:
     path = namespace.path(SCRIPT)
     path.with_name("ocihook-fake-cuda.new").write_text("".join(f"{line}\n" for line in lines))
     path.with_name("ocihook-fake-cuda.new").replace(path)
+
+
+def hold(namespace: Namespace, verb: str) -> None:
+    """Let a verb take until the stand-in has another script, however slow the machine is."""
+    script(namespace, f"{verb} -1 {_HELD_MS}")

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from integration import patient_agent
 from ocihook import wire
-from ocihook.agent import server
 from ocihook.session.participant import Act
 
 STAGE = sys.argv[1]
@@ -27,4 +27,4 @@ def hold_and_go_on(act: Act, done_bytes: int) -> None:
 
 
 Act.progress = hold_and_go_on  # type: ignore[method-assign, assignment]
-server.main()
+patient_agent.main()

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from signal import SIGKILL
 
+from integration import patient_agent
 from ocihook import wire
-from ocihook.agent import server
 from ocihook.session.participant import Act
 
 STAGE = sys.argv[1]
@@ -32,4 +32,4 @@ def kill_and_go_on(act: Act, done_bytes: int) -> None:
 
 
 Act.progress = kill_and_go_on  # type: ignore[method-assign, assignment]
-server.main()
+patient_agent.main()

@@ -2,7 +2,7 @@
 
 import time
 
-from ocihook.agent import server
+from integration import patient_agent
 from ocihook.session.participant import Act
 
 _progress = Act.progress
@@ -15,4 +15,4 @@ def wait_and_check(act: Act, done_bytes: int) -> None:
 
 
 Act.progress = wait_and_check  # type: ignore[method-assign, assignment]
-server.main()
+patient_agent.main()

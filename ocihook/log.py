@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
+from ocihook.errors import plain
+
 JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
 FILE_BYTES = 1 << 20  # of a file, which is in memory (/run); as much again is kept of what was before
 _PRIORITIES = {10: 7, 20: 6, 30: 4, 40: 3, 50: 2}  # syslog(3), by level
@@ -79,6 +81,13 @@ class _FileHandler(WatchedFileHandler):
             os.close(fd)
 
 
+def _put_in_words(record: logging.LogRecord) -> bool:
+    """Have an error of the system say which file and why, without its number."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(plain(value) if isinstance(value, OSError) else value for value in record.args)
+    return True
+
+
 def _encode(name: str, value: str) -> bytes:
     data = value.encode("utf-8", "replace")
     if b"\n" not in data:
@@ -98,6 +107,7 @@ def set_up_logging(level: int, file: Path | None = None) -> None:
         handler = _JournalHandler()
     else:
         handler = logging.StreamHandler()
+    handler.addFilter(_put_in_words)
     is_journal = isinstance(handler, _JournalHandler)
     handler.setFormatter(logging.Formatter("%(message)s") if is_journal else _Formatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -13,9 +13,7 @@ from integration.containerd.engine import Containerd
 from integration.journals import sessions
 from integration.namespace import wait_for
 
-DEADLINE_S = 2
-LONGER_MS = 5000
-LONGER_S = 5
+DEADLINES_S = (2, 8, 30)  # where a slow machine has not come to what the test is about by then, it tries once more
 NEVER: dict[str, Any] = {
     "quiesce_signal": "USR1",
     "resume_signal": "USR2",
@@ -24,26 +22,65 @@ NEVER: dict[str, Any] = {
 }
 
 
+# Keeps the tasks still in CRIU's hands.
+SLOW = """#!/bin/sh
+[ $CRTOOLS_SCRIPT_ACTION = post-dump ] || exit 0
+while [ -e /run/slow ]; do sleep 0.05; done
+"""
+
+
 def is_told(node: Containerd) -> bool:
     """Tell whether the node's metrics say that the engine has given up."""
     return 'ocihook_open_sessions{state="given-up"} 1.0' in node.ocihook("metrics")
 
 
+def hold(node: Containerd, stage: str) -> None:
+    """Let a stage take longer than any deadline."""
+    if stage == "criu":
+        node.write("/run/slow", "")
+    elif stage != "quiesce":
+        fake_driver.hold(node.namespace, stage)
+
+
+def release(node: Containerd) -> None:
+    """Let whatever is held go on."""
+    node.namespace.path("/run/slow").unlink(missing_ok=True)
+    fake_driver.script(node.namespace)
+
+
+def has_come_to(session: dict[str, Any], stage: str) -> bool:
+    """Tell whether a dump was in a stage when it was given up."""
+    if stage == "criu":
+        return session["stages"]["pre-dump"].get("status") == 0 and "criu_ended" in session["facts"]
+    return any(phase["name"] in (stage, f"gpu {stage}") for phase in session["phases"])
+
+
 def checkpoint_in_vain(node: Containerd, container: str, stage: str) -> dict[str, Any]:
-    """Checkpoint with a deadline that passes; check that the container runs on; return the session."""
+    """Checkpoint with a deadline that passes in a stage; check that the container runs on; return the session."""
+    for deadline_s in DEADLINES_S:
+        session = _checkpoint_in_vain(node, container, stage, deadline_s)
+        if session and has_come_to(session, stage):
+            return session
+    raise AssertionError(f"the dump never came to {stage}")
+
+
+def _checkpoint_in_vain(node: Containerd, container: str, stage: str, deadline_s: float) -> dict[str, Any] | None:
     before = node.count(container)
+    hold(node, stage)
     with pytest.raises(grpc.RpcError) as error:
-        node.checkpoint(container, "c.tar", timeout_s=DEADLINE_S)
+        node.checkpoint(container, "c.tar", timeout_s=deadline_s)
     # The server sees the deadline, too, and may be the first to say so.
     assert error.value.code() in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-    if stage in {"checkpoint", "criu"}:  # which cannot be interrupted
+    if stage != "quiesce":  # what cannot be interrupted
         wait_for("the node to tell it, or to have undone all", lambda: is_told(node) or not node.is_open())
-    fake_driver.script(node.namespace)
-    session = sessions(node.namespace)[-1]
-    assert session["effects"] == []
-    assert session["given_up"] is not None
+    release(node)
+    found = sessions(node.namespace)
     node.assert_goes_on(container, before)
-    return session
+    if not found:
+        return None
+    assert found[-1]["effects"] == []
+    assert found[-1]["given_up"] is not None
+    return found[-1]
 
 
 # crun 1.28 makes no container on a machine whose cgroups are hybrid, but for those of v2 alone.
@@ -57,14 +94,12 @@ def test_the_job_goes_on(
     annotations: dict[str, Any] = NEVER if stage == "quiesce" else {}
     container = node.start("c1", mib=16, runtime=runtime, gpus=[] if stage == "quiesce" else [3], **annotations)
     if stage == "criu":  # tasks stand still in its hands
-        node.write("/run/slow", f"#!/bin/sh\n[ $CRTOOLS_SCRIPT_ACTION != post-dump ] || sleep {LONGER_S}\n")
-        node.namespace.path("/run/slow").chmod(0o755)
+        node.write("/etc/slow", SLOW)
+        node.namespace.path("/etc/slow").chmod(0o755)
         for name in ("runc", "crun"):
             path = node.namespace.path(f"/etc/criu/{name}.conf")
             if path.exists():  # crun reads runc.conf where it has none of its own
-                path.write_text(f"action-script /run/slow\n{path.read_text()}")
-    elif stage != "quiesce":
-        fake_driver.script(node.namespace, f"{stage} -1 {LONGER_MS}")
+                path.write_text(f"action-script /etc/slow\n{path.read_text()}")
     session = checkpoint_in_vain(node, container, stage)
     waited_for = [session["given_up"], session["facts"]["criu_ended"] if stage == "criu" else 0.0]
     waited_for += [p["began"] + p["seconds"] for p in session["phases"] if p["name"] == f"gpu {stage}"]

@@ -15,7 +15,7 @@ from integration.namespace import PATH, wait_for
 from ocihook.linux.procfs import descendants
 
 _PROGRAM = Path(__file__).parent / "hazard.py"
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 # Whose child it is, where it is to be in another's session: one of its PID namespace, or one outside.
 _SESSION_LEADERS = {
     "session_outside": ["sh", "-c", '"$@" & wait', "sh"],
@@ -51,7 +51,7 @@ class Hazard:
         """Dump it: whether that succeeded, and CRIU's log. It runs on only with --leave-running."""
         succeeded, log = self._criu("dump", "--tree", str(self.pid), *options, environment=environment)
         if succeeded and "--leave-running" not in options:
-            self._process.wait(10)
+            self._process.wait(60)
         return succeeded, log
 
     def restore(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
@@ -73,7 +73,7 @@ class Hazard:
         """End it, and what it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 @contextmanager

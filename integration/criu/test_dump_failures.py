@@ -12,23 +12,6 @@ from ocihook.criu.explain import explain
 from ocihook.linux.procfs import descendants
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("sigtrap", "pending-sigtrap"),
-        ("hidden_file", "hidden-file"),
-        ("hidden_mount", "hidden-file"),
-        ("hidden_name", "hidden-file"),
-        ("unix_closed_in_flight", "unix-in-flight"),
-        ("unix_sent_in_flight", "unix-in-flight"),
-        ("udp_corked", "udp-corked"),
-    ],
-)
-def test_what_doctor_does_not_see(name: str, cause: str) -> None:
-    with hazard(name) as process:
-        check(process, name, cause)
-
-
 def test_link_remap_does_not_help_what_is_hidden() -> None:
     with hazard("hidden_file") as process:
         check(process, "hidden_file-link-remap", "hidden-file", "--link-remap")

@@ -27,7 +27,7 @@ from integration.podman.test_faults import (
     start_agent,
     start_dying_agent,
 )
-from ocihook.linux.procfs import descendants, parent_pid
+from ocihook.linux.procfs import Process, descendants, parent_pid
 
 DRIVER_CALL = Path(__file__).parents[1] / "gpu/driver_contract.py"
 KILLING_AGENT = Path(__file__).parents[1] / "killing_agent.py"
@@ -245,15 +245,16 @@ def wait_for_gpu_checkpoint(podman: Podman, text: str = "gpu-checkpointed") -> i
 def test_criu_killed_in_the_middle(gpu_podman: Podman, verb: str, *, leave_running: bool) -> None:
     gpu_podman.start_cuda("c", 32, "children=1")
     before = gpu_podman.count("c")
-    fake_driver.script(gpu_podman.namespace, f"{verb} -1 1500")
+    fake_driver.hold(gpu_podman.namespace, verb)
     options = ["--leave-running"] if leave_running else []
     archive = gpu_podman.scratch / "c.tar"
     dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, *options, check=False))
     dump.start()
     pid = wait_for_gpu_checkpoint(gpu_podman)
     os.kill(pid, signal.SIGKILL)
-    dump.join()
+    wait_for("CRIU to end", lambda: Process.find(pid) is None)
     fake_driver.script(gpu_podman.namespace)
+    dump.join()
     assert sessions(gpu_podman.namespace)[-1]["effects"] == []
     gpu_podman.assert_goes_on("c", before)
 
@@ -262,12 +263,14 @@ def test_a_process_that_dies_meanwhile(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "children=1")
     before = gpu_podman.count("c")
     _, child = processes(gpu_podman)  # podman tells nothing while it checkpoints
-    fake_driver.script(gpu_podman.namespace, "checkpoint -1 1000")
+    fake_driver.hold(gpu_podman.namespace, "checkpoint")
     archive = gpu_podman.scratch / "c.tar"
     dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, "--leave-running", check=False))
     dump.start()
     wait_for_gpu_checkpoint(gpu_podman, '"threads"')  # all are locked
     os.kill(child, signal.SIGKILL)
+    wait_for("the process to end", lambda: Process.find(child) is None)
+    fake_driver.script(gpu_podman.namespace)
     dump.join()
     message = last_session(gpu_podman.namespace, "pre-dump")["stages"]["pre-dump"]["message"]
     assert f"process {child} ended while" in message
@@ -424,7 +427,7 @@ def test_what_somebody_else_has_checkpointed_is_left_to_them(gpu_podman: Podman,
 def test_the_engine_and_its_runtime_are_killed(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "children=1")
     before = gpu_podman.count("c")
-    fake_driver.script(gpu_podman.namespace, "checkpoint -1 1500")
+    fake_driver.hold(gpu_podman.namespace, "checkpoint")
     dump = threading.Thread(
         target=lambda: gpu_podman.checkpoint("c", gpu_podman.scratch / "c.tar", "--leave-running", check=False)
     )
@@ -433,8 +436,9 @@ def test_the_engine_and_its_runtime_are_killed(gpu_podman: Podman) -> None:
     runtime = parent_pid(criu)
     for pid in (parent_pid(runtime), runtime, criu):
         os.kill(pid, signal.SIGKILL)
-    dump.join()
+    wait_for("CRIU to end", lambda: Process.find(criu) is None)
     fake_driver.script(gpu_podman.namespace)
+    dump.join()
     assert sessions(gpu_podman.namespace)[-1]["effects"] == []
     gpu_podman.assert_goes_on("c", before)
 
@@ -523,7 +527,7 @@ def test_criu_killed_during_a_restore(gpu_podman: Podman, stage: str, killed_by:
         act_at(gpu_podman, stage, "kill -KILL $PPID")
     assert "rror" in gpu_podman.restore(archive, check=False)
     assert_nothing_is_left(gpu_podman)
-    wait_for("what CRIU made to be gone", lambda: not processes_with(mark), timeout_s=5)
+    wait_for("what CRIU made to be gone", lambda: not processes_with(mark))
     said = r"container c \(\w+\): CRIU did not come to the end of its restore, .* restore it again"
     assert re.search(said, agent_log(gpu_podman))
     act_no_more(gpu_podman)
@@ -628,8 +632,10 @@ def test_a_process_that_ends_after_its_memory_was_moved(gpu_podman: Podman) -> N
     """The checkpoint is that of a container without it, and can be restored."""
     archive = gpu_podman.scratch / "c.tar"
     gpu_podman.start_cuda("c", 16, "children=1")
-    child = "$(cat /proc/$CRTOOLS_INIT_PID/task/$CRTOOLS_INIT_PID/children)"
-    act_at_pre_dump(gpu_podman, f"kill -KILL {child} 2>/dev/null; exit 0")
+    children = "cat /proc/$CRTOOLS_INIT_PID/task/$CRTOOLS_INIT_PID/children"
+    # CRIU may wait in vain for a cgroup to freeze in which a process is on its way out, so it is gone by then.
+    end = "while grep -q '^State:.[^ZX]' /proc/$pid/status 2>/dev/null; do sleep 0.01; done"
+    act_at_pre_dump(gpu_podman, f"for pid in $({children}); do kill -KILL $pid 2>/dev/null; {end}; done; exit 0")
     gpu_podman.checkpoint("c", archive, "--leave-running")
     before = gpu_podman.count("c")
     gpu_podman.assert_goes_on("c", before)
@@ -726,14 +732,16 @@ def test_the_engine_alone_is_killed(gpu_podman: Podman, victim: str, *, leave_ru
     before = gpu_podman.count("c")
     archive = gpu_podman.scratch / "c.tar"
     conmon = parent_pid(processes(gpu_podman)[0])
-    fake_driver.script(gpu_podman.namespace, "checkpoint -1 500")
+    fake_driver.hold(gpu_podman.namespace, "checkpoint")
     options = ["--leave-running"] if leave_running else []
     dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, *options, check=False))
     dump.start()
     criu = wait_for_gpu_checkpoint(gpu_podman)
-    os.kill(conmon if victim == "conmon" else parent_pid(parent_pid(criu)), signal.SIGKILL)
-    dump.join()
+    killed = conmon if victim == "conmon" else parent_pid(parent_pid(criu))
+    os.kill(killed, signal.SIGKILL)
+    wait_for(f"{victim} to end", lambda: Process.find(killed) is None)
     fake_driver.script(gpu_podman.namespace)
+    dump.join()
     assert_nothing_is_left(gpu_podman)
     if victim == "conmon":
         assert_packed(archive)

@@ -24,7 +24,7 @@ from ocihook.checkpoints.prune import prune_by_policy
 from ocihook.checkpoints.pushing import has_due_pushes, next_push_s, push_due
 from ocihook.config import Settings, load_settings
 from ocihook.container.runtime_call import find_runtime
-from ocihook.errors import AgentError, ConfigError, OcihookError
+from ocihook.errors import AgentError, ConfigError, OcihookError, plain
 from ocihook.gpu.driver import load_bindings
 from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
@@ -132,7 +132,7 @@ class Agent:
             except (OcihookError, wire.ProtocolError, OSError) as error:
                 log.error("request refused: %s", error)
                 with contextlib.suppress(OSError):
-                    connection.send(wire.encode_verdict(1, f"the agent refused the request: {error}"))
+                    connection.send(wire.encode_verdict(1, f"the agent refused the request: {plain(error)}"))
                 return
             # A session that has just died takes nothing: the hook then finds its connection closed and asks again.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -343,9 +343,9 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     os.write(lock, f"{os.getpid()}\n".encode())  # for people
     if detached:
         leave_cgroup()
-    listener, is_ours = _listener(runtime_dir)
     settings = _settings()
     metrics = _metrics_listener(settings.metrics_address)
+    listener, is_ours = _listener(runtime_dir)  # whoever finds it finds the metrics, too
     if metrics is not None:
         importlib.import_module("ocihook.agent.metrics")  # its files may be another version's when it is asked
     load_bindings()  # while the files that this agent was started from are still there

@@ -16,14 +16,14 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.memory.standstill import is_given_up
 from ocihook.session import history
-from ocihook.session.criu_statistics import note_statistics, open_work_directory
+from ocihook.session.criu_statistics import note_end, open_work_directory
 from ocihook.session.failure import Attempt, keep_log, message_of, record_failure
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all, undo_interrupted
 from ocihook.stages import dump, restore
 from ocihook.stages.detached import KeptFromEnd, is_due, is_kept_from_end
 
-_LOOK_MS = 10  # whether CRIU has detached, which nobody tells
+_LOOK_MS = 10  # whether CRIU has detached, which nobody reports
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _STAGES: dict[str, _Stage] = {
     "pre-resume": restore.pre_resume,
     "post-resume": restore.post_resume,
 }
-# What an error in a stage leaves behind, told after the error itself. CRIU ignores a veto in post-resume.
+# What an error in a stage leaves behind, said after the error itself. CRIU ignores a veto in post-resume.
 _STATE_AFTER_ERROR = {
     "pre-dump": "The dump is refused",
     "post-dump": "The dump fails",
@@ -58,10 +58,10 @@ class Session:
     def __init__(self, journal: Journal, load: Callable[[], Settings] = load_settings) -> None:
         self.journal = journal
         self._load = load
-        self._waiting: list[socket.socket] = []  # hooks that are told once the container runs and all is done
+        self._waiting: list[socket.socket] = []  # hooks that get their verdict once the container runs and all is done
 
     def log_fields(self) -> dict[str, str]:
-        """Return what the journal is told with every record of this session."""
+        """Return what the journal gets with every record of this session."""
         fields = {"OCIHOOK_SESSION": self.journal.session_id, "OCIHOOK_STAGE": self.journal.stage}
         if container := self.journal.container:
             fields |= {"OCIHOOK_CONTAINER": container.id, "OCIHOOK_CONTAINER_NAME": container.name}
@@ -158,7 +158,7 @@ class Session:
     def _settings(self) -> Settings:
         try:
             return self._load()
-        except ConfigError:  # it was told when the session began
+        except ConfigError:  # it was reported when the session began
             return Settings()
 
     def serve(self, control: socket.socket) -> None:
@@ -168,9 +168,9 @@ class Session:
             work_directory = open_work_directory(self.journal.criu.pid)
             attempt = Attempt(self.journal.criu, self.journal.runtime)
             self._watch(pidfd, control, attempt)
-            self._explain(attempt, is_over=True)  # at once: the runtime is about to end
+            note_end(self.journal, work_directory)  # at once: the engine removes the statistics
+            self._explain(attempt, is_over=True)  # likewise: the runtime is about to end
             attempt.close()
-            note_statistics(self.journal, work_directory)
             os.close(pidfd)
         control.close()  # the agent starts another session should a request still be in it
         log.info("session %s: CRIU has ended", self.journal.session_id)
@@ -202,13 +202,13 @@ class Session:
         if is_due(self.journal):
             verdict = self.handle(wire.Request(wire.DETACHED_STAGE, self.journal.criu.pid, 0, ""))
             if verdict[0] != 0:
-                attempt.tell(verdict[1])
+                attempt.report(verdict[1])
             for connection in self._waiting:
                 self._send(connection, verdict)
 
     def _explain(self, attempt: Attempt, *, is_over: bool) -> None:
-        """Tell why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
-        explanation, text = self._tell(attempt, is_over=is_over)
+        """Report why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
+        explanation, text = self._report(attempt, is_over=is_over)
         verdict = self.journal.verdict_of(wire.DETACHED_STAGE)
         is_killed_by_us = verdict is not None and verdict[0] != 0  # which CRIU's log cannot know
         if explanation is not None and is_over and not is_killed_by_us:
@@ -216,14 +216,14 @@ class Session:
                 log.error("%s", message_of(self.journal, explanation))
             kept = keep_log(Path(self._settings().history_dir) / "logs", self.journal.session_id, text)
             record_failure(self.journal, explanation, kept)
-        attempt.let_go()
+        attempt.release()
 
-    def _tell(self, attempt: Attempt, *, is_over: bool) -> tuple[Explanation | None, str]:
-        """Tell the engine why CRIU has failed; return that, and CRIU's log."""
+    def _report(self, attempt: Attempt, *, is_over: bool) -> tuple[Explanation | None, str]:
+        """Report to the engine why CRIU has failed; return that, and CRIU's log."""
         explanation, text = attempt.explain()
         if explanation is not None and (is_over or explanation.name != "killed"):
             is_ours = explanation.name == "ocihook"
-            attempt.tell(explanation.what if is_ours else message_of(self.journal, explanation))
+            attempt.report(explanation.what if is_ours else message_of(self.journal, explanation))
         return explanation, text
 
     def _answer(self, control: socket.socket, attempt: Attempt) -> None:
@@ -234,12 +234,12 @@ class Session:
             self._waiting.append(connection)
             return
         if request.stage in (wire.FAILED_STAGE, wire.DETACHED_STAGE):
-            self._tell(attempt, is_over=False)
+            self._report(attempt, is_over=False)
             verdict = 0, ""
         else:
             verdict = self.handle(request)
         if verdict[0] != 0:
-            attempt.tell(verdict[1])
+            attempt.report(verdict[1])
         self._send(connection, verdict)
 
     def _send(self, connection: socket.socket, verdict: tuple[int, str]) -> None:

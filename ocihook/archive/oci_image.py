@@ -113,7 +113,7 @@ def build_image(
         name: REPOSITORY:TAG, for those who import it; "" for none.
         thin: what is done with a thin archive.
         is_verified: whether the archive is verified before, to its last byte.
-        progress: told the bytes done, of `work_bytes`.
+        progress: gets the bytes done, of `work_bytes`.
 
     Raises:
         OcihookError: if the archive is damaged, or the target exists; nothing is left of it then.

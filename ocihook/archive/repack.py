@@ -1,9 +1,7 @@
-"""What can be done with a checkpoint archive away from its engine: look, verify, pack, unpack, compare."""
+"""What can be done with a checkpoint archive away from its engine: look, verify, pack, unpack."""
 
 import contextlib
 import errno
-import filecmp
-import heapq
 import os
 import re
 import shutil
@@ -11,7 +9,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from ocihook.checkpoints.complete import store_image_set, wait_complete
 from ocihook.checkpoints.rehydrate import pack_stored, rehydrate_stored
@@ -25,7 +23,7 @@ from ocihook.container.engine_archive import (
     write_archive,
 )
 from ocihook.criu.images import (
-    PAGE_BYTES,
+    INVENTORY_NAME,
     PAGES_NAME,
     DumpStats,
     Pagemap,
@@ -37,7 +35,6 @@ from ocihook.criu.images import (
     parse_processes,
     read_pagemap,
     read_pagemaps,
-    read_runs,
 )
 from ocihook.errors import (
     ArchiveKindError,
@@ -49,9 +46,7 @@ from ocihook.errors import (
 )
 from ocihook.images.image_set import (
     check_other_images,
-    open_packs,
     pack_image_set,
-    read_packed,
     rehydrate_image_set,
     verify_image_set,
 )
@@ -63,7 +58,6 @@ from ocihook.packs.packed_manifest import (
     MAX_MANIFEST_BYTES,
     PACK_NAME,
     PackedManifest,
-    PackedRegion,
     decode_manifest,
     read_manifest,
 )
@@ -72,9 +66,6 @@ from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import THIN_NAME, Thin, decode_thin, read_thin, write_thin
 from ocihook.store.verify import verify_checkpoint
-
-if TYPE_CHECKING:
-    from ocihook.packs.unpacking import Packs
 
 _STORE = Store.of(Settings())
 _COPY_BYTES = 1 << 20  # whole pages
@@ -96,26 +87,10 @@ class Inspection(NamedTuple):
     facts: ArchiveFacts
     manifest: PackedManifest | None
     processes: list[ProcessMemory]
+    pagemaps: Mapping[str, Pagemap]  # by file name
     stats: DumpStats | None
     thin: Thin | None
     archive_bytes: int
-
-
-class MemoryDiff(NamedTuple):
-    """How the memory of one pagemap differs, in pages, compared by virtual address."""
-
-    name: str
-    same: int
-    changed: int
-    only_in_first: int
-    only_in_second: int
-
-
-class ArchiveDiff(NamedTuple):
-    """How two archives differ."""
-
-    images: list[tuple[str, str]]  # name; same, changed, only in first, only in second
-    memory: list[MemoryDiff]
 
 
 def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookError | OSError]]:
@@ -168,7 +143,7 @@ def inspect_archive(path: Path) -> Inspection:
         "pstree.img": (_MAX_SMALL_BYTES, parse_processes),
         "stats-dump": (_MAX_SMALL_BYTES, parse_dump_stats),
     }
-    memory: dict[str, int] = {}
+    pagemaps: dict[str, Pagemap] = {}
 
     def visit(member: Member) -> None:
         name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
@@ -176,14 +151,15 @@ def inspect_archive(path: Path) -> Inspection:
             limit_bytes, read = readers[name]
             found[name] = read(member.content(limit_bytes))
         elif _PAGEMAP_NAME.fullmatch(name):
-            memory[name] = parse_pagemap(member.content(_MAX_SMALL_BYTES), name).present_bytes
+            pagemaps[name] = parse_pagemap(member.content(_MAX_SMALL_BYTES), name)
 
     facts = read_facts(path, visit)
+    memory = {name: pagemap.present_bytes for name, pagemap in pagemaps.items()}
     processes = [
         ProcessMemory(process, memory.get(f"pagemap-{process.pid}.img", 0)) for process in found.get("pstree.img", ())
     ]
     manifest, stats, thin = (found.get(name) for name in (MANIFEST_NAME, "stats-dump", THIN_NAME))
-    return Inspection(facts, manifest, processes, stats, thin, path.stat().st_size)
+    return Inspection(facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size)
 
 
 def read_thin_archive(path: Path) -> Thin:
@@ -207,7 +183,7 @@ class _Place(NamedTuple):
     size_bytes: int
 
 
-class _ImageSet:
+class ImageSet:
     """An image set taken out of an archive: small images into a private directory, large ones only if they must be."""
 
     def __init__(self, archive: Path, directory: Path, *, in_place: bool, pages: bool) -> None:
@@ -302,7 +278,7 @@ def verify_archive(
         OcihookError: naming what is missing or damaged.
     """
     with scratch_directory(place_to_read(path)) as scratch:
-        images = _ImageSet(path, scratch, in_place=True, pages=False)
+        images = ImageSet(path, scratch, in_place=True, pages=False)
 
         def visit(member: Member) -> None:
             if not images.take(member) and PAGES_NAME.fullmatch(member.image_name):
@@ -326,8 +302,9 @@ def verify_archive(
             pagemaps = read_pagemaps(scratch)
             check_page_sizes(pagemaps, facts.sizes)
             check_named(pagemaps, filter(PAGES_NAME.fullmatch, facts.sizes))
-            if DESCRIPTORS_NAME not in facts.sizes:
-                raise ImageError(f"{path} has no {DESCRIPTORS_NAME}, without which no runtime restores it")
+            for name in (INVENTORY_NAME, DESCRIPTORS_NAME):
+                if name not in facts.sizes:
+                    raise ImageError(f"{path} has no {name}, without which no runtime restores it")
         return manifest
 
 
@@ -358,7 +335,7 @@ def pack_archive(
         OcihookError: if it is packed already, has nothing to pack, or is damaged; `target` is then as it was.
     """
     with _output(source, target, force=force) as output:
-        images = _ImageSet(source, output.scratch, in_place=False, pages=True)
+        images = ImageSet(source, output.scratch, in_place=False, pages=True)
 
         def visit(member: Member) -> None:
             if member.image_name == MANIFEST_NAME or (member.image_name == THIN_NAME and into_store):
@@ -417,7 +394,7 @@ def unpack_archive(
         OcihookError: if it is not packed, damaged, or has GPU state; `target` is then as it was.
     """
     with _output(source, target, force=force) as output:
-        images = _ImageSet(source, output.scratch, in_place=True, pages=False)
+        images = ImageSet(source, output.scratch, in_place=True, pages=False)
         facts = read_facts(source, images.take)
         images.complete()
         thin = read_thin(output.scratch)
@@ -516,132 +493,6 @@ def place_to_read(path: Path) -> Path:
     """Return where images of an archive may be put: beside it, since there is room, or else where all may write."""
     parent = path.absolute().parent
     return parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def diff_archives(first: Path, second: Path, *, progress: Progress = no_progress) -> ArchiveDiff:
-    """Compare two archives, packed or plain: their images by content, their memory page by page.
-
-    Raises:
-        OcihookError: if one is damaged.
-    """
-    with contextlib.ExitStack() as stack:
-        a, b = (_taken_memory(stack, path, progress) for path in (first, second))
-        return ArchiveDiff(list(_diff_images(a.directory, b.directory)), list(_diff_memory(a, b)))
-
-
-def _taken_memory(stack: contextlib.ExitStack, path: Path, progress: Progress) -> "_Memory":
-    directory = stack.enter_context(scratch_directory(place_to_read(path)))
-    images = _ImageSet(path, directory, in_place=True, pages=True)
-    read_facts(path, images.take)
-    images.complete()
-    if read_thin(directory) is not None:
-        raise UnsupportedError(f"the memory of {path} is in a store", hint="unpack it, then compare")
-    memory = _Memory(images, progress)
-    stack.callback(memory.close)
-    return memory
-
-
-class _Memory:
-    """The memory of an image set, packed or not."""
-
-    def __init__(self, images: _ImageSet, progress: Progress) -> None:
-        self.directory = images.directory
-        self.pagemaps = read_pagemaps(self.directory)
-        self._places = images.places
-        self._progress = progress
-        manifest = read_packed(self.directory, elsewhere=images.packs)
-        check_page_sizes(
-            self.pagemaps,
-            manifest.image_sizes if manifest else {name: place.size_bytes for name, place in images.places.items()},
-        )
-        self._regions = manifest.regions if manifest else ()
-        self._packs: Packs | None = open_packs(self.directory, manifest, elsewhere=images.packs) if manifest else None
-
-    def pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
-        """Yield (virtual address, content) of each page of a process, in order, whether CRIU dumped it or not."""
-        return heapq.merge(self._dumped_pages(pagemap_name), *map(self._region_pages, self._regions_of(pagemap_name)))
-
-    def _regions_of(self, pagemap_name: str) -> Iterator[PackedRegion]:
-        return (region for region in self._regions if pagemap_name == f"pagemap-{region.process}.img")
-
-    def _region_pages(self, region: PackedRegion) -> Iterator[tuple[int, bytes]]:
-        assert self._packs is not None
-        address = region.start
-        for content in self._packs.read_pages(region.name):
-            for offset in range(0, len(content), PAGE_BYTES):
-                yield address + offset, content[offset : offset + PAGE_BYTES]
-            address += len(content)
-            self._progress(len(content))
-
-    def _dumped_pages(self, pagemap_name: str) -> Iterator[tuple[int, bytes]]:
-        pagemap = self.pagemaps[pagemap_name]
-        if pagemap.is_compressed:
-            raise UnsupportedError(f"{pagemap.pages_name} is compressed by CRIU itself and cannot be compared")
-        content = self._content(pagemap.pages_name)
-        window, position = b"", 0
-        for run in read_runs(self.directory / pagemap_name):
-            for number in range(run.pages if run.is_present else 0):
-                while position == len(window):
-                    window, position = next(content), 0
-                    self._progress(len(window))
-                yield run.vaddr + number * PAGE_BYTES, window[position : position + PAGE_BYTES]
-                position += PAGE_BYTES
-
-    def _content(self, name: str) -> Iterator[bytes]:
-        """Yield the content of a page image in pieces of whole pages."""
-        if self._packs is not None and name not in self._places:
-            yield from self._packs.read_pages(name)
-            return
-        path, offset, size_bytes = self._places[name]
-        with path.open("rb") as file:
-            file.seek(offset)
-            for start in range(0, size_bytes, _COPY_BYTES):
-                yield file.read(min(_COPY_BYTES, size_bytes - start))
-
-    def close(self) -> None:
-        """Close the packs."""
-        if self._packs is not None:
-            self._packs.close()
-
-
-def _diff_images(a: Path, b: Path) -> Iterator[tuple[str, str]]:
-    def is_compared(name: str) -> bool:
-        return name != MANIFEST_NAME and not PACK_NAME.fullmatch(name) and not PAGES_NAME.fullmatch(name)
-
-    for name in sorted({path.name for directory in (a, b) for path in directory.iterdir()}):
-        if not is_compared(name):
-            continue
-        if not (b / name).exists():
-            yield name, "only in first"
-        elif not (a / name).exists():
-            yield name, "only in second"
-        else:
-            yield name, "same" if filecmp.cmp(a / name, b / name, shallow=False) else "changed"
-
-
-def _diff_memory(first: _Memory, second: _Memory) -> Iterator[MemoryDiff]:
-    for name in sorted(first.pagemaps.keys() | second.pagemaps.keys()):
-        a = first.pages(name) if name in first.pagemaps else iter(())
-        b = second.pages(name) if name in second.pagemaps else iter(())
-        yield MemoryDiff(name, *_merge(a, b))
-
-
-def _merge(a: Iterator[tuple[int, bytes]], b: Iterator[tuple[int, bytes]]) -> tuple[int, int, int, int]:
-    """Count pages (same, changed, only in a, only in b); both come in ascending order of address."""
-    same = changed = only_a = only_b = 0
-    left, right = next(a, None), next(b, None)
-    while left is not None or right is not None:
-        if right is None or (left is not None and left[0] < right[0]):
-            only_a += 1
-            left = next(a, None)
-        elif left is None or right[0] < left[0]:
-            only_b += 1
-            right = next(b, None)
-        else:
-            is_same = left[1] == right[1]
-            same, changed = same + is_same, changed + (not is_same)
-            left, right = next(a, None), next(b, None)
-    return same, changed, only_a, only_b
 
 
 def to_json(inspection: Inspection) -> Mapping[str, Any]:

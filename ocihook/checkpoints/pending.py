@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ocihook.errors import IntegrityError
+from ocihook.errors import IntegrityError, plain
 from ocihook.linux.files import replace_file
 from ocihook.model import ContainerRef
 from ocihook.packs.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
@@ -165,7 +165,8 @@ def check_taken(job: Job) -> None:
         try:
             size = os.stat(path, follow_symlinks=False).st_size
         except OSError as error:
-            raise IntegrityError(f"checkpoint {job.id} of container {job.container} was lost: {error}") from error
+            why = plain(error)
+            raise IntegrityError(f"checkpoint {job.id} of container {job.container} was lost: {why}") from error
         if size != job.sizes[name]:
             raise IntegrityError(
                 f"checkpoint {job.id} of container {job.container} was lost: {name} has {size} bytes of "

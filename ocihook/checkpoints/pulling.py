@@ -16,7 +16,7 @@ from ocihook.remote.location import open_remote
 from ocihook.remote.remote import Remote
 from ocihook.store.adopt import adopt, adopt_pack
 from ocihook.store.domain import Domain
-from ocihook.store.records import unseal_layout, unseal_manifest
+from ocihook.store.records import largest_layout, unseal_layout, unseal_manifest
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import Thin
@@ -31,7 +31,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
         name: the domain, there and here.
         checkpoint_id: which.
         location: of the remote.
-        progress: told the bytes of packs that need no more work.
+        progress: gets the bytes of packs that need no more work.
 
     Raises:
         RemoteError: if the remote cannot be reached, or has no such checkpoint.
@@ -41,10 +41,10 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     """
     remote, keyring = open_remote(location, name), Keyring(store.keys, name)
     data = remote.manifest(checkpoint_id)
-    layout_data = remote.layout(checkpoint_id)
-    if data is None or layout_data is None:
+    manifest = unseal_manifest(keyring, checkpoint_id, data) if data is not None else None
+    layout_data = remote.layout(checkpoint_id, largest_layout(manifest)) if manifest is not None else None
+    if data is None or manifest is None or layout_data is None:
         raise RemoteError(f"{location} has no checkpoint {checkpoint_id} in domain {name}")
-    manifest = unseal_manifest(keyring, checkpoint_id, data)
     layout = unseal_layout(keyring, manifest, layout_data)
     size = sum(info.size_bytes for info in layout.packs)
     domain = store.open(name, create=True)
@@ -100,7 +100,7 @@ def keep_in_use(store: Store, thin: Thin, *, is_pulled: bool) -> None:
 
 
 def is_here(store: Store, thin: Thin) -> bool:
-    """Tell whether a store has a checkpoint, complete or on its way."""
+    """Return whether a store has a checkpoint, complete or on its way."""
     if thin.domain not in store.names():
         return False
     domain = store.open(thin.domain)

@@ -30,7 +30,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
         domain: where it is.
         checkpoint_id: which.
         location: of the remote.
-        progress: told the bytes of packs that need no more work.
+        progress: gets the bytes of packs that need no more work.
 
     Raises:
         RemoteError: if the remote cannot be reached, or does not keep what it is sent.
@@ -71,7 +71,7 @@ def _send(domain: Domain, remote: Remote, info: PackInfo) -> Iterator[int]:
 
 
 def has_due_pushes(store: Store, now_s: float | None = None) -> bool:
-    """Tell whether a checkpoint is to be pushed by policy now."""
+    """Return whether a checkpoint is to be pushed by policy now."""
     now_s = time.time() if now_s is None else now_s
     return any(waiting.is_due(now_s) for _, waiting in due(store))
 

@@ -13,7 +13,7 @@ from ocihook.errors import IntegrityError, RemoteError
 from ocihook.packs.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.remote.location import open_remote, remote_domains
 from ocihook.remote.remote import Remote
-from ocihook.store.records import unseal_layout, unseal_manifest
+from ocihook.store.records import largest_layout, unseal_layout, unseal_manifest
 from ocihook.store.stored_manifest import StoredManifest
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RemoteCheckpoints:
         names: set[str] = set()
         for manifest in self.all():
             if manifest.id not in self._packs:
-                data = self._remote.layout(manifest.id)
+                data = self._remote.layout(manifest.id, largest_layout(manifest))
                 if data is None:
                     raise IntegrityError(f"{self.location} has lost the layout of checkpoint {manifest.id}")
                 self._packs[manifest.id] = [info.name for info in unseal_layout(self.keyring, manifest, data).packs]
@@ -159,8 +159,11 @@ def find_remote(location: str, checkpoint_id: str) -> str:
 def remote_bytes(location: str, keyring: Keyring, checkpoint_id: str) -> int:
     """Return the same of one that is at a remote; 0 if there is none."""
     remote = open_remote(location, keyring.domain)
-    data, layout = remote.manifest(checkpoint_id), remote.layout(checkpoint_id)
-    if data is None or layout is None:
+    data = remote.manifest(checkpoint_id)
+    if data is None:
         return 0
     manifest = unseal_manifest(keyring, checkpoint_id, data)
+    layout = remote.layout(checkpoint_id, largest_layout(manifest))
+    if layout is None:
+        return 0
     return sum(info.size_bytes for info in unseal_layout(keyring, manifest, layout).packs)

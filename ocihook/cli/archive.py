@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ocihook.archive import repack
+from ocihook.archive import compare, repack
 from ocihook.cli.render import F, count_of, format_bytes, json_option, print_json, print_table, progress_bar
 from ocihook.config import load_settings
 from ocihook.container.engine_archive import COMPRESSIONS, ArchiveFacts
@@ -199,7 +199,7 @@ def _convert(
 def diff(*, first: Path, second: Path, as_json: bool) -> None:
     """Compare two archives: their images, and the memory of each process page by page. Exit status 1: they differ."""
     with progress_bar("comparing", lambda: repack.memory_bytes(first) + repack.memory_bytes(second)) as progress:
-        result = repack.diff_archives(first, second, progress=progress)
+        result = compare.diff_archives(first, second, progress=progress)
     if as_json:
         images = [{"name": name, "state": state} for name, state in result.images]
         print_json({"images": images, "memory": [m._asdict() for m in result.memory]})

@@ -118,6 +118,6 @@ def _fail(error: OcihookError) -> NoReturn:
 
 
 def _is_for_programs() -> bool:
-    """Tell whether `--json` was asked for; also where what else was given made no sense."""
+    """Return whether `--json` was asked for; also where what else was given made no sense."""
     words = sys.argv[1:]
     return "--json" in words[: words.index("--") if "--" in words else None]

@@ -64,12 +64,12 @@ def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[R
 
 
 def has_place(file: OpenFile) -> bool:
-    """Tell whether a deleted file was in a file system: shared memory without a name was not, and CRIU knows it."""
+    """Return whether a deleted file was in a file system: shared memory without a name was not, and CRIU knows it."""
     return file.name.startswith("/") and not file.name.startswith(("/memfd:", "/dev/zero", "/SYSV", "/[aio]", "/anon_"))
 
 
 def _is_called_so(file: OpenFile) -> bool:
-    """Tell whether " (deleted)" is part of the name of a file that is there."""
+    """Return whether " (deleted)" is part of the name of a file that is there."""
     try:
         status = os.stat(f"/proc/{file.pid}/root{file.name} (deleted)", follow_symlinks=False)
     except OSError:

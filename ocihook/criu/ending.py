@@ -45,7 +45,7 @@ def keep(work_directory: int) -> None:
 
 
 def is_kept(work_directory: int) -> bool:
-    """Tell whether CRIU waits at its end, or will."""
+    """Return whether CRIU waits at its end, or will."""
     return _is_fifo(work_directory, KEPT_NAME)
 
 
@@ -62,10 +62,10 @@ def forget(work_directory: int) -> None:
         os.unlink(_PARTIAL, dir_fd=work_directory)
 
 
-def release(work_directory: int, patience: Patience) -> None:
-    """Let CRIU end. Its statistics are written while it does; whoever reads them waits for its runtime, which is later.
+def release(work_directory: int, patience: Patience) -> bytes:
+    """Let CRIU end; return the statistics that it writes as it does, nothing if it had written them before.
 
-    May run again after any interruption.
+    They are in their file by then, too, for whoever waits for the runtime. May run again after any interruption.
 
     Args:
         work_directory: CRIU's.
@@ -75,19 +75,20 @@ def release(work_directory: int, patience: Patience) -> None:
         OSError: from the file system; CRIU waits on.
     """
     if not is_kept(work_directory):
-        return
+        return b""
     statistics = _make_room(work_directory)
     reader = -1
     try:
         with run_ahead_of_others():
             # Whoever is in its open(2) by now has the FIFO, whatever the name leads to; who comes later, the file.
             reader = os.open(KEPT_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=work_directory)
-            _copy(reader, statistics, patience)
+            written = _copy(reader, statistics, patience)
         os.unlink(KEPT_NAME, dir_fd=work_directory)
     finally:
         for fd in (statistics, reader):
             if fd >= 0:
                 os.close(fd)
+    return written
 
 
 def _make_room(work_directory: int) -> int:
@@ -103,9 +104,9 @@ def _make_room(work_directory: int) -> int:
     return file
 
 
-def _copy(reader: int, statistics: int, patience: Patience) -> None:
-    """Copy what a writer writes until it has no more to write, or ends."""
-    has_ended = False
+def _copy(reader: int, statistics: int, patience: Patience) -> bytes:
+    """Copy what a writer writes until it has no more to write, or ends; return it."""
+    has_ended, written = False, b""
     while not has_ended:
         try:
             patience.ready(reader)
@@ -114,8 +115,10 @@ def _copy(reader: int, statistics: int, patience: Patience) -> None:
         data = os.read(reader, _MAX_BYTES)  # waits: no, it is ready
         if not data:
             break
+        written += data
         with contextlib.suppress(OSError):  # no room: none either where CRIU writes them itself
             os.write(statistics, data)
+    return written
 
 
 def _is_fifo(work_directory: int, name: str) -> bool:

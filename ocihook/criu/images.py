@@ -19,6 +19,7 @@ from ocihook.criu.proto import message_class
 from ocihook.errors import ImageError
 
 PAGE_BYTES = 4096
+INVENTORY_NAME = "inventory.img"  # the last image of a dump
 PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 
 _COMMON_MAGIC = 0x54564319

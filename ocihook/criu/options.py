@@ -59,11 +59,11 @@ class Known(NamedTuple):
     help: str = ""  # what `criu --help` prints: a later CRIU has options that we do not know
 
     def lacks(self, name: str) -> bool:
-        """Tell whether it is older than an option."""
+        """Return whether it is older than an option."""
         return self.program is not None and name.encode() + b"\0" not in self.program
 
     def has_another(self, name: str) -> bool:
-        """Tell whether it has an option that CRIU 4.2 did not have."""
+        """Return whether it has an option that CRIU 4.2 did not have."""
         bare = name.removeprefix("no-")
         named = rf"(?<!\S)(?:\S+\|)?--{re.escape(bare)}(?![\w-])"
         return bare not in _ALL and re.search(named, self.help) is not None

@@ -32,7 +32,7 @@ def find_plugin(directory: str = "", in_tree: Callable[[Path], Path] = Path) -> 
 
 
 def is_to_stay_out(in_tree: Callable[[Path], Path] = Path) -> bool:
-    """Tell whether CRIU must be told to look for plugins elsewhere: it loads all of a directory, or nothing.
+    """Return whether CRIU must be told to look for plugins elsewhere: it loads all of a directory, or nothing.
 
     Not where there are GPUs of AMD, which need the plugin that a package may have put beside it.
     """

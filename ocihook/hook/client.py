@@ -27,7 +27,8 @@ def main() -> int:
             raise PermissionError("only root can checkpoint and restore containers with ocihook")
         status, message = _ask(request.encode())
     except (OSError, wire.ProtocolError) as error:
-        status, message = _without_agent(stage, image_dir, error)
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        status, message = _without_agent(stage, image_dir, why, is_at_work=isinstance(error, TimeoutError))
     if message:
         sys.stderr.write(f"ocihook: {message}\n")  # into CRIU's log
     if stage == "post-dump" and status == 0 and _is_kept_from_end() and os.fork() == 0:
@@ -129,13 +130,12 @@ def _has_left(agent: int) -> bool:
     return bool(pid)
 
 
-def _without_agent(stage: str, image_dir: str, error: Exception) -> tuple[int, str]:
+def _without_agent(stage: str, image_dir: str, error: str, *, is_at_work: bool) -> tuple[int, str]:
     """Decide alone. Nothing may be half done: where nothing of ours is, CRIU's images are complete.
 
     An agent that gives no verdict in time may still be at work; so it is in a dump that fails, and undoes what it did
     when CRIU is gone.
     """
-    is_at_work = isinstance(error, TimeoutError)
     names = os.listdir(image_dir) if stage in ("pre-restore", "post-dump") else []
     has_ours = is_at_work or any(name.startswith(OURS) for name in names)
     if stage == "pre-restore" and has_ours:

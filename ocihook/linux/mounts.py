@@ -44,13 +44,13 @@ def mount_memory(directory: Path, size_bytes: int) -> None:
 
 
 def has_memory_mounted() -> bool:
-    """Tell whether anything is mounted that `mount_memory` has mounted."""
+    """Return whether anything is mounted that `mount_memory` has mounted."""
     with open("/proc/self/mountinfo") as file:  # proc(5): ... - type source options
         return any(" - tmpfs ocihook " in line for line in file)
 
 
 def is_in_memory(directory: Path) -> bool:
-    """Tell whether the files of a directory are in the node's memory and nowhere else.
+    """Return whether the files of a directory are in the node's memory and nowhere else.
 
     Raises:
         OSError: if it cannot be looked at.

@@ -38,13 +38,21 @@ class OpenFile(NamedTuple):
 
     @property
     def is_regular(self) -> bool:
-        """Tell whether it is a plain file."""
+        """Return whether it is a plain file."""
         return stat.S_ISREG(self.mode)
 
     @property
     def is_device(self) -> bool:
-        """Tell whether it is a character or block device."""
+        """Return whether it is a character or block device."""
         return stat.S_ISCHR(self.mode) or stat.S_ISBLK(self.mode)
+
+    def is_at(self, root: str) -> bool:
+        """Return whether it is what its name leads to below a directory."""
+        try:
+            status = os.stat(f"{root}{self.name}", follow_symlinks=False)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == (self.device, self.inode)
 
 
 class Watch(NamedTuple):
@@ -141,7 +149,7 @@ def locks(pid: int, fd: int) -> list[str]:
 
 
 def can_open_handle(pid: int, watch: Watch) -> bool:
-    """Tell whether a watched file can be opened by its handle on a mount that the process sees, as CRIU does it."""
+    """Return whether a watched file can be opened by its handle on a mount that the process sees, as CRIU does it."""
     handle = ctypes.create_string_buffer(
         len(watch.handle).to_bytes(4, "little") + watch.handle_type.to_bytes(4, "little") + watch.handle
     )
@@ -159,6 +167,12 @@ def can_open_handle(pid: int, watch: Watch) -> bool:
                 os.close(fd)
                 return True
     return False
+
+
+def mount_id(pid: int, fd: int) -> int:
+    """Return the id of the mount through which a file was opened, -1 when it is closed."""
+    lines = _read(f"/proc/{pid}/fdinfo/{fd}").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("mnt_id:")), -1)
 
 
 def mounts(pid: int) -> list[Mount]:

@@ -49,7 +49,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the deadline has passed."""
+        """Return whether the deadline has passed."""
         return self.left_s == 0
 
     def check(self) -> None:

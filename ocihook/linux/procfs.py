@@ -21,7 +21,7 @@ class Process(NamedTuple):
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
     def is_alive(self) -> bool:
-        """Tell whether it still runs; a zombie does not."""
+        """Return whether it still runs; a zombie does not."""
         return Process.find(self.pid) == self
 
     def open(self) -> int | None:
@@ -72,13 +72,13 @@ def parent_pid(pid: int) -> int:
 
 
 def is_session_leader(pid: int) -> bool:
-    """Tell whether a process leads its session; False when it is gone."""
+    """Return whether a process leads its session; False when it is gone."""
     fields = _stat_fields(pid)
     return bool(fields) and int(fields[3]) == pid
 
 
 def has_session_outside(pid: int) -> bool:
-    """Tell whether the leader of a process's session is outside its PID namespace; False when it is gone."""
+    """Return whether the leader of a process's session is outside its PID namespace; False when it is gone."""
     return _status(pid).get("NSsid", "").split()[-1:] == ["0"]  # as each namespace sees it, its own last (proc(5))
 
 
@@ -97,13 +97,20 @@ def tracer_pid(pid: int) -> int | None:
     return int(value) if value else None
 
 
+def has_pending(tid: int, number: signal.Signals) -> bool:
+    """Return whether a signal waits for a thread, or for its process; False when it is gone."""
+    status = _status(tid)
+    pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+    return bool(pending & 1 << number - 1)
+
+
 def thread_ids(pid: int) -> list[int]:
     """Return the threads of a process; [] when it is gone."""
     return sorted(map(int, _listed(f"/proc/{pid}/task")))
 
 
 def has_ended(pidfd: int) -> bool:
-    """Tell whether the process behind a pidfd has ended."""
+    """Return whether the process behind a pidfd has ended."""
     return bool(select.select([pidfd], [], [], 0)[0])
 
 

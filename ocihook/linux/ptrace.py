@@ -110,7 +110,7 @@ class HeldThread:
 
         Raises:
             OSError: if it is gone, somebody else traces it, or it does not stop in time.
-            GivenUp: if nobody waits for it any more. One that has not stopped is let go when this process ends.
+            GivenUp: if nobody waits for it any more. One that has not stopped is released when this process ends.
         """
         self.tid = tid
         _ptrace(_SEIZE, tid, 0, _O_TRACESYSGOOD)
@@ -154,11 +154,11 @@ class HeldThread:
         return 0 if _is_event(status) or number == _SYSCALL_STOP else number
 
     def release(self) -> None:
-        """Let it go on. One that is gone is let go, too."""
+        """Let it go on. One that is gone is released, too."""
         release_all([self])
 
     def has_settled(self) -> bool:
-        """Tell whether it has stopped or ended by now."""
+        """Return whether it has stopped or ended by now."""
         if not (self._has_stopped or self._has_ended):
             try:
                 found, status = os.waitpid(self.tid, os.WNOHANG | _WALL)
@@ -225,7 +225,7 @@ class HeldThread:
         return result
 
     def _has_shadow_stack(self) -> bool:
-        """Tell whether the thread can return to nowhere but where it was called from."""
+        """Return whether the thread can return to nowhere but where it was called from."""
         try:
             self._register_set(_NT_X86_SHSTK, 8)
         except OSError:  # the kernel knows of none, or the thread has none
@@ -417,7 +417,7 @@ def _place(start: int, code: bytes, patterns: Iterable[bytes]) -> int:
 def release_all(threads: Iterable[HeldThread]) -> None:
     """Let threads go on, in whatever order they can be: the end of one that was killed may wait for another's.
 
-    There is no end to that but theirs: one that is frozen can be let go only when it is thawed, or by this process's
+    There is no end to that but theirs: one that is frozen can be released only when it is thawed, or by this process's
     own end.
     """
     left = list(threads)
@@ -441,7 +441,7 @@ def held(pid: int, patience: Patience | None, *, without: int = 0) -> Iterator[l
         without: the thread that goes on.
 
     Raises:
-        TraceError: if a thread cannot be held, or does not stop in time; all are let go then.
+        TraceError: if a thread cannot be held, or does not stop in time; all are released then.
         GivenUp: if nobody waits for it any more; likewise.
     """
     threads: dict[int, HeldThread] = {}

@@ -32,7 +32,10 @@ _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _HEADER = struct.Struct("=IHHII")
 _UNIX_REQUEST = struct.Struct("=BBHIIIII")  # unix_diag_req (linux/unix_diag.h)
 _UNIX_ANSWER = struct.Struct("=BBBBIII")  # unix_diag_msg
-_SHOW_PEER, _PEER = 4, 2
+_SHOW_PEER, _SHOW_CLIENTS, _SHOW_QUEUE = 4, 8, 16
+_PEER, _CLIENTS, _QUEUE = 2, 3, 4  # attributes of an answer
+_UNIX_LISTEN = 10
+_UDP_CORK = 1  # linux/udp.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,6 +51,15 @@ class Socket(NamedTuple):
     is_connected: bool  # TCP: neither closed nor listening
     waiting: int  # connections that nobody has accepted yet
     address: str  # where it is bound; "" if nowhere, or not on an IP
+    is_corked: bool = False  # UDP: it holds back what is sent
+
+
+class UnixSocket(NamedTuple):
+    """What the kernel knows of a Unix socket."""
+
+    peer: int  # inode at the other end; 0 if there is none
+    clients: tuple[int, ...]  # of a listener: who is connected and not accepted yet, 0 for one that has closed
+    unread_bytes: int  # that it has sent and nobody has read
 
 
 def sockets(pid: int) -> Iterator[Socket]:
@@ -80,47 +92,53 @@ def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
         state, waiting = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
         is_listening = state == _TCP_LISTEN
         is_connected = state not in (_TCP_LISTEN, _TCP_CLOSE)
-    return Socket(
-        pid, inode, family, kind, protocol, is_listening, is_connected, waiting if is_listening else 0, address
-    )
+    waiting = waiting if is_listening else 0
+    is_udp = family in _IP and protocol == socket.IPPROTO_UDP
+    is_corked = is_udp and sock.getsockopt(socket.IPPROTO_UDP, _UDP_CORK) != 0
+    return Socket(pid, inode, family, kind, protocol, is_listening, is_connected, waiting, address, is_corked)
 
 
-def unix_peers(pid: int) -> dict[int, int]:
-    """Return by its inode the inode at the other end of each Unix socket in the network namespace of a process.
+def unix_sockets(pid: int) -> dict[int, UnixSocket]:
+    """Return the Unix sockets in the network namespace of a process by their inodes.
 
     Raises:
         OSError: if that namespace cannot be entered, or the kernel does not tell.
     """
     with _diag_socket(pid) as diag:
         diag.settimeout(_TIMEOUT_S)
-        request = _UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_PEER, 0, 0)
+        shown = _SHOW_PEER | _SHOW_CLIENTS | _SHOW_QUEUE
+        request = _UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, shown, 0, 0)
         size = _HEADER.size + len(request)
         diag.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0) + request)
-        peers: dict[int, int] = {}
+        found: dict[int, UnixSocket] = {}
         while True:
             data = diag.recv(1 << 16)  # waits: as long as the socket's own time-out
             position = 0
             while position + _HEADER.size <= len(data):
                 size, kind, *_ = _HEADER.unpack_from(data, position)
                 if kind == _NLMSG_DONE:
-                    return peers
+                    return found
                 if kind == _NLMSG_ERROR:
                     raise OSError(-struct.unpack_from("=i", data, position + _HEADER.size)[0], "sock_diag")
-                inode, peer = _peer(data[position + _HEADER.size : position + size])
-                if peer:
-                    peers[inode] = peer
+                inode, described = _unix_socket(data[position + _HEADER.size : position + size])
+                found[inode] = described
                 position += (size + 3) & ~3
 
 
-def _peer(answer: bytes) -> tuple[int, int]:
-    inode = _UNIX_ANSWER.unpack_from(answer)[4]
+def _unix_socket(answer: bytes) -> tuple[int, UnixSocket]:
+    _, _, state, _, inode, *_ = _UNIX_ANSWER.unpack_from(answer)
+    numbers: dict[int, tuple[int, ...]] = {}
     position = _UNIX_ANSWER.size
     while position + 4 <= len(answer):
         size, kind = struct.unpack_from("=HH", answer, position)
-        if kind == _PEER:
-            return inode, struct.unpack_from("=I", answer, position + 4)[0]
+        if kind in (_PEER, _CLIENTS, _QUEUE):
+            numbers[kind] = struct.unpack_from(f"={(size - 4) // 4}I", answer, position + 4)
         position += max(4, (size + 3) & ~3)
-    return inode, 0
+    _, unread_bytes = numbers.get(_QUEUE, (0, 0))
+    is_listening = state == _UNIX_LISTEN  # whose second number is the length of its queue, at most
+    return inode, UnixSocket(
+        numbers.get(_PEER, (0,))[0], numbers.get(_CLIENTS, ()), 0 if is_listening else unread_bytes
+    )
 
 
 def _diag_socket(pid: int) -> socket.socket:

@@ -76,7 +76,7 @@ class Keyring:
 
     @property
     def is_configured(self) -> bool:
-        """Tell whether there are to be keys."""
+        """Return whether there are to be keys."""
         return any(self.source)
 
     @property
@@ -158,7 +158,7 @@ def _derived(key: Key, salt: bytes, purpose: bytes) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Tell whether a record is encrypted."""
+    """Return whether a record is encrypted."""
     return data.startswith(_SEALED)
 
 

@@ -22,6 +22,7 @@ from ocihook.packs.pages import (
     Source,
     byte_runs,
     no_progress,
+    ranges_of,
 )
 
 SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
@@ -91,11 +92,7 @@ def pack(
         StoreError: if a source ends early.
         OSError: from the file system, a full one included; also if a source cannot be opened.
     """
-    tasks = [
-        (number, start, min(SEGMENT_BYTES, source.size_bytes - start))
-        for number, source in enumerate(sources)
-        for start in range(0, source.size_bytes, SEGMENT_BYTES)
-    ]
+    tasks = ranges_of((source.size_bytes for source in sources), SEGMENT_BYTES)
 
     def worker(worker_number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
         # The pack is made with the first segment, so that no worker leaves an empty one.

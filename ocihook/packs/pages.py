@@ -2,10 +2,10 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ocihook.linux.files import open_regular
 from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, Chunk
@@ -102,6 +102,33 @@ class Source:
     open: Callable[[], ReadablePages]
     start: int  # offset in them
     size_bytes: int
+
+
+class Range(NamedTuple):
+    """What a worker takes at a time."""
+
+    number: int  # of the source
+    start: int  # byte of it
+    size_bytes: int
+
+    @property
+    def first(self) -> int:
+        """The first of its pages."""
+        return self.start // PAGE_BYTES
+
+    @property
+    def pages(self) -> int:
+        """How many it has."""
+        return self.size_bytes // PAGE_BYTES
+
+
+def ranges_of(sizes: Iterable[int], range_bytes: int) -> list[Range]:
+    """Divide sources of so many bytes into ranges."""
+    return [
+        Range(number, start, min(range_bytes, size - start))
+        for number, size in enumerate(sizes)
+        for start in range(0, size, range_bytes)
+    ]
 
 
 def byte_runs(present: int) -> Iterator[tuple[int, int]]:

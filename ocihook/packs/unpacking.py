@@ -10,13 +10,12 @@ from pathlib import Path
 from ocihook.errors import IntegrityError
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
-from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, ZERO, Chunk, PackFile, PackInfo, PackReader
+from ocihook.packs.pack import PAGE_BYTES, ZERO, Chunk, PackFile, PackInfo, PackReader
 from ocihook.packs.packed_manifest import PackedImage, PackedRegion, Segment
 from ocihook.packs.packing import SEGMENT_BYTES
 from ocihook.packs.pages import (
     BATCH_BYTES,
     FILE_BATCH_BYTES,
-    ZERO_CHUNK,
     ImageFile,
     PageWriter,
     Progress,
@@ -161,18 +160,14 @@ class Packs:
         for number in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
             progress(tasks[number].size_bytes)
 
-    def read_pages(self, image_name: str) -> Iterator[bytes]:
-        """Yield the content of an image from its start, in pieces of one page or more, a chunk at most."""
+    def read_runs(self, image_name: str) -> Iterator[tuple[int, bytes | None]]:
+        """Yield an image from its start: how many pages, and their content; None if they are zero, however many."""
         for task in self._tasks:
             if task.image.name != image_name:
                 continue
             reader = self._readers[task.segment.pack]
             for chunk in reader.chunks(task.segment.first_chunk, task.segment.chunks):
-                if chunk.kind == ZERO:
-                    for done in range(0, chunk.pages, CHUNK_PAGES):
-                        yield ZERO_CHUNK[: (chunk.pages - done) * PAGE_BYTES]
-                    continue
-                yield bytes(_whole(reader, chunk))
+                yield chunk.pages, None if chunk.kind == ZERO else bytes(_whole(reader, chunk))
 
     def tasks_of(self, image: PackedImage | PackedRegion) -> list[_Task]:
         """Return the segments of an image with what of it each holds."""

@@ -149,7 +149,7 @@ class Repository:
         return str(self._http)
 
     def exists(self, digest: str) -> bool:
-        """Tell whether the repository has a blob."""
+        """Return whether the repository has a blob."""
         answer = self._http.send("HEAD", self._blob_url(digest))
         if answer.status not in (200, 404):
             self._http.fail(answer, f"blob {digest}")
@@ -257,7 +257,7 @@ class Repository:
             digest: of the blob.
             start: of the blob in the file.
             size_bytes: of the blob; None: up to the end of the file.
-            progress: told the bytes that the registry has got; all of them also if it had them.
+            progress: gets the bytes that the registry has got; all of them also if it had them.
         """
         with path.open("rb") as file:
 

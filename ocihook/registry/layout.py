@@ -146,7 +146,7 @@ def write_layout(image: Image, directory: Path, name: str, progress: Progress) -
         image: what to write.
         directory: exists.
         name: of the image, REPOSITORY:TAG, for those who import it; "" for none.
-        progress: told the bytes written.
+        progress: gets the bytes written.
     """
     for path, blob in _files(image, name):
         file_path = directory / path
@@ -190,7 +190,7 @@ class _Reader(io.RawIOBase):
 
 
 def is_layout(path: Path) -> bool:
-    """Tell whether a path is to be read as an OCI image: every directory is, and a tar that says so."""
+    """Return whether a path is to be read as an OCI image: every directory is, and a tar that says so."""
     if path.is_dir():
         return True
     try:

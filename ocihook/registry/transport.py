@@ -22,7 +22,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError, SSLError
 
 from ocihook import __version__
-from ocihook.errors import ConfigError, RegistryError
+from ocihook.errors import ConfigError, RegistryError, reason
 from ocihook.registry.credentials import Credentials, find_credentials
 
 DOCKER_HUB = "docker.io"
@@ -356,7 +356,7 @@ def _make_pool(origin: str, access: Access) -> urllib3.PoolManager:
         try:
             context.load_verify_locations(access.ca_file)
         except OSError as error:  # ssl.SSLError is one
-            raise ConfigError(f"{access.ca_file} has no certificates that can be read: {error}") from error
+            raise ConfigError(f"{access.ca_file} has no certificates that can be read: {reason(error)}") from error
     options: dict[str, Any] = {"num_pools": 8, "maxsize": 16, "ssl_context": context, "blocksize": 1 << 20}
     proxy = _proxy(origin)
     if not proxy:

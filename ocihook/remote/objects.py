@@ -29,7 +29,6 @@ PUSH_LASTS_S = 7 * 86400.0  # then whoever announced it has died
 PRUNE_LASTS_S = 3600.0
 _PRUNE_ACTS_S = 1800.0  # a prune stops by itself long before others take it for dead
 _POLL_S = 1.0
-_MAX_LAYOUT_BYTES = 4 << 30
 _MANIFEST = re.compile(r"([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})\.manifest")
 
 
@@ -52,9 +51,9 @@ class ObjectRemote:
         """Return a checkpoint's manifest; None if there is none."""
         return self._blobs.read(self._of(checkpoint_id, "manifest"), MAX_MANIFEST_BYTES)
 
-    def layout(self, checkpoint_id: str) -> bytes | None:
-        """Return its layout."""
-        return self._blobs.read(self._of(checkpoint_id, "layout"), _MAX_LAYOUT_BYTES)
+    def layout(self, checkpoint_id: str, limit_bytes: int) -> bytes | None:
+        """Return its layout; one that is larger is an error."""
+        return self._blobs.read(self._of(checkpoint_id, "layout"), limit_bytes)
 
     def _of(self, checkpoint_id: str, kind: str) -> str:
         return f"{self._prefix}checkpoints/{checkpoint_id}.{kind}"
@@ -102,7 +101,7 @@ class ObjectRemote:
 
     @contextlib.contextmanager
     def pruning(self, every_s: float) -> Iterator[bool]:
-        """Tell whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+        """Return whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
         prefix = f"{self._prefix}pruned/"
         mine = prefix + secrets.token_hex(8)
         self._blobs.write(mine, b"")

@@ -30,7 +30,6 @@ _PRUNED = "io.ocihook.pruned"  # seconds since the epoch
 _TITLE = "org.opencontainers.image.title"
 _TAG = re.compile(r"(.+)\.([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MAX_LAYOUT_BYTES = 4 << 30
 
 
 class _Blob(NamedTuple):
@@ -64,10 +63,10 @@ class RegistryRemote:
         artifact = self._artifact(checkpoint_id)
         return self._read(artifact.manifest, MAX_MANIFEST_BYTES) if artifact else None
 
-    def layout(self, checkpoint_id: str) -> bytes | None:
-        """Return its layout."""
+    def layout(self, checkpoint_id: str, limit_bytes: int) -> bytes | None:
+        """Return its layout; one that is larger is an error."""
         artifact = self._artifact(checkpoint_id)
-        return self._read(artifact.layout, _MAX_LAYOUT_BYTES) if artifact else None
+        return self._read(artifact.layout, limit_bytes) if artifact else None
 
     def _read(self, blob: _Blob, limit_bytes: int) -> bytes:
         if blob.size_bytes > limit_bytes:
@@ -125,7 +124,7 @@ class RegistryRemote:
 
     @contextlib.contextmanager
     def pruning(self, every_s: float) -> Iterator[bool]:
-        """Tell whether it is this node's turn to prune; of two at once each thinks so, and removes the same."""
+        """Return whether it is this node's turn to prune; of two at once each thinks so, and removes the same."""
         tag = f"{self._domain}.pruned"
         is_ours = True
         with contextlib.suppress(ValueError, TypeError, KeyError), _unless_missing():

@@ -17,8 +17,8 @@ class Remote(Protocol):
     def manifest(self, checkpoint_id: str) -> bytes | None:
         """Return a checkpoint's manifest; None if there is none."""
 
-    def layout(self, checkpoint_id: str) -> bytes | None:
-        """Return its layout."""
+    def layout(self, checkpoint_id: str, limit_bytes: int) -> bytes | None:
+        """Return its layout; one that is larger is an error."""
 
     def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> contextlib.AbstractContextManager[set[str]]:
         """Keep packs from being pruned while a checkpoint is pushed; give the names of those that are there."""
@@ -44,7 +44,7 @@ class Remote(Protocol):
         """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
 
     def pruning(self, every_s: float) -> contextlib.AbstractContextManager[bool]:
-        """Tell whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+        """Return whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""

@@ -38,34 +38,46 @@ def open_work_directory(criu_pid: int) -> int | None:
     return None
 
 
-def note_statistics(journal: Journal, work_directory: int | None) -> None:
+def note_end(journal: Journal, work_directory: int | None) -> None:
     """Record when CRIU ended and, if it came to its end, its statistics; then close the directory."""
-    facts, ended = CriuFacts(), time.time()
+    ended = time.time()
     if work_directory is not None:
         try:
-            facts = _read(journal.to_json(), work_directory)
+            note_statistics(journal, _read(journal.to_json(), work_directory))
         except FileNotFoundError:  # of a dump or restore that failed
             pass
-        except (OSError, ImageError) as error:
+        except OSError as error:
             log.warning("session %s: CRIU's statistics: %s", journal.session_id, error)
         finally:
             os.close(work_directory)
-    journal.note(replace(facts, criu_ended=ended))
+    journal.note(replace(journal.facts(CriuFacts), criu_ended=ended))
 
 
-def _read(session: dict[str, Any], work_directory: int) -> CriuFacts:
-    act = act_of(session)
-    fd = os.open(f"stats-{act}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=work_directory)
+def note_statistics(journal: Journal, written: bytes) -> None:
+    """Record what CRIU has written as its statistics."""
+    try:
+        statistics, pages = _parse(act_of(journal.to_json()), written)
+    except ImageError as error:
+        log.warning("session %s: CRIU's statistics: %s", journal.session_id, error)
+        return
+    journal.note(replace(journal.facts(CriuFacts), criu_statistics=statistics, criu_pages=pages))
+
+
+def _read(session: dict[str, Any], work_directory: int) -> bytes:
+    name = f"stats-{act_of(session)}"
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=work_directory)
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_mtime < session["began"] - 1:  # file systems round
             raise FileNotFoundError  # of an earlier one in the same directory
-        data = file.read(_MAX_BYTES)
+        return file.read(_MAX_BYTES)
+
+
+def _parse(act: str, written: bytes) -> tuple[dict[str, int], int]:
+    """Return the times, in microseconds, and the pages."""
     if act == "dump":
-        dump = parse_dump_stats(data)
+        dump = parse_dump_stats(written)
         times = {"freezing": dump.freezing_us, "frozen": dump.frozen_us}
-        times |= {"memdump": dump.memdump_us, "memwrite": dump.memwrite_us}
-        return CriuFacts(criu_statistics=times, criu_pages=dump.pages_written)
-    restore = parse_restore_stats(data)
-    times = {"forking": restore.forking_us, "restore": restore.restore_us}
-    return CriuFacts(criu_statistics=times, criu_pages=restore.pages_restored)
+        return times | {"memdump": dump.memdump_us, "memwrite": dump.memwrite_us}, dump.pages_written
+    restore = parse_restore_stats(written)
+    return {"forking": restore.forking_us, "restore": restore.restore_us}, restore.pages_restored

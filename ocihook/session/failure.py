@@ -1,10 +1,10 @@
-"""What becomes of a failed dump or restore: its cause is told, in the journal and to the engine; CRIU's log is kept.
+"""What becomes of a failed dump or restore: journal and engine get its cause; CRIU's log is kept."""
 
 Engines remove CRIU's log, which runc and crun have it write where images go. So it is opened at the first stage, with
 the runtime's standard error, which engines show: of a dump podman and CRI-O all of it, containerd the first line; of a
 restore podman and CRI-O what conmon reads once, when the runtime ends, containerd nothing. What a stage refuses is
 there by then. What CRIU fails on is if it had locked a network, since it calls us when it unlocks that; else if it
-comes in time. An engine may wait for the last copy of it, so it is let go as soon as CRIU or the runtime ends.
+comes in time. An engine may wait for the last copy of it, so it is released as soon as CRIU or the runtime ends.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Attempt:
             with contextlib.suppress(OSError):
                 self._stderr = copy_descriptor(self.runtime, _STDERR)
 
-    def tell(self, message: str) -> None:
+    def report(self, message: str) -> None:
         """Show a line where the engine shows the runtime's errors; only the first, and only if that takes no time."""
         if self._stderr < 0:
             return
@@ -63,16 +63,16 @@ class Attempt:
         text = _read(self._log) if self._log >= 0 else ""
         return explain(text), text
 
-    def let_go(self) -> None:
-        """Let the engine's standard error go; it may be waiting for the end of it."""
+    def release(self) -> None:
+        """Release the engine's standard error; it may be waiting for the end of it."""
         for fd in (self.runtime, self._stderr):
             if fd >= 0:
                 os.close(fd)
         self.runtime = self._stderr = -1
 
     def close(self) -> None:
-        """Let everything go."""
-        self.let_go()
+        """Release everything."""
+        self.release()
         if self._log >= 0:
             os.close(self._log)
         self._log = -1

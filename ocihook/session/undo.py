@@ -28,7 +28,7 @@ def undo_all(journal: Journal, patience: Patience) -> None:
 
     Args:
         journal: of a session that has ended, or whose stage was refused.
-        patience: how long to wait for what others must do first, as to let go of a container.
+        patience: how long to wait for what others must do first, as to release a container.
 
     Raises:
         OcihookError: if an effect cannot be undone; it and the older ones stay in the journal.

@@ -16,6 +16,7 @@ from ocihook.linux.mounts import remove_directory
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
 from ocihook.memory.standstill import Paused
+from ocihook.session.criu_statistics import note_statistics
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.session.participant import Dump
@@ -85,7 +86,9 @@ class KeptFromEnd(Effect, kind="kept-from-end"):
         if work_directory is not None:
             patience = Patience({"CRIU": journal.criu})
             try:
-                ending.release(work_directory, patience)
+                written = ending.release(work_directory, patience)
+                if written:  # the engine may remove them before anybody reads them
+                    note_statistics(journal, written)
             finally:
                 patience.close()
                 os.close(work_directory)

@@ -17,7 +17,7 @@ _HOLE_PAGES = 16  # zero pages in a row that are worth a hole: as many as take a
 _ZEROS = memoryview(bytes(_HOLE_PAGES * PAGE_BYTES))
 
 # The content of so many pages, in pieces; of none if they are zero.
-_Run = tuple[int, list[Buffer]]
+Run = tuple[int, list[Buffer]]
 
 
 class Target(NamedTuple):
@@ -67,7 +67,7 @@ def assemble(
             progress((end - first) * PAGE_BYTES)
 
 
-def _write(runs: Iterable[_Run], target: WritablePages, position: int) -> None:
+def _write(runs: Iterable[Run], target: WritablePages, position: int) -> None:
     """Write a batch with one call, or with one for what is between holes."""
     pending: list[Buffer] = []
     end = position
@@ -100,7 +100,7 @@ class _Reader:
         """
         self._packs.open(self._numbers)
 
-    def read(self, extents: Extents, first: int, pages: int) -> Iterator[_Run]:
+    def read(self, extents: Extents, first: int, pages: int) -> Iterator[Run]:
         """Yield what is in pages from page `first` on.
 
         Raises:
@@ -132,9 +132,10 @@ class StoredPages:
             IntegrityError: naming what is missing or damaged.
         """
         at = 0
-        for content in _contents(self._reader, self._extents, offset // PAGE_BYTES, len(view) // PAGE_BYTES):
-            view[at : at + len(content)] = content
-            at += len(content)
+        for pages, contents in _runs(self._reader, self._extents, offset // PAGE_BYTES, len(view) // PAGE_BYTES):
+            for content in contents or [bytes(pages * PAGE_BYTES)]:
+                view[at : at + len(content)] = content
+                at += len(content)
         return at
 
     def close(self) -> None:
@@ -142,18 +143,17 @@ class StoredPages:
         self._reader.close()
 
 
-def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> Iterator[Buffer]:
-    """Yield the content of an image in pieces of whole pages, a batch at most.
+def read_image(extents: Extents, layout: Layout, directory: PackDirectory) -> Iterator[Run]:
+    """Yield an image in runs of pages, a batch at most.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
     """
     with contextlib.closing(_Reader(layout, directory)) as reader:
-        yield from _contents(reader, extents, 0, extents.pages)
+        yield from _runs(reader, extents, 0, extents.pages)
 
 
-def _contents(reader: _Reader, extents: Extents, first: int, pages: int) -> Iterator[Buffer]:
+def _runs(reader: _Reader, extents: Extents, first: int, pages: int) -> Iterator[Run]:
     end = first + pages
     for batch in range(first, end, _BATCH_PAGES):
-        for count, contents in reader.read(extents, batch, min(_BATCH_PAGES, end - batch)):
-            yield from contents or [bytes(count * PAGE_BYTES)]
+        yield from reader.read(extents, batch, min(_BATCH_PAGES, end - batch))

@@ -26,7 +26,7 @@ from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import LZ4, PAGE_BYTES, RAW, Buffer, PackInfo, PackWriter, compress
-from ocihook.packs.pages import Progress, ReadablePages, Source, no_progress
+from ocihook.packs.pages import Progress, Range, ReadablePages, Source, no_progress, ranges_of
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
 from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
@@ -114,12 +114,6 @@ class Earlier(NamedTuple):
     verify: Callable[[], object]  # raises IntegrityError if their ids must not be relied on; takes a while
 
 
-class _Range(NamedTuple):
-    image: int
-    first: int  # page
-    pages: int
-
-
 def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
     sources: Mapping[str, Source],
     *,
@@ -143,7 +137,7 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
         before: what to compare with. It is verified while the workers are at it.
         workers: processes to use.
         patience: how long it is waited for.
-        progress: told the bytes done.
+        progress: gets the bytes done.
 
     Raises:
         StoreError: if a source ends early, or the index cannot be read.
@@ -152,11 +146,7 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
     """
     names = list(sources)
     starts = dict(zip(names, _running_sum(sources[name].size_bytes // PAGE_BYTES for name in names), strict=False))
-    ranges = [
-        _Range(number, start // PAGE_BYTES, min(RANGE_BYTES, sources[name].size_bytes - start) // PAGE_BYTES)
-        for number, name in enumerate(names)
-        for start in range(0, sources[name].size_bytes, RANGE_BYTES)
-    ]
+    ranges = ranges_of((sources[name].size_bytes for name in names), RANGE_BYTES)
     known = before.images if before is not None else {}
     spools = [os.memfd_create("ocihook-extents", os.MFD_CLOEXEC) for _ in range(max(1, min(workers, len(ranges))))]
 
@@ -168,7 +158,7 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
             taker = _Taker(output, index, stored, page_ids)
             for task in task_numbers:
                 job = ranges[task]
-                name = names[job.image]
+                name = names[job.number]
                 with contextlib.closing(sources[name].open()) as pages:
                     data = taker.take(pages, sources[name].start, job, known.get(name), ids_fd, starts[name])
                 offset = os.lseek(spools[number], 0, os.SEEK_CUR)
@@ -190,10 +180,10 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
                 if not rows and before is not None:
                     before.verify()
                 rows[result[0]] = result[1:]
-                progress(ranges[result[0]].pages * PAGE_BYTES)
+                progress(ranges[result[0]].size_bytes)
                 while digested in rows:
                     job = ranges[digested]
-                    first = starts[names[job.image]] + job.first
+                    first = starts[names[job.number]] + job.first
                     digest.update(os.pread(ids_fd, job.pages * ID_BYTES, first * ID_BYTES))
                     digested += 1
         data = (os.pread(spools[spool], size, offset) for spool, offset, size in (rows[n] for n in range(len(ranges))))
@@ -213,7 +203,7 @@ def _running_sum(numbers: Iterator[int]) -> Iterator[int]:
 
 def _layout(
     names: Sequence[str],
-    ranges: Sequence[_Range],
+    ranges: Sequence[Range],
     rows: Iterator[bytes],
     new_packs: Mapping[int, PackInfo],
     packs: PackDirectory,
@@ -221,7 +211,7 @@ def _layout(
     images = {name: Extents() for name in names}
     numbers: dict[int, int] = {}
     for job, data in zip(ranges, rows, strict=True):
-        extents = images[names[job.image]]
+        extents = images[names[job.number]]
         in_packs, firsts, lengths = _Rows.split(data)
         for pack in dict.fromkeys(in_packs):  # in their order
             numbers.setdefault(pack, ZERO if pack == _NO_PACK else len(numbers) - (_NO_PACK in numbers))
@@ -370,7 +360,7 @@ class _Taker:
         self._new: list[int] = []  # pages of the batch that are to be written, in the order of their places
 
     def take(
-        self, source: ReadablePages, offset: int, job: _Range, before: Before | None, ids_fd: int, ids_start: int
+        self, source: ReadablePages, offset: int, job: Range, before: Before | None, ids_fd: int, ids_start: int
     ) -> bytes:
         """Take one.
 
@@ -488,7 +478,7 @@ class _Taker:
         return 1
 
     def _lead_to_before(self, page_id: bytes, place: Place) -> bool:
-        """Tell whether the checkpoint before has a page elsewhere, and go on from there."""
+        """Return whether the checkpoint before has a page elsewhere, and go on from there."""
         if self._before is None:
             return False
         found = self._before.find(page_id, place, self._at)

@@ -34,6 +34,7 @@ from ocihook.store.pack_directory import PackDirectory, pack_number
 from ocihook.store.page_ids import ID_BYTES, PageIds
 from ocihook.store.pushes import Push, Pushes
 from ocihook.store.records import (
+    MAX_LAYOUT_BYTES,
     Entry,
     Identity,
     Pulled,
@@ -52,7 +53,6 @@ from ocihook.store.stored_manifest import CHECKPOINT_ID, StoredManifest, decode_
 LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 _MAX_RECORD_BYTES = 64 << 20
-_MAX_LAYOUT_BYTES = 4 << 30
 
 
 class Domain:
@@ -121,7 +121,7 @@ class Domain:
         return PageIds(self._identity.seed, self._identity.ids_key)
 
     def _must_be_encrypted(self) -> bool:
-        """Tell whether nothing that is not encrypted may be read; asked for when something is not."""
+        """Return whether nothing that is not encrypted may be read; asked for when something is not."""
         return self.is_encrypted and not self._identity.is_converting
 
     @property
@@ -194,7 +194,7 @@ class Domain:
             os.close(fd)
 
     def is_held(self, checkpoint_id: str) -> bool:
-        """Tell whether a checkpoint is pinned or in use: then nothing removes it."""
+        """Return whether a checkpoint is pinned or in use: then nothing removes it."""
         return self.marks.is_pinned(checkpoint_id) or self.marks.is_used(checkpoint_id)
 
     # --- reading
@@ -279,7 +279,7 @@ class Domain:
         Raises:
             IntegrityError: if it is missing.
         """
-        data = read_record(self._layout_path(checkpoint_id), _MAX_LAYOUT_BYTES, f"layout of {checkpoint_id}")
+        data = read_record(self._layout_path(checkpoint_id), MAX_LAYOUT_BYTES, f"layout of {checkpoint_id}")
         if data is None:
             raise IntegrityError(f"the layout of checkpoint {checkpoint_id} is missing")
         return data
@@ -327,7 +327,7 @@ class Domain:
             raise IntegrityError(f"the page ids of checkpoint {manifest.id} are damaged")
 
     def is_pulled(self, checkpoint_id: str) -> bool:
-        """Tell whether a checkpoint came from elsewhere: then it is in no chain here."""
+        """Return whether a checkpoint came from elsewhere: then it is in no chain here."""
         return self._pulled_path(checkpoint_id).exists()
 
     def _manifest_path(self, checkpoint_id: str) -> Path:

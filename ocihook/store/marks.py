@@ -27,7 +27,7 @@ class Marks:
         self._patience = patience
 
     def is_pinned(self, checkpoint_id: str) -> bool:
-        """Tell whether a checkpoint is pinned."""
+        """Return whether a checkpoint is pinned."""
         return self._pin(checkpoint_id).exists()
 
     def pin(self, checkpoint_id: str) -> None:
@@ -60,7 +60,7 @@ class Marks:
 
     @contextlib.contextmanager
     def unless_used(self, checkpoint_id: str) -> Iterator[bool]:
-        """Tell whether nobody uses a checkpoint; whoever wants to waits until the context ends."""
+        """Return whether nobody uses a checkpoint; whoever wants to waits until the context ends."""
         fd = self._open(checkpoint_id)
         try:
             yield try_lock(fd, fcntl.LOCK_EX)
@@ -68,7 +68,7 @@ class Marks:
             os.close(fd)
 
     def is_used(self, checkpoint_id: str) -> bool:
-        """Tell whether somebody uses a checkpoint."""
+        """Return whether somebody uses a checkpoint."""
         if not self._use(checkpoint_id).exists():
             return False
         with self.unless_used(checkpoint_id) as is_free:

@@ -1,5 +1,6 @@
 """What a page is found by: an id of 16 bytes, by the seed of its domain; in an encrypted one, enciphered."""
 
+import functools
 import hashlib
 import io
 import mmap
@@ -50,6 +51,14 @@ class PageIds:
     def of(self, content: bytes | memoryview) -> bytes:
         """Return the ids of the pages of some content, one after the other."""
         return self.of_pages([content[at : at + PAGE_BYTES] for at in range(0, len(content), PAGE_BYTES)])[1]
+
+    def of_run(self, pages: int, contents: Sequence[bytes | memoryview]) -> bytes:
+        """Return the same of pages in pieces; without any they are zero, and nothing of their size is made."""
+        return b"".join(map(self.of, contents)) if contents else self._zero * pages
+
+    @functools.cached_property
+    def _zero(self) -> bytes:
+        return self.of(bytes(PAGE_BYTES))
 
     def new_digest(self) -> IdsDigest:
         """Return the digest of no ids yet."""

@@ -27,7 +27,7 @@ class Push(NamedTuple):
     next_s: float = 0.0  # no attempt before
 
     def is_due(self, now_s: float) -> bool:
-        """Tell whether it is to be tried now; also if the clock was put back."""
+        """Return whether it is to be tried now; also if the clock was put back."""
         return not now_s < self.next_s <= now_s + LONGEST_WAIT_S
 
 

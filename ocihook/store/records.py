@@ -14,6 +14,9 @@ from ocihook.packs.pack import PAGE_BYTES
 from ocihook.store.extents import Layout, decode_layout
 from ocihook.store.stored_manifest import CHECKPOINT_ID, Link, StoredManifest, decode_stored, digest
 
+MAX_LAYOUT_BYTES = 4 << 30  # of 1.4 TiB whose pages are all somewhere else
+_LAYOUT_HEAD_BYTES = 4096  # of each image, and of what a layout is wrapped in; some dozens, really
+_PLACE_BYTES = 12 + 100  # an extent, and a pack in JSON
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -94,6 +97,12 @@ def unseal_layout(
     """Read a checkpoint's layout as it is written, here or at a remote, as `unseal_manifest` does a manifest."""
     record = opened(keyring, f"layout {manifest.id}", data, must_be_sealed=must_be_encrypted)
     return decode_layout(record, [(part.name, part.size_bytes // PAGE_BYTES) for part in manifest.parts])
+
+
+def largest_layout(manifest: StoredManifest) -> int:
+    """Return how many bytes a checkpoint's layout has at most: where each page is alone, in a pack of its own."""
+    pages = manifest.raw_bytes // PAGE_BYTES
+    return min(MAX_LAYOUT_BYTES, _LAYOUT_HEAD_BYTES * (1 + len(manifest.parts)) + _PLACE_BYTES * pages)
 
 
 def entry_of(manifest: StoredManifest, record: bytes) -> Entry:

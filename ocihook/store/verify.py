@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from ocihook.errors import IntegrityError, OcihookError
+from ocihook.packs.pack import PAGE_BYTES
 from ocihook.packs.pages import Progress, no_progress
 from ocihook.store.assemble import read_image
 from ocihook.store.domain import Domain
@@ -77,11 +78,11 @@ def verify_content(
     found = hashlib.blake2b(digest_size=32)
     theirs = PageIds(manifest.seed)
     for extents in layout.images.values():
-        for content in read_image(extents, layout, domain.packs):
-            found.update(theirs.of(content))
+        for pages, contents in read_image(extents, layout, domain.packs):
+            found.update(theirs.of_run(pages, contents))
             if ids is not None:
-                ids.write(domain.page_ids.of(content))
-            progress(len(content))
+                ids.write(domain.page_ids.of_run(pages, contents))
+            progress(pages * PAGE_BYTES)
     if found.hexdigest() != manifest.page_ids_digest:
         raise IntegrityError(f"checkpoint {manifest.id} does not hold the pages that were checkpointed")
 

@@ -193,11 +193,11 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: int, stat
     heeding = ["env", "--default-signal"]  # whoever has started the tests may ignore signals
     command = [*heeding, *command, "--workers", "2", "--compress", "gzip"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not any(place.glob(".ocihook-*/pages-1.img")):
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(number)
-        assert process.wait(30) == status
+        assert process.wait(60) == status
     assert list(place.iterdir()) == []

@@ -4,13 +4,17 @@ import json
 import random
 import struct
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ocihook.criu.images import PAGE_BYTES
 from ocihook.criu.proto import message_class
+from ocihook.packs.unpacking import Packs
+from ocihook.store.assemble import read_image
+from ocihook.store.extents import Extents, Layout
+from ocihook.store.pack_directory import PackDirectory
 
 _PRESENT = 4
 _MAGICS = {
@@ -23,6 +27,18 @@ _MAGICS = {
 def _message(kind: str, **fields: Any) -> bytes:
     data: bytes = message_class(kind)(**fields).SerializeToString()
     return struct.pack("<I", len(data)) + data
+
+
+def read_pages(packs: Packs, image_name: str) -> Iterator[bytes]:
+    """Yield the content of a packed image from its start, in pieces."""
+    for pages, content in packs.read_runs(image_name):
+        yield bytes(pages * PAGE_BYTES) if content is None else content
+
+
+def read_stored(extents: Extents, layout: Layout, packs: PackDirectory) -> Iterator[bytes]:
+    """Yield the content of a stored image from its start, in pieces."""
+    for pages, contents in read_image(extents, layout, packs):
+        yield from map(bytes, contents or [bytes(pages * PAGE_BYTES)])
 
 
 def mixed_pages(count: int, seed: int = 1) -> bytes:

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ocihook.archive import compare
 from ocihook.archive import repack as ops
+from ocihook.archive.compare import MemoryDiff, diff_archives
 from ocihook.container.engine_archive import ArchiveFacts, Member, compression_of, read_facts
 from ocihook.errors import (
     ArchiveError,
@@ -110,11 +112,11 @@ def test_diff_compares_page_by_page_whether_packed_or_not(tmp_path: Path, image_
     make_archive(tmp_path / "second.tar", tmp_path / "second")
     pack(tmp_path / "second.tar", tmp_path / "second-packed.tar")
     for second in (tmp_path / "second.tar", tmp_path / "second-packed.tar"):
-        diff = ops.diff_archives(plain, second)
+        diff = diff_archives(plain, second)
         assert diff.memory == [
-            ops.MemoryDiff("pagemap-1.img", 497, 3, 0, 0),
-            ops.MemoryDiff("pagemap-10.img", 0, 0, 0, 5),
-            ops.MemoryDiff("pagemap-9.img", 0, 0, 70, 0),
+            MemoryDiff("pagemap-1.img", 497, 3, 0, 0),
+            MemoryDiff("pagemap-10.img", 0, 0, 0, 5),
+            MemoryDiff("pagemap-9.img", 0, 0, 70, 0),
         ]
         states = dict(diff.images)
         assert (states["inventory.img"], states["core-9.img"], states["core-10.img"]) == (
@@ -122,7 +124,7 @@ def test_diff_compares_page_by_page_whether_packed_or_not(tmp_path: Path, image_
             "only in first",
             "only in second",
         )
-    assert all(state == "same" for _, state in ops.diff_archives(plain, plain).images)
+    assert all(state == "same" for _, state in diff_archives(plain, plain).images)
 
 
 def write_tar(path: Path, *entries: tarfile.TarInfo, source: Path | None = None) -> None:
@@ -297,7 +299,7 @@ def test_a_page_image_that_claims_more_than_its_pagemap_is_not_read(
     for act in (
         lambda: pack(claiming, tmp_path / "out.tar"),
         lambda: ops.verify_archive(claiming, workers=1),
-        lambda: ops.diff_archives(claiming, plain),
+        lambda: diff_archives(claiming, plain),
     ):
         with pytest.raises(ImageError, match=name):
             act()
@@ -331,6 +333,17 @@ def test_packing_twice_and_unpacking_a_plain_one_are_errors(tmp_path: Path, plai
         pack(tmp_path / "packed.tar", tmp_path / "out.tar")
 
 
+def test_diff_takes_zero_pages_at_once_whatever_is_claimed_of_them() -> None:
+    page, zeros, million = b"x" * 4096, bytes(4096), 1 << 20
+    first = [compare._Run(0, million), compare._Run(million << 12, 1, page), compare._Run(1 << 60, 1 << 40)]
+    second = [compare._Run(5 << 12, 1, zeros), compare._Run(6 << 12, 1, page), compare._Run(9 << 12, 2 * million)]
+    second.append(compare._Run(1 << 60, 1 << 40))
+    same = 1 + (million - 9) + (1 << 40)
+    changed, only_second = 2, 9 + 2 * million - million - 1
+    assert compare._merge(iter(first), iter(second)) == (same, changed, 7, only_second)
+    assert compare._merge(iter(second), iter(first)) == (same, changed, only_second, 7)
+
+
 def test_diff_sees_what_follows_many_zero_pages(tmp_path: Path) -> None:
     """A run of zero pages is one chunk in a pack, whatever its length; memory is full of such runs."""
     archives = {}
@@ -340,13 +353,13 @@ def test_diff_sees_what_follows_many_zero_pages(tmp_path: Path) -> None:
         make_archive(tmp_path / f"{name}.tar", tmp_path / name)
         pack(tmp_path / f"{name}.tar", tmp_path / f"{name}-packed.tar")
         archives[name] = memory
-        same = ops.diff_archives(tmp_path / f"{name}.tar", tmp_path / f"{name}-packed.tar")
-        assert same.memory == [ops.MemoryDiff("pagemap-1.img", 297, 0, 0, 0)]
+        same = diff_archives(tmp_path / f"{name}.tar", tmp_path / f"{name}-packed.tar")
+        assert same.memory == [MemoryDiff("pagemap-1.img", 297, 0, 0, 0)]
     pages = [[memory[at : at + 4096] for at in range(0, len(memory), 4096)] for memory in archives.values()]
     equal = sum(a == b for a, b in zip(*pages, strict=True))
     seen: list[int] = []
-    diff = ops.diff_archives(tmp_path / "first-packed.tar", tmp_path / "second-packed.tar", progress=seen.append)
-    assert diff.memory == [ops.MemoryDiff("pagemap-1.img", equal, 297 - equal, 0, 0)]
+    diff = diff_archives(tmp_path / "first-packed.tar", tmp_path / "second-packed.tar", progress=seen.append)
+    assert diff.memory == [MemoryDiff("pagemap-1.img", equal, 297 - equal, 0, 0)]
     assert sum(seen) == 2 * 297 * 4096
 
 
@@ -409,7 +422,7 @@ def test_a_packed_archive_that_lacks_something_is_refused(
     with pytest.raises(IntegrityError, match=message):
         unpack(lost, tmp_path / "out.tar")
     with pytest.raises(IntegrityError, match=message):
-        ops.diff_archives(lost, plain)
+        diff_archives(lost, plain)
 
 
 def test_memory_that_criu_compressed_itself_stays_as_it_is(tmp_path: Path) -> None:
@@ -429,7 +442,7 @@ def test_memory_that_criu_compressed_itself_stays_as_it_is(tmp_path: Path) -> No
     unpack(tmp_path / "packed.tar", tmp_path / "again.tar")
     assert members(tmp_path / "again.tar") == members(tmp_path / "plain.tar")
     with pytest.raises(UnsupportedError, match=r"pages-2.img is compressed by CRIU itself and cannot be compared"):
-        ops.diff_archives(tmp_path / "packed.tar", tmp_path / "plain.tar")
+        diff_archives(tmp_path / "packed.tar", tmp_path / "plain.tar")
     for pages in ("pages-1.img", "pagemap-1.img", "core-1.img"):
         (tmp_path / "images" / pages).unlink()
     make_archive(tmp_path / "opaque.tar", tmp_path / "images")
@@ -470,8 +483,8 @@ def test_verifying_takes_no_space_for_memory(tmp_path: Path, plain: Path, small_
     seen: list[int] = []
     assert ops.verify_archive(small_disk / "packed.tar", workers=1, progress=seen.append) is not None
     assert sum(seen) == 512 * 4096 == ops.memory_bytes(small_disk / "packed.tar")
-    diff = ops.diff_archives(small_disk / "packed.tar", tmp_path / "again.tar")
-    assert diff.memory == [ops.MemoryDiff("pagemap-1.img", 512, 0, 0, 0)]
+    diff = diff_archives(small_disk / "packed.tar", tmp_path / "again.tar")
+    assert diff.memory == [MemoryDiff("pagemap-1.img", 512, 0, 0, 0)]
 
 
 def test_progress_of_verifying_a_plain_archive_adds_up(plain: Path) -> None:
@@ -512,7 +525,7 @@ def test_thin_and_back(tmp_path: Path, plain: Path) -> None:
     unpack(packed, tmp_path / "unpacked.tar")
     assert members(tmp_path / "unpacked.tar") == members(plain)
     with pytest.raises(OcihookError, match="is in a store"):
-        ops.diff_archives(thin, plain)
+        diff_archives(thin, plain)
     elsewhere = tmp_path / "elsewhere"
     with pytest.raises(OcihookError, match="no domain"):
         ops.unpack_archive(thin, again, store=Store(elsewhere), compression="none", force=False, workers=2)

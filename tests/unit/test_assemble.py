@@ -19,6 +19,7 @@ from ocihook.store.assemble import StoredPages, Target, assemble, read_image
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack_directory import PackDirectory, pack_name
 from tests.damage import flip_bit
+from tests.fakes.images import read_stored
 from tests.fakes.keys import make_keys
 from tests.unit.test_packing import Written
 
@@ -112,7 +113,7 @@ def test_extents_that_cut_chunks(stored: Stored, tmp_path: Path, workers: int) -
     assert sum(done) == sum(map(len, expected.values()))
     for name, content in expected.items():
         extents = stored.layout.images[name]
-        assert b"".join(map(bytes, read_image(extents, stored.layout, stored.directory))) == content
+        assert b"".join(read_stored(extents, stored.layout, stored.directory)) == content
         source = StoredPages(extents, stored.layout, stored.directory)
         for _ in range(5):
             first = rng.randrange(extents.pages)

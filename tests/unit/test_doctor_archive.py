@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ocihook.config import Settings
 from ocihook.container import storage
 from ocihook.criu import files as criu_files
 from ocihook.criu.version import Program
-from ocihook.errors import ArchiveError, CudaUnsupported
+from ocihook.errors import ArchiveError, CudaUnsupported, OcihookError
 from ocihook.gpu.nvml import Gpu
 from ocihook.images import compatibility
 from ocihook.node.doctor import archive as module
@@ -34,8 +35,6 @@ def packed(tmp_path: Path, host: dict[str, str], **changes: Any) -> Path:
     archives.pack_archive(plain, path, compression="none", force=False, workers=1)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    import tarfile
-
     with tarfile.open(path) as tar:
         tar.extractall(scratch, filter="data")
     manifest = read_manifest(scratch / "checkpoint")
@@ -75,11 +74,31 @@ def test_an_image_directory(tmp_path: Path) -> None:
 def test_one_that_fits(tmp_path: Path) -> None:
     findings = found(packed(tmp_path, HOST))
     assert {name: finding.status for name, finding in findings.items()} == {
+        "images": Status.OK,
         "host": Status.OK,
         "image": Status.OK,
         "gpus": Status.OK,
         "room": Status.OK,
     }
+
+
+@pytest.mark.parametrize("lost", ["inventory.img", "pagemap-1.img", "descriptors.json", "pages-1.img"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_one_that_lacks_images(tmp_path: Path, lost: str, *, is_packed: bool) -> None:
+    """It is told what `archive verify` says."""
+    archive = packed(tmp_path, HOST) if is_packed else plain(tmp_path, "containerd", extra={})
+    if is_packed and lost == "pages-1.img":
+        lost = "ocihook-0.pack"
+    with tarfile.open(archive) as source, tarfile.open(tmp_path / "lost.tar", "w") as target:
+        members = [member for member in source if not member.name.endswith(f"/{lost}")]
+        assert len(members) < len(source.getmembers())
+        for member in members:
+            target.addfile(member, source.extractfile(member))
+    finding = found(tmp_path / "lost.tar")["images"]
+    assert finding.status is Status.FAIL
+    assert finding.remedy
+    with pytest.raises(OcihookError):
+        archives.verify_archive(tmp_path / "lost.tar", workers=1)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,16 @@ from ocihook.model import ContainerRef
 from ocihook.packs.cipher import NO_KEYS
 from ocihook.packs.pack import PAGE_BYTES
 from ocihook.packs.pages import ImageFile, Source
-from ocihook.store.assemble import Target, assemble, read_image
+from ocihook.store.assemble import Target, assemble
 from ocihook.store.deduplicate import deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.garbage import remove_rubbish, repair
 from ocihook.store.index import MAX_RUNS, Index
+from ocihook.store.page_ids import PageIds
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredImage, StoredManifest
 from ocihook.store.verify import verify
-from tests.fakes.images import mixed_pages
+from tests.fakes.images import mixed_pages, read_stored
 from tests.fakes.keys import make_keys
 
 CONTAINER = ContainerRef(id="c1", name="trainer", pod_name="pod", pod_namespace="team")
@@ -88,10 +89,7 @@ def take(
 
 def content_of(domain: Domain, manifest: StoredManifest) -> dict[str, bytes]:
     layout = domain.layout(manifest)
-    return {
-        name: b"".join(bytes(piece) for piece in read_image(extents, layout, domain.packs))
-        for name, extents in layout.images.items()
-    }
+    return {name: b"".join(read_stored(extents, layout, domain.packs)) for name, extents in layout.images.items()}
 
 
 def pack_bytes(domain: Domain) -> int:
@@ -317,3 +315,12 @@ def test_names_that_are_none(tmp_path: Path, name: str) -> None:
 def test_a_domain_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="has no domain"):
         Domain.open(tmp_path, "team")
+
+
+@pytest.mark.parametrize("key", [None, bytes(range(16))])
+def test_ids_of_zero_pages_are_made_without_the_pages(key: bytes | None) -> None:
+    page_ids = PageIds(7, key)
+    assert page_ids.of_run(3, []) == page_ids.of(bytes(3 * PAGE_BYTES))
+    assert page_ids.of_run(2, [b"a" * PAGE_BYTES, b"b" * PAGE_BYTES]) == page_ids.of(
+        b"a" * PAGE_BYTES + b"b" * PAGE_BYTES
+    )

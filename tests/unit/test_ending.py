@@ -28,12 +28,13 @@ def end_as_criu(directory: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sh", "-c", f"printf %s {STATISTICS.decode()} >stats-dump"], cwd=directory)
 
 
-def release(work_directory: int, criu: subprocess.Popen[bytes]) -> None:
+def release(work_directory: int, criu: subprocess.Popen[bytes]) -> bytes:
     found = Process.find(criu.pid)
     patience = Patience({"CRIU": found or Process(criu.pid, 0)})
-    ending.release(work_directory, patience)
+    written = ending.release(work_directory, patience)
     patience.close()
     assert criu.wait(60) == 0
+    return written
 
 
 @pytest.mark.parametrize("attempt", range(20))
@@ -44,7 +45,8 @@ def test_it_waits_until_it_is_let(tmp_path: Path, work_directory: int, attempt: 
     criu = end_as_criu(tmp_path)
     if attempt % 2:  # it is released before it comes there, or after
         wait_until(lambda: Path(f"/proc/{criu.pid}/stat").read_text().split()[2] == "S")
-    release(work_directory, criu)
+    written = release(work_directory, criu)
+    assert written == STATISTICS or not (written or attempt % 2)
     assert (tmp_path / "stats-dump").read_bytes() == STATISTICS
     assert os.listdir(tmp_path) == ["stats-dump"]
 

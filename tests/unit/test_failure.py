@@ -45,7 +45,7 @@ def runtime(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     )
     yield process
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 def criu_of(runtime: subprocess.Popen[str]) -> Process:
@@ -72,18 +72,18 @@ def test_a_log_is_read_though_it_was_removed(runtime: subprocess.Popen[str], tmp
 def test_engine_is_told_once_and_not_held_up(runtime: subprocess.Popen[str]) -> None:
     """Who reads the runtime's errors to their end gets one line, and comes to the end."""
     attempt = Attempt(criu_of(runtime), Process.find(runtime.pid))
-    attempt.tell("the reason")
-    attempt.tell("the reason, again")
+    attempt.report("the reason")
+    attempt.report("the reason, again")
     os.killpg(runtime.pid, signal.SIGKILL)
     assert runtime.stderr is not None
     assert runtime.stderr.read() == "ocihook: the reason\n"
     attempt.close()
 
 
-def test_runtime_is_let_go_when_nothing_is_to_be_said(runtime: subprocess.Popen[str]) -> None:
+def test_runtime_is_released_when_nothing_is_to_be_said(runtime: subprocess.Popen[str]) -> None:
     attempt = Attempt(criu_of(runtime), Process.find(runtime.pid))
     assert attempt.runtime >= 0
-    attempt.let_go()
+    attempt.release()
     os.killpg(runtime.pid, signal.SIGKILL)
     assert runtime.stderr is not None
     assert runtime.stderr.read() == ""
@@ -95,7 +95,7 @@ def test_nobody_is_told_whose_dump_is_no_runtimes() -> None:
     assert process is not None
     attempt = Attempt(process, None)
     assert attempt.runtime == -1
-    attempt.tell("the reason")
+    attempt.report("the reason")
     attempt.close()
 
 

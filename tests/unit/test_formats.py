@@ -29,13 +29,12 @@ from ocihook.session import history
 from ocihook.session.journal import Journal
 from ocihook.session.timeline import chrome_trace, lay_out
 from ocihook.stages.stored_pages import begin
-from ocihook.store.assemble import read_image
 from ocihook.store.domain import Domain
 from ocihook.store.garbage import rubbish
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest, StoredRegion
 from ocihook.store.verify import verify
-from tests.fakes.images import make_image_set
+from tests.fakes.images import make_image_set, read_stored
 
 DATA = Path(__file__).parents[1] / "data/formats"
 VERSIONS = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
@@ -94,8 +93,8 @@ class Kept(Written):
         found = {path.name: digest(path.read_bytes()) for path in directory.iterdir()}
         layout = domain.layout(manifest)
         for region in manifest.regions:
-            pieces = read_image(layout.images[region.name], layout, domain.packs)
-            found[name_of(region)] = digest(b"".join(map(bytes, pieces)))
+            pieces = read_stored(layout.images[region.name], layout, domain.packs)
+            found[name_of(region)] = digest(b"".join(pieces))
         return found
 
     def add(self, like: StoredManifest, memory: dict[int, bytes]) -> StoredManifest:

@@ -31,7 +31,7 @@ def test_the_hook_imports_nothing_slow() -> None:
             "-c",
             f"import sys; sys.path.insert(0, {str(PROJECT)!r}); {code}print(*sys.modules)",
         ]
-        return set(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split())
+        return set(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split())
 
     assert modules("import ocihook.hook.client; ") - modules("import os; ") <= ALLOWED
 
@@ -59,7 +59,7 @@ def test_without_an_agent_nothing_is_taken_for_complete(
 ) -> None:
     for name in names:
         (tmp_path / name).touch()
-    found, text = _without_agent(stage, str(tmp_path), OSError("gone"))
+    found, text = _without_agent(stage, str(tmp_path), "gone", is_at_work=False)
     assert found == status
     assert re.search(message, text)
 
@@ -128,7 +128,7 @@ def run_action(tmp_path: Path, stage: str) -> str:
     text = text.replace("@PYTHONS@", f"/missing/python3 '{python}'").replace(wire.RUNTIME_DIR, str(tmp_path))
     action.write_text(text)
     environment = {"CRTOOLS_SCRIPT_ACTION": stage, "CRTOOLS_IMAGE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["sh", action], env=environment, capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(["sh", action], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     return done.stdout.strip()
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from ocihook.linux.open_files import resolve_inside
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, has_ended, parent_pid, tracer_pid
 from ocihook.stages.quiesce import ask_to_quiesce
+from tests.unit.test_ptrace import wait_until
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.send_signal(signal.SIGCONT)
     process.kill()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_a_process_is_known_by_its_start_time(sleeper: subprocess.Popen[bytes]) -> None:
@@ -34,22 +34,18 @@ def test_a_process_is_known_by_its_start_time(sleeper: subprocess.Popen[bytes]) 
     assert not Process(process.pid, process.start_ticks - 1).is_alive()
     assert Process(process.pid, process.start_ticks - 1).open() is None
     assert parent_pid(process.pid) == os.getpid()
-    deadline = time.monotonic() + 10
-    while not command_line(process.pid):  # exec is not through yet
-        assert time.monotonic() < deadline
+    wait_until(lambda: bool(command_line(process.pid)))  # exec is through
     assert command_line(process.pid) == ["sleep", "60"]
     assert tracer_pid(process.pid) == 0
     pidfd = process.open()
     assert pidfd is not None
     assert not has_ended(pidfd)
     sleeper.kill()
-    deadline = time.monotonic() + 10
-    while not has_ended(pidfd):
-        assert time.monotonic() < deadline
+    wait_until(lambda: has_ended(pidfd))
     assert not process.is_alive()  # a zombie, which its parent has not looked at yet
     assert not process.send(signal.SIGTERM) or not process.is_alive()
     os.close(pidfd)
-    sleeper.wait(10)
+    sleeper.wait(60)
     assert Process.find(sleeper.pid) is None
     assert (command_line(sleeper.pid), tracer_pid(sleeper.pid), parent_pid(sleeper.pid)) == ([], None, 0)
 
@@ -59,17 +55,22 @@ def test_names_of_processes_may_be_anything(tmp_path: Path) -> None:
     program.symlink_to("/bin/sleep")
     child = subprocess.Popen([program, "60"])
     try:
-        deadline = time.monotonic() + 10
-        while command_line(child.pid)[:1] != [str(program)]:
-            assert time.monotonic() < deadline
+        wait_until(lambda: command_line(child.pid)[:1] == [str(program)])
         assert parent_pid(child.pid) == os.getpid()
         assert Process.find(child.pid) is not None
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(60)
 
 
 CGROUPS = {1: Path("/sys/fs/cgroup/freezer"), 2: Path("/sys/fs/cgroup/unified")}
+
+
+def is_removed(cgroup: Path) -> bool:
+    """Remove a cgroup if nothing is in it any more."""
+    with contextlib.suppress(OSError):
+        cgroup.rmdir()
+    return not cgroup.exists()
 
 
 @pytest.fixture(params=[1, 2])
@@ -84,14 +85,7 @@ def cgroup(request: pytest.FixtureRequest) -> Iterator[Path]:
     (outer / "inner").mkdir(parents=True)
     yield outer / "inner"
     for directory in (outer / "inner", outer):
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                directory.rmdir()
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        wait_until(lambda directory=directory: is_removed(directory))  # type: ignore[misc]
 
 
 def test_thaw_and_freeze_again(cgroup: Path) -> None:
@@ -117,7 +111,7 @@ def test_thaw_and_freeze_again(cgroup: Path) -> None:
         assert not freezer.is_frozen()
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(60)
 
 
 @pytest.fixture
@@ -133,7 +127,7 @@ def nested(cgroup: Path) -> Iterator[tuple[int, Path]]:
         with contextlib.suppress(FreezeError):
             Freezer(thawed, version).thaw(Patience())
     child.kill()
-    child.wait(10)
+    child.wait(60)
     assert Patience(timeout_s=60).until(lambda: not (directory / "cgroup.procs").read_text())
     directory.rmdir()
 
@@ -201,7 +195,7 @@ def application(ack: Path) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout.readline() == "ready\n"
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 
@@ -225,7 +219,7 @@ def test_silence_death_and_absence(application: subprocess.Popen[str], ack: Path
         ask_to_quiesce(process, Patience(timeout_s=0.2), signal_name="USR1", ack="/nowhere/ack")
     with pytest.raises(QuiesceError, match="ended on SIGUSR2"):
         ask_to_quiesce(process, Patience(), signal_name="USR2", ack="/nowhere/ack")
-    application.wait(10)
+    application.wait(60)
     with pytest.raises(QuiesceError, match="ended before it could be quiesced"):
         ask_to_quiesce(process, Patience(), signal_name="USR1", ack=str(ack))
 

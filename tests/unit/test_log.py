@@ -1,5 +1,6 @@
 """Records in the journal's own protocol, with the fields that this process adds."""
 
+import errno
 import logging
 import os
 import socket
@@ -95,3 +96,11 @@ def test_a_file_that_many_processes_fill_at_once_stays_small(
     assert len((tmp_path / "agent.log.1").read_text()) >= 20_000, "one that is hardly begun is never put aside"
     for path in tmp_path.iterdir():
         assert path.stat().st_size < 30_000
+
+
+@pytest.mark.usefixtures("root")
+def test_errors_of_the_system_are_in_words(tmp_path: Path) -> None:
+    log.set_up_logging(logging.INFO, tmp_path / "log")
+    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/no/where")
+    logging.getLogger("test").warning("session %d: %s", 7, error)
+    assert (tmp_path / "log").read_text().endswith("session 7: /no/where: No such file or directory\n")

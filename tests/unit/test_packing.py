@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from ocihook.packs.packing import AGENT_BYTES, SEGMENT_BYTES, WORKER_BYTES, pack
 from ocihook.packs.pages import BATCH_BYTES, CHUNK_BYTES, FILE_BATCH_BYTES, PageWriter
 from ocihook.packs.unpacking import Packs
 from tests.damage import flip_bit
+from tests.fakes.images import read_pages
+from tests.unit.test_ptrace import wait_until
 
 ZERO_PAGE = bytes(PAGE_BYTES)
 TEXT_PAGE = (b"a page that compresses well. " * 200)[:PAGE_BYTES]
@@ -50,14 +51,14 @@ def chunks_of(directory: Path, packed: Packed) -> list[Chunk]:
 
 
 def rehydrated(directory: Path, packed: Packed, workers: int = 2) -> dict[str, bytes]:
-    """Content of all images after a way through the packs; checks that `read_pages` agrees."""
+    """Content of all images after a way through the packs; checks that `read_runs` agrees."""
     target = directory / "rehydrated"
     target.mkdir()
     packs = opened(directory, packed)
     packs.verify(workers=workers)
     packs.rehydrate(target, workers=workers)
     content = {path.name: path.read_bytes() for path in target.iterdir()}
-    pieces = {image.name: list(packs.read_pages(image.name)) for image in packed[0]}
+    pieces = {image.name: list(read_pages(packs, image.name)) for image in packed[0]}
     assert content == {name: b"".join(parts) for name, parts in pieces.items()}
     assert all(part and len(part) % PAGE_BYTES == 0 for parts in pieces.values() for part in parts)
     packs.close()
@@ -280,10 +281,7 @@ def test_killing_the_caller_stops_its_workers(tmp_path: Path) -> None:
         children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
         assert len(children) == 2
         caller.kill()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}/fd/0").exists() for pid in children):
-        time.sleep(0.01)
-    assert not any(Path(f"/proc/{pid}/fd/0").exists() for pid in children)
+    wait_until(lambda: not any(Path(f"/proc/{pid}/fd/0").exists() for pid in children))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -301,7 +299,7 @@ def test_one_flipped_bit_is_found_by_verify_and_by_rehydrate(tmp_path: Path, whe
     with pytest.raises(IntegrityError, match="is damaged"):
         packs.rehydrate(tmp_path / "out", workers=workers)
     with pytest.raises(IntegrityError, match="is damaged"):
-        list(packs.read_pages("pages-1.img"))
+        list(packs.read_runs("pages-1.img"))
     packs.close()
 
 

@@ -396,7 +396,7 @@ def test_a_push_does_not_starve_a_prune(tmp_path: Path, monkeypatch: pytest.Monk
             status = 0
         os._exit(status)
     wait_for("the push", sending.exists)
-    (pruned,) = prune(node.store, Keep(last=1), timeout_s=30)
+    (pruned,) = prune(node.store, Keep(last=1), timeout_s=60)
     assert pruned.removed == (second,)
     assert ids(node.domain) == [first, third]
     os.write(told, bytes(100))
@@ -443,7 +443,7 @@ def test_what_is_found_before_the_index_has_lost_it(
     others: list[StoredManifest] = []
     again = lambda: others.append(take(domain, {"pages-1.img": old}, container=ContainerRef(id="other")))  # noqa: E731
     meanwhile(monkeypatch, garbage, "merge_index", again)
-    (pruned,) = prune(store, Keep(last=1), timeout_s=5)
+    (pruned,) = prune(store, Keep(last=1), timeout_s=60)
     assert len(pruned.removed) == 1
     (other,) = others
     assert other.added_bytes == 0
@@ -461,7 +461,7 @@ def test_what_is_stored_while_packs_are_written_anew(
     others: list[StoredManifest] = []
     again = lambda: others.append(take(domain, {"pages-1.img": more}, container=ContainerRef(id="other")))  # noqa: E731
     meanwhile(monkeypatch, rewrite, "_rewrite", again)
-    prune(store, Keep(last=1), timeout_s=5)
+    prune(store, Keep(last=1), timeout_s=60)
     (other,) = others
     for _ in range(2):
         assert content_of(domain, other)["pages-1.img"] == more

@@ -25,7 +25,7 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import NO_KEYS
 from ocihook.packs.domain_names import NODE_DOMAIN
-from ocihook.session import history
+from ocihook.session import criu_statistics, history
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
 from ocihook.session.participant import CallFacts
@@ -36,6 +36,7 @@ from ocihook.stages.recover import recover
 from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
 from tests.fakes.keys import make_keys
+from tests.unit.test_images import STATS, message
 
 STATVFS = os.statvfs
 
@@ -449,3 +450,20 @@ def test_effects_are_undone_newest_first_and_forgotten_one_by_one(node: Node) ->
     undo_all(node.reload(), Patience())
     assert Numbered.undone == [2, 1, 1, 0]
     assert node.journal.effects == []
+
+
+def test_statistics_that_the_engine_has_removed_were_noted_before(tmp_path: Path) -> None:
+    """Of a dump that was left running: they are known as CRIU writes them."""
+    criu = Process.find(os.getpid())
+    assert criu is not None
+    journal = Journal.create(tmp_path / "run", criu)
+    journal.begin_stage("pre-dump")
+    dump = {"freezing_time": 1, "frozen_time": 2, "memdump_time": 3, "memwrite_time": 4, "pages_scanned": 5}
+    dump |= {"pages_skipped_parent": 6, "pages_written": 7, "pages_lazy": 8}
+    criu_statistics.note_statistics(journal, STATS + message("stats_entry", dump=dump))
+    (tmp_path / "work").mkdir()
+    criu_statistics.note_end(journal, os.open(tmp_path / "work", os.O_RDONLY))
+    facts = journal.facts(criu_statistics.CriuFacts)
+    assert facts.criu_statistics == {"freezing": 1, "frozen": 2, "memdump": 3, "memwrite": 4}
+    assert facts.criu_pages == 7
+    assert facts.criu_ended is not None

@@ -37,7 +37,7 @@ from ocihook.store.page_ids import ID_BYTES
 from ocihook.store.store import Store
 from ocihook.store.thin import read_thin
 from ocihook.store.verify import verify
-from tests.fakes.images import make_image_set
+from tests.fakes.images import make_image_set, read_stored
 from tests.fakes.keys import make_keys
 
 CONTAINER = ContainerRef(id="c1", name="trainer", pod_name="pod", pod_namespace="team")
@@ -167,11 +167,9 @@ class Node:
 
 
 def _read(domain: Domain, manifest: Any) -> Iterator[bytes]:
-    from ocihook.store.assemble import read_image
-
     layout = domain.layout(manifest)
     for extents in layout.images.values():
-        yield from map(bytes, read_image(extents, layout, domain.packs))
+        yield from read_stored(extents, layout, domain.packs)
 
 
 def recover(node: Node) -> None:

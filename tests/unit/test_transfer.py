@@ -24,12 +24,13 @@ from ocihook.checkpoints.prune import Keep, prune
 from ocihook.checkpoints.pulling import pull
 from ocihook.checkpoints.pushing import push
 from ocihook.checkpoints.remote_listing import RemoteCheckpoints, list_remote, prune_remote
-from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError
+from ocihook.errors import ConfigError, IntegrityError, OcihookError, RemoteError, StoreFull
 from ocihook.packs.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.packs.pack import PAGE_BYTES
 from ocihook.remote.directory import DirectoryBlobs
 from ocihook.remote.location import _blobs as open_blobs
 from ocihook.remote.location import open_remote
+from ocihook.store.records import largest_layout
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.verify import verify
 from tests.fakes.object_storage import make_bucket, object_storage
@@ -228,6 +229,25 @@ def test_the_order_of_what_several_nodes_made(node: Node) -> None:
     rows = [made("a", 1, 0, 3), made("b", 1, 1, 9), made("c", 1, 2, 1), made("d", 2, 5, 8), made("e", 2, 6, 10)]
     random.Random(1).shuffle(rows)
     assert [row.id for row in remote_listing.in_order(rows)] == ["a", "d", "b", "c", "e"]
+
+
+def test_what_a_checkpoint_claims_is_bounded(
+    node: Node, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout, by the pages that there can be; the ids of pages, by the disk."""
+    first, other = ids(node)[0], Other(tmp_path / "other")
+    push(node.domain, first, str(directory))
+    layout = directory / f"domains/team/checkpoints/{first}.layout"
+    layout_bytes = layout.read_bytes()
+    manifest = node.domain.read(first)
+    assert len(layout_bytes) < largest_layout(manifest) < manifest.raw_bytes
+    layout.write_bytes(bytes(largest_layout(manifest) + 1))
+    with pytest.raises(RemoteError, match=rf"{first}.layout is larger than {largest_layout(manifest)} bytes"):
+        other.pull(first, str(directory))
+    layout.write_bytes(layout_bytes)
+    monkeypatch.setattr("ocihook.store.adopt.ID_BYTES", 1 << 40)
+    with pytest.raises(StoreFull, match=f"claims {manifest.raw_bytes} bytes of memory; the ids of its pages take"):
+        other.pull(first, str(directory))
 
 
 def test_a_prune_spares_what_is_being_pushed(node: Node, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

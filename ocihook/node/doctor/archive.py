@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from shlex import quote
@@ -12,6 +12,7 @@ from ocihook.archive.repack import inspect_archive
 from ocihook.checkpoints.pulling import find_stored
 from ocihook.config import Settings, load_settings
 from ocihook.criu.files import options_for
+from ocihook.criu.images import INVENTORY_NAME, PAGES_NAME, check_named, check_page_sizes, read_pagemaps
 from ocihook.criu.version import TIMEOUT_S, find_program
 from ocihook.errors import ArchiveError, ConfigError, OcihookError
 from ocihook.gpu.driver import CudaDriver
@@ -21,7 +22,14 @@ from ocihook.images.compatibility import check_criu, check_machine, missing_feat
 from ocihook.linux.patience import ENDLESS
 from ocihook.node.doctor.finding import Finding, Status, without_commands
 from ocihook.node.doctor.machine import image_set_places
-from ocihook.packs.packed_manifest import PackedManifest, read_manifest
+from ocihook.packs.packed_manifest import (
+    DESCRIPTORS_NAME,
+    OtherImage,
+    PackedImage,
+    PackedManifest,
+    read_manifest,
+)
+from ocihook.store.stored_manifest import StoredImage
 from ocihook.store.thin import Thin, read_thin
 
 _CONNECTIONS = "tcp-stream-*.img"  # one for each established connection (criu/sk-tcp.c)
@@ -35,6 +43,7 @@ class _Checkpoint:
             self.settings = load_settings()
         except ConfigError:  # a restore goes ahead with the defaults, too
             self.settings = Settings()
+        self.expected = {INVENTORY_NAME}
         manifest, thin = self._read(path)
         self.findings: list[Finding] = []
         self.host: Mapping[str, str] = {}
@@ -43,29 +52,38 @@ class _Checkpoint:
         if manifest is not None:
             self.host, self.gpu = manifest.host, manifest.gpu
             self.image_bytes = sum(image.size_bytes for image in manifest.packed_images)
+            self._take_images(manifest.packed_images, manifest.other_images)
+            self.expected |= {pack.name for pack in manifest.packs}
         elif thin is not None:
             try:
                 stored, where = find_stored(self.settings, thin)
                 self.host, self.gpu, self.image_bytes = stored.host, stored.gpu, stored.image_bytes
+                self._take_images(stored.images, stored.other_images)
                 self.findings.append(Finding("store", Status.OK, f"checkpoint {thin.checkpoint_id} is in {where}"))
             except (OcihookError, OSError) as error:
                 hint = getattr(error, "hint", "") or "see `ocihook store list`"
                 self.findings.append(Finding("store", Status.FAIL, str(error.args[0]), hint))
 
+    def _take_images(self, pages: Iterable[PackedImage | StoredImage], others: Iterable[OtherImage]) -> None:
+        self.sizes |= {image.name: image.size_bytes for image in pages}
+        self.expected |= {image.name for image in others}
+
     def _read(self, path: Path) -> tuple[PackedManifest | None, Thin | None]:
         if path.is_dir():
-            if not (path / "inventory.img").is_file():
+            if not (path / INVENTORY_NAME).is_file():
                 raise ArchiveError(
                     f"{path} has none of CRIU's images", hint="name an archive, or what CRIU has written"
                 )
             self.unpacked_at, self.archive_bytes = path, 0
             self.engine = self.image = self.runtime = ""
-            self.has_connections = any(path.glob(_CONNECTIONS))
+            self.sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
+            self.pagemaps = read_pagemaps(path)
             return read_manifest(path), read_thin(path)
         inspection = inspect_archive(path)
         facts = inspection.facts
         self.engine, self.image, self.runtime = facts.container.engine, facts.image, facts.runtime
-        self.has_connections = any(fnmatch(name, _CONNECTIONS) for name in facts.sizes)
+        self.sizes, self.pagemaps = dict(facts.sizes), dict(inspection.pagemaps)
+        self.expected.add(DESCRIPTORS_NAME)
         # Page images are written where the engine unpacks the archive.
         places = map(Path, (*image_set_places(self.engine)[:1], "/var"))
         self.unpacked_at = next(place for place in places if place.exists())
@@ -83,10 +101,26 @@ def check_archive(path: Path) -> list[Finding]:
         OSError: if it cannot be read.
     """
     checkpoint = _Checkpoint(path)
-    checks = (_check_host, _check_image, _check_connections, _check_gpus, _check_room)
+    checks = (_check_images, _check_host, _check_image, _check_connections, _check_gpus, _check_room)
     return list(
         map(without_commands, [*checkpoint.findings, *(found for check in checks for found in check(checkpoint))])
     )
+
+
+def _check_images(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    """All is there, and memory has the size that CRIU has written down."""
+    another = "use another copy of the checkpoint"
+    missing = sorted(checkpoint.expected - checkpoint.sizes.keys())
+    if missing:
+        yield Finding("images", Status.FAIL, f"{', '.join(missing)} is missing: it is incomplete", another)
+        return
+    try:
+        check_page_sizes(checkpoint.pagemaps, checkpoint.sizes)
+        check_named(checkpoint.pagemaps, filter(PAGES_NAME.fullmatch, checkpoint.sizes))
+    except OcihookError as error:
+        yield Finding("images", Status.FAIL, str(error.args[0]), error.hint or another)
+    else:
+        yield Finding("images", Status.OK, "all are there; `ocihook archive verify` reads their content")
 
 
 def _check_host(checkpoint: _Checkpoint) -> Iterator[Finding]:
@@ -153,7 +187,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
 
 def _check_connections(checkpoint: _Checkpoint) -> Iterator[Finding]:
     """A restore must be told what is to become of connections; a dump with tcp-close has none."""
-    if not checkpoint.has_connections:
+    if not any(fnmatch(name, _CONNECTIONS) for name in checkpoint.sizes):
         return
     options = options_for(Path(checkpoint.runtime).name)
     detail = "the checkpoint has established TCP connections"

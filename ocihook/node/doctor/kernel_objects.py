@@ -6,6 +6,7 @@ machine, which CI has at 4.1.1. A finding that fails has the name that criu/expl
 
 import os
 import platform
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,18 @@ from ocihook.container.identity import engine_of
 from ocihook.criu.deleted_files import has_place, refused_files
 from ocihook.criu.explain import IO_URING_REMEDY, TRACED_INSIDE_REMEDY
 from ocihook.criu.version import find_program
-from ocihook.linux.open_files import OpenFile, Watch, can_open_handle, locks, mounts, namespaces, watches
-from ocihook.linux.procfs import has_session_outside, is_session_leader, tracer_pid
-from ocihook.linux.sockets import Socket, unix_peers
+from ocihook.linux.open_files import (
+    OpenFile,
+    Watch,
+    can_open_handle,
+    locks,
+    mount_id,
+    mounts,
+    namespaces,
+    watches,
+)
+from ocihook.linux.procfs import has_pending, has_session_outside, is_session_leader, thread_ids, tracer_pid
+from ocihook.linux.sockets import Socket, UnixSocket, unix_sockets
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.machine import FIRST_CRIU_FOR_6_16, hides_socket_options
 from ocihook.node.doctor.workload import Workload
@@ -35,6 +45,7 @@ _NOT_NESTED = ("pid", "ipc", "uts", "user", "time")  # CRIU has but one of these
 _SCANNED = ("/etc", "/var/spool", "/var/log", "/usr/share/dbus-1/system-services", "/usr/share/polkit-1", "/lib/udev")
 _MAX_SCANNED = 20_000
 _KFD = "/dev/kfd"
+_NAMED_BY_KERNEL = ("proc", "sysfs", "cgroup", "cgroup2")  # where names come and go with what they are about
 
 
 def _check_descriptors(workload: Workload) -> Iterator[Finding]:
@@ -85,12 +96,21 @@ def _check_lost_mounts(workload: Workload) -> Iterator[Finding]:
 
 def _is_on_mount(file: OpenFile) -> bool:
     """Tell whether the mount through which a file was opened is one that the process sees."""
-    try:
-        text = Path(f"/proc/{file.pid}/fdinfo/{file.fd}").read_text()
-    except OSError:
-        return True
-    number = next((int(line.split()[1]) for line in text.splitlines() if line.startswith("mnt_id:")), -1)
-    return any(mount.id == number for mount in mounts(file.pid))
+    number = mount_id(file.pid, file.fd)
+    return number < 0 or any(mount.id == number for mount in mounts(file.pid))
+
+
+def _check_hidden_files(workload: Workload) -> Iterator[Finding]:
+    """Something may be mounted over an open file: by its name there is nothing any more, or another one."""
+    for file in workload.files:
+        if file.fd < 0 or not file.is_regular or file.is_deleted or not has_place(file):
+            continue
+        seen = [mount for mount in mounts(file.pid) if mount.id == mount_id(file.pid, file.fd)]
+        roots = (file.pid, workload.init_pid)  # its own may be another directory (chroot)
+        if seen and seen[0].kind not in _NAMED_BY_KERNEL and not any(file.is_at(f"/proc/{pid}/root") for pid in roots):
+            detail = f"{workload.who(file.pid)} has {file.name} open, over which something was mounted since"
+            remedy = "unmount what hides it, or have the application close it and keep it elsewhere"
+            yield Finding("hidden-file", Status.FAIL, detail, remedy)
 
 
 def _check_watches(workload: Workload) -> Iterator[Finding]:
@@ -161,6 +181,9 @@ def _about_socket(sock: Socket, workload: Workload) -> Iterator[Finding]:
         yield Finding(
             "mptcp", Status.FAIL, detail, "GODEBUG=multipathtcp=0 for Go programs; sysctl net.mptcp.enabled=0"
         )
+    elif sock.is_corked:
+        detail = f"{who} has a UDP socket that holds back what it sends (UDP_CORK)"
+        yield Finding("udp-corked", Status.FAIL, detail, "have the application take UDP_CORK off before the dump")
     elif is_ip and sock.kind != socket.SOCK_RAW and sock.protocol not in _PROTOCOLS:
         detail = f"{who} has a socket of protocol {sock.protocol}, which CRIU cannot dump"
         yield Finding("socket-kind", Status.FAIL, detail, "have the application close it before the dump")
@@ -207,12 +230,15 @@ def _about_unix(workload: Workload) -> Iterator[Finding]:
     ours = {s.inode: s for s in workload.sockets if s.family == socket.AF_UNIX}
     if not ours:
         return
-    peers = unix_peers(workload.init_pid)
+    known = unix_sockets(workload.init_pid)
     for inode, sock in ours.items():
-        peer = peers.get(inode)
-        if peer is None or peer in ours:
+        who, found = workload.who(sock.pid), known.get(inode, UnixSocket(0, (), 0))
+        if any(client not in known or known[client].unread_bytes for client in found.clients):
+            detail = f"{who} has not accepted a Unix connection yet that its client has used or closed"
+            remedy = "have the application accept connections, or close its listening socket"
+            yield Finding("unix-in-flight", Status.FAIL, detail, remedy)
+        if not found.peer or found.peer in ours:
             continue
-        who = workload.who(sock.pid)
         if sock.kind != socket.SOCK_DGRAM:
             detail = f"{who} is connected by a Unix socket to a process outside, which CRIU cannot dump"
             name = "unix-half" if workload.options.has("ext-unix-sk") else "unix-external"
@@ -238,6 +264,10 @@ def _check_processes(workload: Workload) -> Iterator[Finding]:
         elif tracer:
             detail = f"{workload.who(pid)} is traced by {workload.who(tracer)}"
             yield Finding("traced", Status.FAIL, detail, f"end the tracer: kill {tracer}")
+        if any(has_pending(tid, signal.SIGTRAP) for tid in thread_ids(pid)):
+            detail = f"{workload.who(pid)} blocks SIGTRAP while one waits for it, with which CRIU cannot dump it"
+            remedy = "have the application take the signal, or send it none while it is blocked"
+            yield Finding("pending-sigtrap", Status.FAIL, detail, remedy)
         if has_session_outside(pid) and "pid" not in nested:
             detail = f"{workload.who(pid)} belongs to a session outside its PID namespace"
             yield Finding("session-leader", Status.FAIL, detail, "start it with setsid")
@@ -279,6 +309,7 @@ CHECKS: tuple[Callable[[Workload], Iterator[Finding]], ...] = (
     _check_descriptors,
     _check_deleted_files,
     _check_lost_mounts,
+    _check_hidden_files,
     _check_watches,
     _check_locks,
     _check_sockets,

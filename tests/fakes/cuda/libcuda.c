@@ -22,7 +22,7 @@
  * file /dev/nvidiaN, which is a node that exists everywhere: /dev/null is minor 3, /dev/zero 5, /dev/full 7.
  *
  * /run/ocihook-fake-cuda (or the file that OCIHOOK_FAKE_CUDA names), read by whoever calls the driver, is what a test wants to go wrong: lines `verb result [delay
- * in ms]` (result -1: do it; one that fails does nothing), `gpus MINOR...`, `total BYTES` of each GPU, `taken BYTES`
+ * in ms]` (result -1: do it; one that fails does nothing; the delay ends with the line), `gpus MINOR...`, `total BYTES` of each GPU, `taken BYTES`
  * by somebody unknown, `running BYTES`, which NVML says that each process holds before it is locked, `driver VERSION`,
  * `mps`, `mig`.
  */
@@ -521,7 +521,8 @@ static int ask(int pid, enum verb verb, uint32_t argument, const struct restore_
     if (scripted(verbs[verb], rest, sizeof rest)) {
         int delay_ms = 0;
         sscanf(rest, "%d %d", &code, &delay_ms);
-        sleep_ms(delay_ms);
+        for (; delay_ms > 0 && scripted(verbs[verb], rest, sizeof rest); delay_ms -= 5)
+            sleep_ms(5);
     }
     if (code >= 0)
         return code;
