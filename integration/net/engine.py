@@ -1,0 +1,127 @@
+"""A podman with CRIU >= 4.2 whose containers are on "nodes": network namespaces on a bridge, made and removed by the test."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from integration.namespace import Namespace, wait_for
+from integration.packages.engine import PIVOTED
+from integration.podman.engine import IMAGE, Podman
+
+BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
+_PROGRESS = re.compile(r"^connection (\d+) sent (\d+) received (\d+)$", re.MULTILINE)
+_BROKEN = re.compile(r"^(?:broken|failed).*$", re.MULTILINE)
+
+
+class Place(NamedTuple):
+    """The addresses of a node."""
+
+    four: str
+    six: str
+
+    @classmethod
+    def of(cls, net: int, host: int) -> "Place":
+        """Return addresses by numbers; the net is another one when a node is made anew."""
+        return cls(f"10.77.{net}.{host}", f"fd77::{net:x}:{host:x}")
+
+
+class NetPodman(Podman):
+    """One podman in the forky root, with a network of its own in which no link leads outside."""
+
+    def __init__(self, scratch: Path, root: Path, wheels: Path, peer: Path, runtime: str = "runc") -> None:
+        self._root = root
+        super().__init__(scratch, runtime, peer)
+        subprocess.run(["cp", "-r", wheels, self.namespace.path("/opt/ocihook")], check=True, timeout=120)
+        self.peer = str(scratch / "peer")
+        Path(self.peer).write_bytes(peer.read_bytes())
+        Path(self.peer).chmod(0o755)
+        self.run("ip", "link", "set", "lo", "up")
+        self.run("ip", "netns", "add", BRIDGE)
+        self.run("ip", "-n", BRIDGE, "link", "add", "br0", "type", "bridge")
+        self.run("ip", "-n", BRIDGE, "link", "set", "br0", "up")
+
+    def _make_namespace(self, size: str) -> Namespace:
+        assert not size
+        return Namespace(PIVOTED, [str(self.scratch), str(self._root)], own_network=True)
+
+    def configure(self, text: str) -> None:
+        """Write ocihook's configuration."""
+        path = self.namespace.path("/etc/ocihook/config.toml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """Run a command on the node."""
+        return self.namespace.run(*command, check=check)
+
+    def ocihook(self, *arguments: str, check: bool = True) -> str:
+        """Run an ocihook command on the node."""
+        return self.namespace.run("python3", "-m", "ocihook", *arguments, check=check, PYTHONPATH="/opt/ocihook")
+
+    def install(self) -> None:
+        """Install ocihook; cgroups are not CRIU's affair here, as only version 1 has controllers on some machines."""
+        self.namespace.path("/etc/criu").mkdir(exist_ok=True)
+        self.ocihook("install")
+
+    def make_place(self, name: str, place: Place) -> Place:
+        """Make a node with these addresses; links have MAC addresses that nothing had before."""
+        ip = ["ip", "-n", name]
+        commands = [
+            ["ip", "netns", "add", name],
+            [*ip, "link", "set", "lo", "up"],
+            [*ip, "link", "add", "eth0", "type", "veth", "peer", "name", f"v-{name}", "netns", BRIDGE],
+            ["ip", "-n", BRIDGE, "link", "set", f"v-{name}", "master", "br0", "up"],
+            [*ip, "addr", "add", f"{place.four}/16", "dev", "eth0"],
+            [*ip, "addr", "add", f"{place.six}/64", "dev", "eth0", "nodad"],
+            [*ip, "link", "set", "eth0", "up"],
+        ]
+        self.run("sh", "-ec", "\n".join(" ".join(command) for command in commands))
+        return place
+
+    def remove_place(self, name: str) -> None:
+        """Remove a node with all its links."""
+        self.run("ip", "netns", "delete", name)
+
+    def inside(self, name: str, *command: str, check: bool = True) -> str:
+        """Run a command in a node's network."""
+        return self.run("nsenter", f"--net=/run/netns/{name}", *command, check=check)
+
+    def spawn_peer(self, name: str, *arguments: str) -> Path:
+        """Run the peer in a node's network, in no container; return the file with what it prints."""
+        log = self.scratch / f"{name}.{len(list(self.scratch.glob('*.said')))}.said"
+        self.namespace.spawn("nsenter", f"--net=/run/netns/{name}", self.peer, *arguments, log=log)
+        return log
+
+    def start_peer(self, name: str, place: str, *arguments: str, options: Sequence[str] = (), **notes: str) -> None:
+        """Run the peer in a container.
+
+        Args:
+            name: of the container.
+            place: the node's name; or with a colon what podman's --network takes.
+            arguments: of the peer.
+            options: of podman.
+            notes: annotations of ocihook, without prefix.
+        """
+        network = place if ":" in place else f"ns:/run/netns/{place}"
+        given = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in notes.items()]
+        command = ["run", "--detach", "--name", name, "--network", network, "--pids-limit", "0", *given, *options]
+        self(*command, IMAGE, "/workload", *arguments)
+        wait_for(f"{name} to be ready", lambda: "ready" in self.said(name))
+
+    def said(self, name: str) -> str:
+        """Return what a container has printed since it was started or restored."""
+        return self("logs", name)
+
+
+def progress(said: str) -> dict[int, tuple[int, int]]:
+    """Return how many bytes each connection has sent and received last; fails if one has broken."""
+    broken = _BROKEN.search(said)
+    assert broken is None, broken and broken[0]
+    return {int(key): (int(sent), int(received)) for key, sent, received in _PROGRESS.findall(said)}
+
+
+def used(said: str) -> dict[str, str]:
+    """Return what each kind of socket gave when it was used last."""
+    return dict(re.findall(r"^kind ([\w-]+): ?(.*)$", said, re.MULTILINE))
