@@ -1,4 +1,4 @@
-"""A podman with CRIU >= 4.2 whose containers are on "nodes": network namespaces on a bridge, made and removed by the test."""
+"""A podman with CRIU >= 4.2 whose containers are on "nodes": network namespaces on a bridge, which tests make."""
 
 import re
 import subprocess
@@ -82,6 +82,7 @@ class NetPodman(Podman):
 
     def remove_place(self, name: str) -> None:
         """Remove a node with all its links."""
+        self.run("ip", "-n", BRIDGE, "link", "delete", f"v-{name}")  # the kernel is slow to remove what a namespace has
         self.run("ip", "netns", "delete", name)
 
     def inside(self, name: str, *command: str, check: bool = True) -> str:

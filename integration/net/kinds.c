@@ -24,7 +24,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-enum { ECHO = 9000, CLOSES, DEAF, SENDS, PATIENT, FULL, OWN_PORT = 9100, QUEUED = 200000, WAIT_MS = 3000 };
+enum { ECHO = 9000, CLOSES, DEAF, SENDS, PATIENT, FULL, OWN_PORT = 9100, QUEUED = 200000, WAIT_MS = 20000, AWHILE_MS = 200 };
 
 /* ---- the stranger ---- */
 
@@ -150,6 +150,7 @@ static int to_here(const char *address, int port)
 
 static int make_listen(void) { return listening(own, OWN_PORT); }
 static int make_listen_any(void) { return listening("0.0.0.0", OWN_PORT + 1); }
+static int make_listen6(void) { return listening(own6, OWN_PORT); }
 static int make_established(void) { return connected(ECHO); }
 static int make_established6(void) { return make_socket(peer6, ECHO, SOCK_STREAM, CONNECT); }
 static int make_loopback(void) { return to_here("127.0.0.1", OWN_PORT + 2); }
@@ -346,12 +347,14 @@ static void tell_name(const char *what, int fd, int (*get)(int, struct sockaddr 
     printf(" %s=%s/%d", what, name, ntohs(four->sin_port));
 }
 
-static ssize_t receive_soon(int fd, void *buffer, size_t size)
+static ssize_t receive_within(int ms, int fd, void *buffer, size_t size)
 {
     struct pollfd polled = {fd, POLLIN, 0};
-    poll(&polled, 1, WAIT_MS);
+    poll(&polled, 1, ms);
     return recv(fd, buffer, size, MSG_DONTWAIT);
 }
+
+static ssize_t receive_soon(int fd, void *buffer, size_t size) { return receive_within(WAIT_MS, fd, buffer, size); }
 
 static void use_stream(int fd)
 {
@@ -361,6 +364,15 @@ static void use_stream(int fd)
     tell("send", send(fd, "hello", 5, MSG_NOSIGNAL | MSG_DONTWAIT));
     tell("recv", receive_soon(fd, buffer, sizeof buffer));
     tell("again", send(fd, "x", 1, MSG_NOSIGNAL | MSG_DONTWAIT));
+}
+
+/* One that has said that it sends no more, to a peer that says nothing. */
+static void use_ended(int fd)
+{
+    char buffer[16];
+    tell_name("name", fd, getsockname);
+    tell("recv", receive_within(AWHILE_MS, fd, buffer, sizeof buffer));
+    printf(" state=%d", tcp_state(fd));
 }
 
 static void use_both(int fd)
@@ -461,6 +473,7 @@ static const struct {
     void (*use)(int);
 } table[] = {
     {"listen", make_listen, use_listener},
+    {"listen6", make_listen6, use_listener},
     {"listen-any", make_listen_any, use_listener},
     {"listen-device", make_listen_device, use_listener},
     {"accept-queue", make_accept_queue, use_listener},
@@ -471,8 +484,8 @@ static const struct {
     {"own-address", make_own_address, use_both},
     {"bound-device", make_bound_device, use_stream},
     {"close-wait", make_close_wait, use_stream},
-    {"fin-wait1", make_fin_wait1, use_stream},
-    {"fin-wait2", make_fin_wait2, use_stream},
+    {"fin-wait1", make_fin_wait1, use_ended},
+    {"fin-wait2", make_fin_wait2, use_ended},
     {"syn-sent", make_syn_sent, use_connecting},
     {"time-wait", make_time_wait, use_nothing},
     {"receive-queue", make_receive_queue, use_queue},

@@ -10,6 +10,7 @@
  * peer stranger ADDRESS...           what `kinds` connects to (kinds.c)
  * peer kinds OWN PEER OWN6 PEER6 [KIND...]   holds sockets (kinds.c)
  * peer many COUNT ADDRESS            holds COUNT bound datagram sockets, then prints `ready`
+ * peer beside PROGRAM WORD ROLE...   runs a program with one word, and is what ROLE says at the same time
  */
 #include "peer.h"
 
@@ -298,6 +299,11 @@ int main(int argc, char **argv)
     signal(SIGPIPE, SIG_IGN);
     signal(SIGTERM, SIG_DFL);
     srandom((unsigned)(now_ms() * 1e3) ^ (unsigned)getpid());
+    if (argc > 4 && !strcmp(argv[1], "beside")) {
+        if (!fork())
+            execl(argv[2], argv[2], argv[3], (char *)NULL);
+        argv += 3, argc -= 3;
+    }
     const char *role = argc > 1 ? argv[1] : "pause";
     if (!strcmp(role, "server"))
         serve(argv + 2);
