@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,9 @@ from integration.podman.engine import IMAGE, Podman
 BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
 _PROGRESS = re.compile(r"^connection (\d+) sent (\d+) received (\d+)$", re.MULTILINE)
 _BROKEN = re.compile(r"^(?:broken|failed).*$", re.MULTILINE)
+
+
+Progress = Mapping[int, tuple[int, int]]  # bytes sent and received, by the connection's key
 
 
 class Place(NamedTuple):
@@ -65,20 +68,31 @@ class NetPodman(Podman):
         self.namespace.path("/etc/criu").mkdir(exist_ok=True)
         self.ocihook("install")
 
-    def make_place(self, name: str, place: Place) -> Place:
-        """Make a node with these addresses; links have MAC addresses that nothing had before."""
+    def make_place(self, name: str, place: Place, *, is_plugged: bool = True) -> Place:
+        """Make a node with these addresses, whose link has a MAC address that nothing had before.
+
+        Args:
+            name: of the node, of its network namespace, and with `v-` of the end of its link that is at the bridge.
+            place: its addresses.
+            is_plugged: whether it can be reached; else from `plug` on.
+        """
         ip = ["ip", "-n", name]
         commands = [
             ["ip", "netns", "add", name],
             [*ip, "link", "set", "lo", "up"],
             [*ip, "link", "add", "eth0", "type", "veth", "peer", "name", f"v-{name}", "netns", BRIDGE],
-            ["ip", "-n", BRIDGE, "link", "set", f"v-{name}", "master", "br0", "up"],
+            ["ip", "-n", BRIDGE, "link", "set", f"v-{name}", "master", "br0", "up" if is_plugged else "down"],
             [*ip, "addr", "add", f"{place.four}/16", "dev", "eth0"],
             [*ip, "addr", "add", f"{place.six}/64", "dev", "eth0", "nodad"],
             [*ip, "link", "set", "eth0", "up"],
         ]
         self.run("sh", "-ec", "\n".join(" ".join(command) for command in commands))
         return place
+
+    def plug(self, *names: str) -> None:
+        """Let nodes be reached."""
+        for name in names:
+            self.run("ip", "-n", BRIDGE, "link", "set", f"v-{name}", "up")
 
     def remove_place(self, name: str) -> None:
         """Remove a node with all its links."""
@@ -115,14 +129,35 @@ class NetPodman(Podman):
         """Return what a container has printed since it was started or restored."""
         return self("logs", name)
 
+    def progress(self, name: str) -> Progress:
+        """Return how many bytes each connection of a container has sent and received; fail if one has broken."""
+        said = self.said(name)
+        broken = _BROKEN.search(said)
+        assert broken is None, broken and broken[0]
+        return {int(key): (int(sent), int(received)) for key, sent, received in _PROGRESS.findall(said)}
 
-def progress(said: str) -> dict[int, tuple[int, int]]:
-    """Return how many bytes each connection has sent and received last; fails if one has broken."""
-    broken = _BROKEN.search(said)
-    assert broken is None, broken and broken[0]
-    return {int(key): (int(sent), int(received)) for key, sent, received in _PROGRESS.findall(said)}
+    def assert_flows(self, before: Mapping[str, Progress], more_bytes: int = 50_000) -> None:
+        """Check that all connections of containers go on in both directions."""
 
+        def goes_on(name: str) -> bool:
+            now = self.progress(name)
+            return all(
+                now.get(key, (0, 0))[way] > done[way] + more_bytes
+                for key, done in before[name].items()
+                for way in (0, 1)
+            )
 
-def used(said: str) -> dict[str, str]:
-    """Return what each kind of socket gave when it was used last."""
-    return dict(re.findall(r"^kind ([\w-]+): ?(.*)$", said, re.MULTILINE))
+        for name in before:
+            wait_for(f"{name}'s connections to go on", lambda name=name: goes_on(name))
+
+    def use_kinds(self, name: str) -> dict[str, str]:
+        """Have a container use its sockets; return what each kind gave."""
+        count = self.said(name).count("used\n")
+        self("kill", "--signal", "USR1", name)
+        wait_for(f"{name} to use its sockets", lambda: self.said(name).count("used\n") > count)
+        said = self.said(name).rpartition("used\n")[0].rpartition("used\n")[2]
+        return dict(re.findall(r"^kind ([\w-]+): ?(.*)$", said, re.MULTILINE))
+
+    def tables(self, place: str) -> list[str]:
+        """Return the tables of packet filters in a node's network."""
+        return re.findall(r"^table (.*)$", self.inside(place, "nft", "list", "tables"), re.MULTILINE)

@@ -1,0 +1,75 @@
+"""A client and a server in two containers, on a node each, with connections of every family between them."""
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from integration.namespace import wait_for
+from integration.net.engine import NetPodman, Place, Progress
+
+NAMES = ("client", "server")
+_CONNECTIONS = 4
+
+
+class Pair:
+    """Two containers under traffic."""
+
+    def __init__(self, node: NetPodman, **notes: str) -> None:
+        self.node = node
+        self.archives = {name: node.scratch / f"{name}.tar" for name in NAMES}
+        self.places: dict[str, Place] = {}
+        self.make_places(0)
+        here = self.places["server"]
+        listens = [f"{here.four}/7000", f"{here.six}/7000", "::/7001"]
+        node.start_peer("server", "server", "server", *listens, **notes)
+        asks = [f"{here.four}/7000", f"{here.six}/7000", f"{here.four}/7001", f"::ffff:{here.four}/7001"]
+        node.start_peer("client", "client", "client", *asks, **notes)
+        self.assert_flows()
+
+    def make_places(self, net: int, *, is_plugged: bool = True) -> None:
+        """Make the nodes, with addresses of that net."""
+        for host, name in enumerate(NAMES, 1):
+            self.places[name] = self.node.make_place(name, Place.of(net, host), is_plugged=is_plugged)
+
+    def remove_places(self) -> None:
+        """Remove the nodes."""
+        for name in NAMES:
+            self.node.remove_place(name)
+
+    def progress(self) -> dict[str, Progress]:
+        """Return what both have sent and received; fail if a connection has broken."""
+        return {name: self.node.progress(name) for name in NAMES}
+
+    def assert_flows(self) -> None:
+        """Check that all connections go on in both directions."""
+        wait_for("all connections", lambda: all(len(found) == _CONNECTIONS for found in self.progress().values()))
+        self.node.assert_flows(self.progress())
+
+    def checkpoint(self, *options: str) -> None:
+        """Checkpoint both at about the same time."""
+
+        def one(name: str) -> None:
+            time.sleep(random.random() / 5)
+            self.node.checkpoint(name, self.archives[name], *options)
+
+        both(one)
+
+    def remove(self) -> None:
+        """Remove both containers."""
+        for name in NAMES:
+            self.node.remove(name)
+
+    def restore(self) -> None:
+        """Restore both at about the same time; then the network comes up.
+
+        Without a gang nothing else keeps one from sending to where the other is not yet.
+        """
+        both(lambda name: self.node.restore(self.archives[name]))
+        self.node.plug(*NAMES)
+
+
+def both(call: Callable[[str], object]) -> None:
+    """Call something for both at once."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(call, NAMES))
