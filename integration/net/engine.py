@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +11,6 @@ from integration.packages.engine import PIVOTED
 from integration.podman.engine import IMAGE, Podman
 
 BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
-_PROGRESS = re.compile(r"^connection (\d+) sent (\d+) received (\d+)$", re.MULTILINE)
-_BROKEN = re.compile(r"^(?:broken|failed).*$", re.MULTILINE)
-
-
-Progress = Mapping[int, tuple[int, int]]  # bytes sent and received, by the connection's key
 
 
 class Place(NamedTuple):
@@ -128,27 +123,6 @@ class NetPodman(Podman):
     def said(self, name: str) -> str:
         """Return what a container has printed since it was started or restored."""
         return self("logs", name)
-
-    def progress(self, name: str) -> Progress:
-        """Return how many bytes each connection of a container has sent and received; fail if one has broken."""
-        said = self.said(name)
-        broken = _BROKEN.search(said)
-        assert broken is None, broken and broken[0]
-        return {int(key): (int(sent), int(received)) for key, sent, received in _PROGRESS.findall(said)}
-
-    def assert_flows(self, before: Mapping[str, Progress], more_bytes: int = 50_000) -> None:
-        """Check that all connections of containers go on in both directions."""
-
-        def goes_on(name: str) -> bool:
-            now = self.progress(name)
-            return all(
-                now.get(key, (0, 0))[way] > done[way] + more_bytes
-                for key, done in before[name].items()
-                for way in (0, 1)
-            )
-
-        for name in before:
-            wait_for(f"{name}'s connections to go on", lambda name=name: goes_on(name))
 
     def use_kinds(self, name: str) -> dict[str, str]:
         """Have a container use its sockets; return what each kind gave."""
