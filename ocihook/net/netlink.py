@@ -76,7 +76,7 @@ class Link(NamedTuple):
     """A network interface."""
 
     name: str
-    index: int
+    ifindex: int
     mac: str  # "" if it has none
     kind: str  # veth, bridge, ...; "" for a device
     mtu: int
@@ -219,7 +219,7 @@ def _link(answer: _Message, addresses: list[str]) -> Link:
     info = answer.get("IFLA_LINKINFO")
     return Link(
         name=answer.get("IFLA_IFNAME"),
-        index=answer["index"],
+        ifindex=answer["index"],
         mac=answer.get("IFLA_ADDRESS") or "",
         kind=(info.get("IFLA_INFO_KIND") or "") if info else "",
         mtu=answer.get("IFLA_MTU") or 0,

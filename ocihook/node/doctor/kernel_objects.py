@@ -16,7 +16,9 @@ from ocihook.criu.explain import IO_URING_REMEDY, TRACED_INSIDE_REMEDY
 from ocihook.criu.version import find_program
 from ocihook.linux.open_files import OpenFile, Watch, can_open_handle, locks, mounts, namespaces, watches
 from ocihook.linux.procfs import has_session_outside, is_session_leader, tracer_pid
-from ocihook.linux.sockets import Socket, unix_peers
+from ocihook.linux.sockets import Socket
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.netlink import unix_peers
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.machine import FIRST_CRIU_FOR_6_16, hides_socket_options
 from ocihook.node.doctor.workload import Workload
@@ -207,7 +209,7 @@ def _about_unix(workload: Workload) -> Iterator[Finding]:
     ours = {s.inode: s for s in workload.sockets if s.family == socket.AF_UNIX}
     if not ours:
         return
-    peers = unix_peers(workload.init_pid)
+    peers = unix_peers(NetNamespace.of(workload.init_pid))
     for inode, sock in ours.items():
         peer = peers.get(inode)
         if peer is None or peer in ours:
