@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
+from ocihook.net.lost_options import TcpOptions
 from ocihook.net.netlink import Link, Route
-from ocihook.net.options import TcpOptions
 from ocihook.packs.frame import decode_frame, encode_frame, load_json, read_record
 from ocihook.session.record import from_json, to_json
 

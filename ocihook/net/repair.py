@@ -10,11 +10,11 @@ import socket
 from dataclasses import dataclass
 
 from ocihook.errors import OcihookError
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants
-from ocihook.net.options import tcp_sockets
+from ocihook.net.lost_options import tcp_sockets
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
-from ocihook.linux.patience import Patience
 from ocihook.wire import DETACHED_STAGE
 
 _REPAIR, _REPAIR_OFF = 19, 0  # TCP_REPAIR of linux/tcp.h; off with a window probe, which tells the peer
