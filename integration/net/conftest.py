@@ -28,13 +28,12 @@ def build_peer(binary: Path) -> Path:
 
 @pytest.fixture
 def make_node(scratch: Path, forky_root: Path, wheels: Path, peer: Path) -> Iterator[MakeNode]:
-    """Return a function that makes a podman with a network, and ocihook unless it is to be without; all are removed."""
+    """Return a function that makes a podman with a network and ocihook; all are removed."""
     made: list[NetPodman] = []
 
-    def make(runtime: str = "runc", *, installed: bool = True) -> NetPodman:
-        made.append(NetPodman(scratch, forky_root, wheels, peer, runtime))
-        if installed:
-            made[-1].install()
+    def make(runtime: str = "runc", *, cuda_files: Path | None = None) -> NetPodman:
+        made.append(NetPodman(scratch, forky_root, wheels, peer, runtime, cuda_files=cuda_files))
+        made[-1].install()
         return made[-1]
 
     yield make

@@ -1,7 +1,7 @@
 """A containerd whose pods a CNI plugin gives links, and addresses that the test chooses."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from integration.containerd.engine import Containerd
 from integration.cri.engine import CONTAINER_PID, POD_NETWORK
@@ -56,6 +56,11 @@ class NetContainerd(Containerd):
         for pod in pods:
             self.namespace.run("ip", "-n", BRIDGE, "link", "set", f"v-{pod}", "up")
 
+    def unplug(self, *pods: str) -> None:
+        """Keep pods from being reached."""
+        for pod in pods:
+            self.namespace.run("ip", "-n", BRIDGE, "link", "set", f"v-{pod}", "down")
+
     def inside(self, pod: str, *command: str) -> str:
         """Run a command in a pod's network."""
         return self.namespace.run("ip", "netns", "exec", pod, *command)
@@ -94,7 +99,7 @@ class NetContainerd(Containerd):
         return re.sub(r"^\S+ std\w+ F ", "", self.log(container), flags=re.MULTILINE)
 
     def _create(
-        self, pod: str, sandbox: str, sandbox_config: dict[str, object], arguments: Sequence[str], image: str
+        self, pod: str, sandbox: str, sandbox_config: Mapping[str, object], arguments: Sequence[str], image: str
     ) -> str:
         labels = {"container.name": pod, "pod.name": pod, "pod.namespace": "default"}
         config = {

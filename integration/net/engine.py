@@ -1,6 +1,7 @@
 """A podman with CRIU >= 4.2 whose containers are on "nodes": network namespaces on a bridge, which tests make."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,12 @@ from integration.namespace import Namespace, wait_for
 from integration.packages.engine import PIVOTED
 from integration.podman.engine import IMAGE, Podman
 
+INTEGRATION = Path(__file__).parents[1]
 BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
+_HELD = """table inet node {
+    chain in { type filter hook input priority 0; counter drop; }
+    chain out { type filter hook output priority 0; drop; }
+}"""
 
 
 class Place(NamedTuple):
@@ -28,9 +34,20 @@ class Place(NamedTuple):
 class NetPodman(Podman):
     """One podman in the forky root, with a network of its own in which no link leads outside."""
 
-    def __init__(self, scratch: Path, root: Path, wheels: Path, peer: Path, runtime: str = "runc") -> None:
+    def __init__(
+        self,
+        scratch: Path,
+        root: Path,
+        wheels: Path,
+        peer: Path,
+        runtime: str = "runc",
+        *,
+        cuda_files: Path | None = None,
+    ) -> None:
         self._root = root
-        super().__init__(scratch, runtime, peer)
+        if cuda_files:
+            cuda_files = Path(shutil.copytree(cuda_files, scratch / "cuda"))
+        super().__init__(scratch, runtime, peer, cuda_files=cuda_files)
         subprocess.run(["cp", "-r", wheels, self.namespace.path("/opt/ocihook")], check=True, timeout=120)
         self.peer = str(scratch / "peer")
         Path(self.peer).write_bytes(peer.read_bytes())
@@ -63,20 +80,51 @@ class NetPodman(Podman):
         self.namespace.path("/etc/criu").mkdir(exist_ok=True)
         self.ocihook("install")
 
-    def make_place(self, name: str, place: Place, *, is_plugged: bool = True) -> Place:
-        """Make a node with these addresses, whose link has a MAC address that nothing had before.
+    def start_agent(self, program: str, *arguments: str) -> None:
+        """Start a special agent, of `integration`, which this node does not have; no other may run."""
+        site = self.scratch / "site/integration"
+        site.mkdir(parents=True, exist_ok=True)
+        for name in ("steps.py", program):
+            shutil.copy(INTEGRATION / name, site)
+        site_path = f"/opt/ocihook:{site.parent}"
+        log = self.scratch / "agent.log"
+        self.namespace.spawn("python3", str(site / program), *arguments, log=log, PYTHONPATH=site_path)
+        wait_for("the agent to listen", self.namespace.path("/run/ocihook/agent.sock").exists)
+
+    def act_at(self, stage: str, command: str) -> None:
+        """Let CRIU run a shell command at a stage when our hook has given its verdict; one takes the other's place."""
+        script = self.scratch / "action"
+        script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {stage} ] || exit 0\n{command}\n')
+        script.chmod(0o755)
+        for runtime in ("runc", "crun"):
+            path = self.namespace.path(f"/etc/criu/{runtime}.conf")
+            line = f"action-script {script}\n"  # CRIU runs the script that is named last first
+            path.write_text(line + path.read_text().replace(line, ""))
+
+    def act_no_more(self) -> None:
+        """Take back what `act_at` did."""
+        (self.scratch / "action").write_text("#!/bin/sh\n")
+
+    def make_place(
+        self, name: str, place: Place, *, is_plugged: bool = True, mac: str = "", is_held: bool = False
+    ) -> Place:
+        """Make a node with these addresses.
 
         Args:
             name: of the node, of its network namespace, and with `v-` of the end of its link that is at the bridge.
             place: its addresses.
             is_plugged: whether it can be reached; else from `plug` on.
+            mac: address of its link; else one that nothing had before.
+            is_held: whether it lets nothing in or out from the beginning, until `let_in`.
         """
         ip = ["ip", "-n", name]
         commands = [
             ["ip", "netns", "add", name],
+            *([["ip", "netns", "exec", name, "nft", f"'{_HELD}'"]] if is_held else []),
             [*ip, "link", "set", "lo", "up"],
             [*ip, "link", "add", "eth0", "type", "veth", "peer", "name", f"v-{name}", "netns", BRIDGE],
             ["ip", "-n", BRIDGE, "link", "set", f"v-{name}", "master", "br0", "up" if is_plugged else "down"],
+            *([[*ip, "link", "set", "eth0", "address", mac]] if mac else []),
             [*ip, "addr", "add", f"{place.four}/16", "dev", "eth0"],
             [*ip, "addr", "add", f"{place.six}/64", "dev", "eth0", "nodad"],
             [*ip, "link", "set", "eth0", "up"],
@@ -88,6 +136,16 @@ class NetPodman(Podman):
         """Let nodes be reached."""
         for name in names:
             self.run("ip", "-n", BRIDGE, "link", "set", f"v-{name}", "up")
+
+    def kept_out(self, name: str) -> int:
+        """Return how many packets a node that is held has not let in."""
+        found = re.search(r"counter packets (\d+)", self.inside(name, "nft", "list", "table", "inet", "node"))
+        assert found
+        return int(found[1])
+
+    def let_in(self, name: str) -> None:
+        """Let a node's traffic pass."""
+        self.inside(name, "nft", "delete", "table", "inet", "node")
 
     def remove_place(self, name: str) -> None:
         """Remove a node with all its links."""
@@ -104,7 +162,9 @@ class NetPodman(Podman):
         self.namespace.spawn("nsenter", f"--net=/run/netns/{name}", self.peer, *arguments, log=log)
         return log
 
-    def start_peer(self, name: str, place: str, *arguments: str, options: Sequence[str] = (), **notes: str) -> None:
+    def start_peer(
+        self, name: str, place: str, *arguments: str, options: Sequence[str] = (), says: str = "ready", **notes: str
+    ) -> None:
         """Run the peer in a container.
 
         Args:
@@ -112,13 +172,14 @@ class NetPodman(Podman):
             place: the node's name; or with a colon what podman's --network takes.
             arguments: of the peer.
             options: of podman.
+            says: what to wait for.
             notes: annotations of ocihook, without prefix.
         """
         network = place if ":" in place else f"ns:/run/netns/{place}"
         given = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in notes.items()]
         command = ["run", "--detach", "--name", name, "--network", network, "--pids-limit", "0", *given, *options]
         self(*command, IMAGE, "/workload", *arguments)
-        wait_for(f"{name} to be ready", lambda: "ready" in self.said(name))
+        wait_for(f"{name} to be ready", lambda: says in self.said(name))
 
     def said(self, name: str) -> str:
         """Return what a container has printed since it was started or restored."""

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,16 +15,24 @@ NAMES = ("client", "server")
 class Pair:
     """Two containers under traffic."""
 
-    def __init__(self, node: NetPodman, **notes: str) -> None:
+    def __init__(
+        self, node: NetPodman, *, server: Sequence[str] = (), options: Sequence[str] = (), **notes: str
+    ) -> None:
+        """Start both, and wait for traffic.
+
+        Args:
+            node: with podman.
+            server: what the server's program is to do beside that.
+            options: of podman for the server.
+            notes: annotations of ocihook, of both.
+        """
         self.node = node
         self.archives = {name: node.scratch / f"{name}.tar" for name in NAMES}
         self.places: dict[str, Place] = {}
         self.make_places(0)
-        here = self.places["server"]
-        listens = [f"{here.four}/7000", f"{here.six}/7000", "::/7001"]
-        node.start_peer("server", "server", "server", *listens, **notes)
-        asks = [f"{here.four}/7000", f"{here.six}/7000", f"{here.four}/7001", f"::ffff:{here.four}/7001"]
-        node.start_peer("client", "client", "client", *asks, **notes)
+        words = endpoints(self.places["server"])
+        node.start_peer("server", "server", *server, "server", *words["server"], options=options, **notes)
+        node.start_peer("client", "client", "client", *words["client"], **notes)
         self.assert_flows()
 
     def make_places(self, net: int, *, is_plugged: bool = True) -> None:
@@ -67,6 +75,12 @@ class Pair:
         """
         both(lambda name: self.node.restore(self.archives[name]))
         self.node.plug(*NAMES)
+
+
+def endpoints(server: Place) -> dict[str, list[str]]:
+    """Return where the server listens and what the client connects to."""
+    here = [f"{server.four}/7000", f"{server.six}/7000"]
+    return {"server": [*here, "::/7001"], "client": [*here, f"{server.four}/7001", f"::ffff:{server.four}/7001"]}
 
 
 def both(call: Callable[[str], object]) -> None:

@@ -17,8 +17,7 @@ def progress(said: str) -> dict[int, tuple[int, int]]:
     Raises:
         AssertionError: if one has broken.
     """
-    broken = _BROKEN.search(said)
-    assert broken is None, broken and broken[0]
+    assert not _BROKEN.findall(said)
     return {int(key): (int(sent), int(received)) for key, sent, received in _PROGRESS.findall(said)}
 
 
