@@ -76,6 +76,7 @@ class InetSocket(NamedTuple):
     interface: str = ""  # of its link-local address
     shutdown: int = 0  # 1: for reading, 2: for writing, 3: both
     namespace: int = 0  # CRIU's number for the network namespace that it is in
+    is_six_only: bool = False  # it takes no IPv4 (IPV6_V6ONLY)
 
     @property
     def head(self) -> bytes:
@@ -194,6 +195,7 @@ def _socket(entry: "Message", position: int) -> InetSocket:
         interface=_name(e.ifname, position),  # type: ignore[attr-defined]
         shutdown=e.shutdown,  # type: ignore[attr-defined]
         namespace=e.ns_id,  # type: ignore[attr-defined]
+        is_six_only=e.v6only,  # type: ignore[attr-defined]
     )
     if max(found.local_port, found.remote_port, found.protocol) > 0xFFFF or found.state >= len(_STATES):
         raise ImageError(f"{FILES_NAME} is damaged at byte {position}: no socket has such a port, protocol or state")
