@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TIMEOUT_S = 10.0
+FIRST_CRIU_FOR_6_16 = (4, 2)  # of Linux: see linux/sockets.py, hides_socket_options
 
 # Where programs of a node are. Not all are on everybody's PATH: runtimes are in sbin on Debian, and packages of CRI-O
 # (cri-o/packaging) bring their own.
@@ -40,7 +41,7 @@ def find_program(name: str) -> Program | None:
     path = shutil.which(name, path=os.pathsep.join(directories))
     if path is None:
         return None
-    return Program(name, path, _parse("\n".join(run_output(path, "--version").splitlines()[:2])))
+    return Program(name, path, parse_version("\n".join(run_output(path, "--version").splitlines()[:2])))
 
 
 def find_program_in(root: Path, name: str) -> Program | None:
@@ -59,10 +60,11 @@ def _package_version(root: Path, name: str) -> tuple[int, ...]:
         return ()
     stanza = rf"^Package: {name}\nStatus: install ok installed\n(?:.+\n)*?Version: (?:\d+:)?(.+)"
     fields = re.search(stanza, packages, re.MULTILINE)
-    return _parse(fields[1]) if fields else ()
+    return parse_version(fields[1]) if fields else ()
 
 
-def _parse(text: str) -> tuple[int, ...]:
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the first version in a text; () if there is none."""
     match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     return tuple(int(part) for part in match.groups() if part) if match else ()
 

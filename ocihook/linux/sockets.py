@@ -4,6 +4,7 @@ A socket is asked through a copy of its descriptor (pidfd_getfd(2)), which chang
 """
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -77,3 +78,13 @@ def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
     return Socket(
         pid, inode, family, kind, protocol, is_listening, is_connected, waiting if is_listening else 0, address
     )
+
+
+def hides_socket_options() -> bool:
+    """Tell whether this kernel no longer answers what CRIU before 4.2 asks of Internet sockets (criu#2705)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED)
+        except OSError as error:
+            return error.errno == errno.EOPNOTSUPP
+    return False

@@ -17,11 +17,14 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
 from ocihook.net import nftables
+from ocihook.net.kick import Sender, kick
 from ocihook.net.namespace import NetNamespace
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
@@ -46,6 +49,16 @@ _LEGACY_TABLES = Path("/proc/thread-self/net/ip_tables_names")
 log = logging.getLogger(__name__)
 
 
+class Waiting(NamedTuple):
+    """A connection with data that nobody has confirmed, of which CRIU's image tells the number of the oldest byte."""
+
+    local: str
+    local_port: int
+    remote: str
+    remote_port: int
+    unacknowledged: int
+
+
 @dataclass(kw_only=True)
 class TrafficHeld(Effect, kind="traffic-held"):
     """Traffic of the container's network is held: by a table of ours, and by CRIU while it is at work."""
@@ -53,6 +66,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
     namespace: NetNamespace
     began: float  # seconds since 1970
     locks: tuple[str, ...] = ()  # of CRIU, that were there before
+    waiting: tuple[Waiting, ...] = ()  # to be woken when traffic passes
 
     def undo(self, journal: Journal, _patience: Patience) -> None:
         """Let it pass: our table goes, and what a CRIU that was killed, or failed, has left of its own."""
@@ -62,6 +76,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
             remove_table(self.namespace, table_of(journal))
             if not journal.criu.is_alive():
                 self._remove_locks(journal)
+            kick(self.namespace, [_sender(one) for one in self.waiting])
         journal.add_phase("network held", self.began)
 
     def _remove_locks(self, journal: Journal) -> None:
@@ -71,6 +86,10 @@ class TrafficHeld(Effect, kind="traffic-held"):
         for name in left:
             log.warning("container %s: CRIU has left its network locked (%s)", journal.container, name)
             remove_lock(self.namespace, name)
+
+
+def _sender(one: Waiting) -> Sender:
+    return Sender(ip_address(one.local), one.local_port, ip_address(one.remote), one.remote_port, one.unacknowledged)
 
 
 def hold(journal: Journal, namespace: NetNamespace, *, with_loopback: bool = False, drain: bool = False) -> None:

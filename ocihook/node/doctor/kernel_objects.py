@@ -13,14 +13,13 @@ from pathlib import Path
 from ocihook.container.identity import engine_of
 from ocihook.criu.deleted_files import has_place, refused_files
 from ocihook.criu.explain import IO_URING_REMEDY, TRACED_INSIDE_REMEDY
-from ocihook.criu.version import find_program
+from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program
 from ocihook.linux.open_files import OpenFile, Watch, can_open_handle, locks, mounts, namespaces, watches
 from ocihook.linux.procfs import has_session_outside, is_session_leader, tracer_pid
-from ocihook.linux.sockets import Socket
+from ocihook.linux.sockets import Socket, hides_socket_options
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import unix_peers
 from ocihook.node.doctor.finding import Finding, Status
-from ocihook.node.doctor.machine import FIRST_CRIU_FOR_6_16, hides_socket_options
 from ocihook.node.doctor.workload import Workload
 
 _ANONYMOUS = "anon_inode:"

@@ -1,11 +1,9 @@
 """Checks of the machine: privileges, kernel, network, GPUs, memory, disks."""
 
-import errno
 import os
 import platform
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,16 +11,16 @@ from ocihook.config import Settings, load_settings
 from ocihook.container.storage import storage_root
 from ocihook.criu.conf import options
 from ocihook.criu.files import content
-from ocihook.criu.version import find_program, run_output
+from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program, run_output
 from ocihook.errors import ConfigError, CudaError, OcihookError
 from ocihook.gpu.driver import CudaDriver, has_driver
 from ocihook.gpu.preflight import FIRST_DRIVER, FIRST_DRIVER_ON_ARM, driver_major
 from ocihook.gpu.processes import read_node
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import command_line
+from ocihook.linux.sockets import hides_socket_options
 from ocihook.node.doctor.finding import Finding, Status
 
-FIRST_CRIU_FOR_6_16 = (4, 2)
 REMOVE_LOCK = "nft flush chain ip filter CRIU, or nft delete table inet CRIU-PID; no dump may be going on"
 _GIB = 1 << 30
 _SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -74,16 +72,6 @@ def _check_kernel() -> Iterator[Finding]:
     if hides_socket_options() and criu and criu.version < FIRST_CRIU_FOR_6_16:
         detail = f"CRIU {criu.version_text} cannot dump containers with Internet sockets on Linux 6.16 and later"
         yield Finding("kernel-6.16", Status.WARN, detail, "install CRIU 4.2 or later")
-
-
-def hides_socket_options() -> bool:
-    """Tell whether this kernel no longer answers what CRIU before 4.2 asks of Internet sockets (criu#2705)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED)
-        except OSError as error:
-            return error.errno == errno.EOPNOTSUPP
-    return False
 
 
 def _check_network_lock() -> Iterator[Finding]:
