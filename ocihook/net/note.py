@@ -15,9 +15,11 @@ from ocihook.linux.files import replace_file
 from ocihook.net.lost_options import TcpOptions
 from ocihook.net.netlink import Link, Route
 from ocihook.packs.frame import decode_frame, encode_frame, load_json, read_record
+from ocihook.packs.packed_manifest import NETWORK_NAME
 from ocihook.session.record import from_json, to_json
 
-NETWORK_NAME = "ocihook-network.img"
+__all__ = ["NETWORK_NAME", "NetworkNote", "decode_note", "read_note", "write_note"]
+
 _KIND, _VERSION = "network", 1
 _MAX_BYTES = 16 << 20  # 100,000 sockets with options
 
