@@ -2,6 +2,7 @@
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -68,7 +69,7 @@ def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
         {"device": "\033[2J"},
     ],
 )
-def test_what_no_criu_says(changes: dict[str, object]) -> None:
+def test_what_no_criu_says(changes: dict[str, Any]) -> None:
     with pytest.raises(ImageError, match=r"files\.img is damaged at byte"):
         read([FOUR._replace(**changes)])
 
