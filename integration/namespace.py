@@ -18,9 +18,10 @@ class CommandError(AssertionError):
 class Namespace:
     """A holder process with mounts of its own. It, and all that is started with `spawn`, dies with the test run."""
 
-    def __init__(self, setup: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, setup: str, arguments: Sequence[str] = (), *, own_network: bool = False) -> None:
         script = f"set -e\n{setup}\necho ready\nexec sleep infinity"
-        command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "setup", *arguments]
+        self._kinds = ("--mount", "--net") if own_network else ("--mount",)
+        command = ["unshare", *self._kinds, "--propagation", "private", "sh", "-c", script, "setup", *arguments]
         self._holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -33,7 +34,7 @@ class Namespace:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What kinds of namespaces it has of its own, as nsenter's options."""
-        return ("--mount",)
+        return self._kinds
 
     @property
     def pid(self) -> int:

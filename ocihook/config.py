@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ocihook.errors import AdmissionError, ConfigError, printable
+from ocihook.tcp_policy import parse
 
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
@@ -24,6 +25,8 @@ OWNER_ANNOTATION = ANNOTATION_PREFIX + "owner"  # says whose a container is, not
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
+_ADDRESS_MAP = re.compile(r"(?:[0-9a-fA-F.:]+=[0-9a-fA-F.:]+(?:,|$))*")
+_MAPS = {"gpu_map": (_GPU_MAP, "GPU UUIDs"), "address_map": (_ADDRESS_MAP, "IP addresses")}
 _REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
 _METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}")
 _LEAST_BOUND_BYTES = 256 << 20
@@ -46,8 +49,10 @@ class Policy:
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end, else the dump is refused
     gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it
     gpu_map: str = ""  # on restore: OLD=NEW,... UUIDs as nvidia-smi -L prints them; "": the same GPUs, or those given
+    address_map: str = ""  # on restore: OLD=NEW,... of containers that have moved, too: connections to them live on
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
+    tcp: str = "auto"  # what becomes of connections: auto, established, close, refuse, and rules (docs/connections.md)
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
 
 
@@ -67,7 +72,9 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "gpu_lock_timeout_s": 60.0,
         "gpu_preflight": ("refuse",),
         "gpu_map": False,
+        "address_map": False,
         "on_gpu_restore_error": ("kill", "keep"),
+        "tcp": True,
         "push": ("never",),
     }
 )
@@ -347,6 +354,12 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
         low, high = RANGES[key]
         if not low <= value <= high and (key != "memory_bound_bytes" or value):
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
+    _check_form(key, value, where)
+    return value
+
+
+def _check_form(key: str, value: object, where: str) -> None:
+    """Check what is not any text."""
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
     if key in {"store_dir", "archive_dir", "history_dir", "key_file"} and not str(value or "/").startswith("/"):
@@ -357,6 +370,7 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
         )
     if key == "metrics_address" and not _METRICS_ADDRESS.fullmatch(str(value)):
         raise ConfigError(f"{where}: {key} must be 127.0.0.1:PORT, [::1]:PORT or unix:/PATH, not {value!r}")
-    if key == "gpu_map" and not _GPU_MAP.fullmatch(str(value)):
-        raise ConfigError(f"{where}: {key} must be OLD=NEW,... of GPU UUIDs, not {value!r}")
-    return value
+    if key == "tcp":
+        parse(str(value), f"{where}: {key}")
+    if key in _MAPS and not _MAPS[key][0].fullmatch(str(value)):
+        raise ConfigError(f"{where}: {key} must be OLD=NEW,... of {_MAPS[key][1]}, not {value!r}")

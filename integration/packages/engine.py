@@ -30,6 +30,9 @@ umount -l /oldroot
 rmdir /oldroot
 """
 
+# A root tree ($2) as the root of a node whose files are in $1.
+PIVOTED = _ROOT + 'mount --rbind /dev "$root/dev"\n' + _MOUNTS
+
 # Devices are those that every machine has, so that no terminal of this one is systemd's. Its cgroups are below one of
 # its own. Whoever kills the holder kills all.
 _BOOT = """
@@ -104,8 +107,7 @@ class Node(Podman):
         assert not size
         if self.has_systemd:
             return Machine(self.scratch, self._root)
-        setup = _ROOT + 'mount --rbind /dev "$root/dev"\n' + _MOUNTS
-        return Namespace(setup, [str(self.scratch), str(self._root)])
+        return Namespace(PIVOTED, [str(self.scratch), str(self._root)])
 
     def agent_log(self) -> str:
         """Return what the agent has said, to the journal where there is one."""

@@ -7,7 +7,7 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -36,6 +36,7 @@ from ocihook.criu.images import (
     read_pagemap,
     read_pagemaps,
 )
+from ocihook.criu.socket_images import FILES_NAME, FilesImage, InetSocket
 from ocihook.errors import (
     ArchiveKindError,
     ImageError,
@@ -56,6 +57,7 @@ from ocihook.packs.packed_manifest import (
     DESCRIPTORS_NAME,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    NETWORK_NAME,
     PACK_NAME,
     PackedManifest,
     decode_manifest,
@@ -91,6 +93,8 @@ class Inspection(NamedTuple):
     stats: DumpStats | None
     thin: Thin | None
     archive_bytes: int
+    sockets: list[InetSocket]
+    network: bytes | None  # the note about the network, if there is one (net/note.py)
 
 
 def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookError | OSError]]:
@@ -142,6 +146,8 @@ def inspect_archive(path: Path) -> Inspection:
         THIN_NAME: (_MAX_SMALL_BYTES, decode_thin),
         "pstree.img": (_MAX_SMALL_BYTES, parse_processes),
         "stats-dump": (_MAX_SMALL_BYTES, parse_dump_stats),
+        FILES_NAME: (_MAX_SMALL_BYTES, lambda data: FilesImage(data).sockets),
+        NETWORK_NAME: (_MAX_SMALL_BYTES, bytes),
     }
     pagemaps: dict[str, Pagemap] = {}
 
@@ -159,7 +165,8 @@ def inspect_archive(path: Path) -> Inspection:
         ProcessMemory(process, memory.get(f"pagemap-{process.pid}.img", 0)) for process in found.get("pstree.img", ())
     ]
     manifest, stats, thin = (found.get(name) for name in (MANIFEST_NAME, "stats-dump", THIN_NAME))
-    return Inspection(facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size)
+    sockets, network = found.get(FILES_NAME, []), found.get(NETWORK_NAME)
+    return Inspection(facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size, sockets, network)
 
 
 def read_thin_archive(path: Path) -> Thin:
@@ -186,7 +193,7 @@ class _Place(NamedTuple):
 class ImageSet:
     """An image set taken out of an archive: small images into a private directory, large ones only if they must be."""
 
-    def __init__(self, archive: Path, directory: Path, *, in_place: bool, pages: bool) -> None:
+    def __init__(self, archive: Path, directory: Path, *, in_place: bool, pages: bool, packs: bool = True) -> None:
         """Prepare to take the members of an archive.
 
         Args:
@@ -194,6 +201,7 @@ class ImageSet:
             directory: new, empty and private; only flat names of images are written to it.
             in_place: leave page images and packs in the archive where they can be read there.
             pages: whether page images are wanted.
+            packs: whether packs are.
         """
         self.directory = directory
         self.places: dict[str, _Place] = {}
@@ -201,6 +209,7 @@ class ImageSet:
         self._archive = archive
         self._in_place = in_place
         self._pages = pages
+        self._packs = packs
 
     def take(self, member: Member) -> bool:
         """Take a member if it is an image that is wanted; tell whether it was.
@@ -210,11 +219,12 @@ class ImageSet:
         """
         name = member.image_name
         is_pages = PAGES_NAME.fullmatch(name) is not None
-        if not name or (is_pages and not self._pages):
+        is_pack = PACK_NAME.fullmatch(name) is not None
+        if not name or (is_pages and not self._pages) or (is_pack and not self._packs):
             return False
         if is_pages:
             self._check_pages(member)
-        if self._in_place and member.offset is not None and (is_pages or PACK_NAME.fullmatch(name)):
+        if self._in_place and member.offset is not None and (is_pages or is_pack):
             self.places[name] = _Place(self._archive, member.offset, member.info.size)
         else:
             _extract(member, self.directory / name)
@@ -414,6 +424,28 @@ def unpack_archive(
         output.write(compression, dropped=set(names), added=names)
 
 
+def replace_images(
+    source: Path, target: Path, change: Callable[[Path], Iterable[str]], *, compression: str, force: bool
+) -> None:
+    """Write an archive again with small images changed; its memory stays as it is, packed or not.
+
+    Args:
+        source: the archive.
+        target: is written.
+        change: given a directory with all images but those of memory, changes some and returns their names.
+        compression: of the target.
+        force: whether the target may exist.
+
+    Raises:
+        OcihookError: if the archive is damaged, or as `change` does; `target` is then as it was.
+    """
+    with _output(source, target, force=force) as output:
+        images = ImageSet(source, output.scratch, in_place=True, pages=False, packs=False)
+        read_facts(source, images.take)
+        images.complete()
+        output.replace(compression, set(change(output.scratch)))
+
+
 def _refuse_gpu_state(source: Path, gpu: Mapping[str, Any]) -> None:
     if gpu:
         raise UnsupportedError(
@@ -431,12 +463,22 @@ class _Output(NamedTuple):
 
     def write(self, compression: str, *, dropped: set[str], added: list[str]) -> None:
         """Copy the source without its packs, its manifest and the images `dropped`, then add files of the scratch."""
+
+        def is_dropped(name: str) -> bool:
+            return name in dropped or name in {MANIFEST_NAME, THIN_NAME} or PACK_NAME.fullmatch(name) is not None
+
+        self._write(compression, is_dropped, added)
+
+    def replace(self, compression: str, names: set[str]) -> None:
+        """Copy the source with the images `names` as they are in the scratch."""
+        self._write(compression, names.__contains__, sorted(names))
+
+    def _write(self, compression: str, is_dropped: Callable[[str], bool], added: list[str]) -> None:
         partial = self.scratch / ".output"  # no image's name begins with a dot
         template = tarfile.TarInfo()
         with write_archive(partial, compression) as tar:
             for member in read_members(self.source):
-                name = member.image_name
-                if name in dropped or name in {MANIFEST_NAME, THIN_NAME} or PACK_NAME.fullmatch(name):
+                if is_dropped(member.image_name):
                     template = member.info
                 else:
                     tar.addfile(member.info, cast("IO[bytes] | None", member.data))

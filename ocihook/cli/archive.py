@@ -10,9 +10,13 @@ import click
 
 from ocihook.archive import compare, repack
 from ocihook.cli.render import F, count_of, format_bytes, json_option, print_json, print_table, progress_bar
-from ocihook.config import load_settings
+from ocihook.config import apply_annotations, load_settings
 from ocihook.container.engine_archive import COMPRESSIONS, ArchiveFacts
 from ocihook.errors import plain
+from ocihook.net.addresses import parse_pairs
+from ocihook.net.note import decode_note
+from ocihook.net.policy import IN_WORDS, Fate, fate, parse
+from ocihook.net.relocation import CHANGED, relocate
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
 
@@ -84,7 +88,8 @@ def _packed(row: dict[str, Any]) -> str:
 @json_option
 def inspect(*, path: Path, as_json: bool) -> None:
     """Show whose checkpoint an archive is, its processes and their memory, and how it was dumped."""
-    value = repack.to_json(repack.inspect_archive(path))
+    inspection = repack.inspect_archive(path)
+    value = {**repack.to_json(inspection), "sockets": _sockets(inspection)}
     if as_json:
         print_json({"archive": str(path), **value})
         return
@@ -119,6 +124,19 @@ def inspect(*, path: Path, as_json: bool) -> None:
     print_table(["", ""], [row for row in rows if row[1]])
     processes = [[p["pid"], p["ppid"], p["threads"], format_bytes(p["memory_bytes"])] for p in value["processes"]]
     print_table(["PID", "PARENT", "THREADS", "MEMORY"], processes)
+    print_table(["SOCKET", "IN A RESTORE"], [[s["socket"], IN_WORDS[Fate(s["fate"])]] for s in value["sockets"]])
+
+
+def _sockets(inspection: repack.Inspection) -> list[dict[str, str]]:
+    """Return what a restore on this node will do with each socket that has an address."""
+    facts, settings = inspection.facts, load_settings()
+    policy, *_ = apply_annotations(settings, facts.annotations, in_pod=facts.container.is_in_pod)
+    note = decode_note(inspection.network) if inspection.network else None
+    own = note.own if note else frozenset(sock.local for sock in inspection.sockets)
+    gang = parse_pairs(filter(None, policy.address_map.split(",")), "address_map")
+    fates = [(sock, fate(sock, parse(policy.tcp, "tcp"), own, gang.keys())) for sock in inspection.sockets]
+    shown = [(sock, what) for sock, what in fates if sock.is_connection or what is not Fate.STAYS]
+    return [{"socket": str(sock), "fate": str(what)} for sock, what in shown]
 
 
 @archive.command()
@@ -190,6 +208,57 @@ def _convert(
         print_json({"source": str(source), "output": str(output), "source_bytes": before, "output_bytes": after})
     else:
         click.echo(f"{output}: {format_bytes(after)}, from {format_bytes(before)}")
+
+
+@archive.command()
+@click.argument("source", metavar="ARCHIVE", type=click.Path(exists=True, path_type=Path))
+@click.argument("output", type=_OUTPUT, required=False)
+@click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    required=True,
+    metavar="OLD=NEW",
+    help="What becomes of an address: of the container, or of one that it stays connected to. May be given often.",
+)
+@click.option("--close-others", is_flag=True, help="End connections to addresses that are not named.")
+@_compress
+@_force
+@json_option
+def move(
+    *,
+    source: Path,
+    output: Path | None,
+    addresses: tuple[str, ...],
+    close_others: bool,
+    compression: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write OUTPUT, the same checkpoint at other addresses; or change an image directory, where it is.
+
+    A restore on a node with ocihook does that by itself. This is for one without it, and where nobody may write into
+    CRIU's memory.
+    """
+    pairs = parse_pairs(addresses, "--address")
+    plans = []
+
+    def change(directory: Path) -> tuple[str, ...]:
+        plans.append(relocate(directory, pairs, close_others=close_others))
+        return tuple(name for name in CHANGED if (directory / name).exists())
+
+    if source.is_dir() == (output is not None):
+        raise click.UsageError("an archive needs an OUTPUT, an image directory has none")
+    if output is None:
+        change(source)
+    else:
+        repack.replace_images(source, output, change, compression=compression, force=force)
+    (plan,) = plans
+    moved, closed = len(plan.moves) - len(plan.closed), len(plan.closed)
+    if as_json:
+        print_json({"source": str(source), "output": str(output or source), "moved": moved, "closed": closed})
+    else:
+        click.echo(f"{output or source}: {moved} sockets have moved, {closed} connections end")
 
 
 @archive.command()

@@ -104,6 +104,7 @@ class ArchiveFacts(NamedTuple):
     created: str
     sizes: Mapping[str, int]  # of every file in the image set
     config: Mapping[str, str]  # of config.dump what is text: of many archives all is in memory at a time
+    annotations: Mapping[str, str] = {}  # of the container
 
 
 def compression_of(path: Path) -> str:
@@ -215,10 +216,11 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
     if not sizes or "config.dump" not in documents:
         raise ArchiveError(f"{path} is no checkpoint archive: it has no config.dump or no checkpoint/")
     config = documents["config.dump"]
-    annotations = documents.get("spec.dump", {}).get("annotations") or {}
+    said = documents.get("spec.dump", {}).get("annotations")
+    annotations = {str(key): str(value) for key, value in said.items()} if isinstance(said, Mapping) else {}
     try:
         container = container_ref(
-            {str(key): str(value) for key, value in annotations.items()} if isinstance(annotations, Mapping) else {},
+            annotations,
             container_id=str(config.get("id", "")),
             runtime="",
             bundle="",
@@ -240,6 +242,7 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
         created=str(config.get("checkpointedTime") or config.get("createdTime") or ""),
         sizes=sizes,
         config={key: value for key, value in config.items() if isinstance(value, str)},
+        annotations=annotations,
     )
 
 

@@ -4,6 +4,7 @@ CRIU's parent is `runc|crun [--root R] checkpoint|restore ... ID`. runc keeps R/
 both name the bundle. All paths are the caller's, so they are read below /proc/<criu>/root.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -133,6 +134,35 @@ def read_annotations(criu_pid: int, bundle: str) -> dict[str, str]:
     if not isinstance(annotations, Mapping):
         return {}
     return {str(key): str(value) for key, value in annotations.items()}
+
+
+def find_network_namespace(criu_pid: int, bundle: str) -> str | None:
+    """Return where the network namespace is that a bundle gives its container; None if it has the node's own.
+
+    Returns:
+        A path; "" if the container gets a new one, which CRIU makes, with its addresses, from its images.
+
+    Raises:
+        IdentificationError: if the bundle's config.json cannot be read, or the namespace is not there.
+    """
+    linux = _read_json(_seen_by(criu_pid, f"{bundle}/config.json")).get("linux")
+    namespaces = linux.get("namespaces") if isinstance(linux, Mapping) else None
+    for namespace in namespaces or ():
+        if isinstance(namespace, Mapping) and namespace.get("type") == "network":
+            path = str(namespace.get("path") or "")
+            return _namespace_file(criu_pid, path) if path else ""
+    return None
+
+
+def _namespace_file(criu_pid: int, path: str) -> str:
+    """Return the path of a namespace as this process can open it; /var/run may be a link that leads to our own /run."""
+    kind = os.stat("/proc/self/ns/net").st_dev  # of the file system that only namespaces are in
+    for name in dict.fromkeys((path, path.replace("/var/run/", "/run/", 1))):
+        with contextlib.suppress(OSError):
+            found = _seen_by(criu_pid, name)
+            if os.stat(found).st_dev == kind:
+                return str(found)
+    raise IdentificationError(f"{path}, which the container's bundle names, is no network namespace")
 
 
 class DeviceNode(NamedTuple):

@@ -22,7 +22,7 @@ PAGE_BYTES = 4096
 INVENTORY_NAME = "inventory.img"  # the last image of a dump
 PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 
-_COMMON_MAGIC = 0x54564319
+COMMON_MAGIC = 0x54564319
 _SERVICE_MAGIC = 0x55105940
 _PAGEMAP_MAGIC = 0x56084025
 _PSTREE_MAGIC = 0x50273030
@@ -77,15 +77,15 @@ class RestoreStats(NamedTuple):
     pages_restored: int
 
 
-def _messages(data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, str]) -> Iterator[Message]:
-    """Yield the first message as kinds[0], all others as kinds[1].
+def frames(data: bytes, name: str, magic: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
+    """Yield each message of an image as it is encoded, and where it begins.
 
     Raises:
-        ImageError: if the magics or any message are not what they must be.
+        ImageError: if the magics are not what they must be, or the image ends within a message.
     """
     if len(data) < _TWO_MAGICS.size or _TWO_MAGICS.unpack_from(data) != magic:
         raise ImageError(f"{name} does not begin as a CRIU image of its kind")
-    kind, position = kinds[0], _TWO_MAGICS.size
+    position = _TWO_MAGICS.size
     while position < len(data):
         if position + _U32.size > len(data):
             raise ImageError(f"{name} is truncated at byte {position}")
@@ -93,15 +93,35 @@ def _messages(data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, 
         position += _U32.size
         if size > _MAX_MESSAGE_BYTES or position + size > len(data):
             raise ImageError(f"{name} is truncated or damaged at byte {position}")
-        message = message_class(kind)()
-        try:
-            message.ParseFromString(data[position : position + size])
-        except DecodeError as error:
-            raise ImageError(f"{name} is damaged at byte {position}") from error
-        if not message.IsInitialized():  # an empty message parses, whatever it requires
-            raise ImageError(f"{name} is damaged at byte {position}: a field is missing")
-        yield message
+        yield position, data[position : position + size]
         position += size
+
+
+def decode(kind: str, encoded: bytes, name: str, position: int) -> Message:
+    """Return one message.
+
+    Raises:
+        ImageError: if it is not what it must be.
+    """
+    message = message_class(kind)()
+    try:
+        message.ParseFromString(encoded)
+    except DecodeError as error:
+        raise ImageError(f"{name} is damaged at byte {position}") from error
+    if not message.IsInitialized():  # an empty message parses, whatever it requires
+        raise ImageError(f"{name} is damaged at byte {position}: a field is missing")
+    return message
+
+
+def _messages(data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, str]) -> Iterator[Message]:
+    """Yield the first message as kinds[0], all others as kinds[1].
+
+    Raises:
+        ImageError: if the magics or any message are not what they must be.
+    """
+    kind = kinds[0]
+    for position, encoded in frames(data, name, magic):
+        yield decode(kind, encoded, name, position)
         kind = kinds[1]
 
 
@@ -113,7 +133,7 @@ def parse_pagemap(data: bytes, name: str = "pagemap") -> Pagemap:
     """
     if len(data) > _MAX_PAGEMAP_BYTES:
         raise ImageError(f"{name} is larger than {_MAX_PAGEMAP_BYTES} bytes")
-    messages = _messages(data, name, (_COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
+    messages = _messages(data, name, (COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
     head = next(messages, None)
     if head is None:
         raise ImageError(f"{name} is empty")
@@ -140,7 +160,7 @@ def parse_runs(data: bytes, name: str = "pagemap") -> Iterator[PageRun]:
     Raises:
         ImageError: if it is damaged, after what comes before.
     """
-    messages = _messages(data, name, (_COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
+    messages = _messages(data, name, (COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
     next(messages, None)
     return map(_run, messages)
 
@@ -153,7 +173,7 @@ def parse_processes(data: bytes) -> list[Process]:
     """
     if len(data) > _MAX_PSTREE_BYTES:
         raise ImageError(f"pstree.img is larger than {_MAX_PSTREE_BYTES} bytes")
-    messages = _messages(data, "pstree.img", (_COMMON_MAGIC, _PSTREE_MAGIC), ("pstree_entry", "pstree_entry"))
+    messages = _messages(data, "pstree.img", (COMMON_MAGIC, _PSTREE_MAGIC), ("pstree_entry", "pstree_entry"))
     return [Process(m.pid, m.ppid, len(m.threads)) for m in messages]  # type: ignore[attr-defined]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TIMEOUT_S = 10.0
+FIRST_CRIU_FOR_6_16 = (4, 2)  # of Linux: see linux/sockets.py, hides_socket_options
 
 # Where programs of a node are. Not all are on everybody's PATH: runtimes are in sbin on Debian, and packages of CRI-O
 # (cri-o/packaging) bring their own.
@@ -18,6 +19,8 @@ _LIBRARY_DIRS = ("usr/local/lib", "usr/local/lib64", "usr/lib", "usr/lib64", "us
 # The first crun that hands /etc/criu/{crun,runc}.conf to libcriu (17f23ac2), if that knows the call (from CRIU 4.2 on).
 _CRUN_READS_CONF = (1, 26)
 _LIBCRIU_CALL = b"criu_set_config_file"
+_NFTABLES = "libnftables.so.1"
+_NFTABLES_FEATURE, _IS_SUPPORTED = "network_lock_nftables", "is supported"  # criu/cr-check.c
 
 
 class Program(NamedTuple):
@@ -40,7 +43,7 @@ def find_program(name: str) -> Program | None:
     path = shutil.which(name, path=os.pathsep.join(directories))
     if path is None:
         return None
-    return Program(name, path, _parse("\n".join(run_output(path, "--version").splitlines()[:2])))
+    return Program(name, path, parse_version("\n".join(run_output(path, "--version").splitlines()[:2])))
 
 
 def find_program_in(root: Path, name: str) -> Program | None:
@@ -59,10 +62,11 @@ def _package_version(root: Path, name: str) -> tuple[int, ...]:
         return ()
     stanza = rf"^Package: {name}\nStatus: install ok installed\n(?:.+\n)*?Version: (?:\d+:)?(.+)"
     fields = re.search(stanza, packages, re.MULTILINE)
-    return _parse(fields[1]) if fields else ()
+    return parse_version(fields[1]) if fields else ()
 
 
-def _parse(text: str) -> tuple[int, ...]:
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the first version in a text; () if there is none."""
     match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     return tuple(int(part) for part in match.groups() if part) if match else ()
 
@@ -84,6 +88,16 @@ def libcriu_reads_conf(root: Path = Path("/")) -> bool | None:
         for library in root.glob(f"{directory}/libcriu.so.2"):
             return _LIBCRIU_CALL in library.read_bytes()
     return None
+
+
+def locks_by_nftables(root: Path = Path("/")) -> bool:
+    """Tell whether CRIU can lock a network by nftables; of another root, whether it is built so, with the library."""
+    if root == Path("/"):
+        criu = find_program("criu")
+        return criu is not None and _IS_SUPPORTED in run_output(criu.path, "check", "--feature", _NFTABLES_FEATURE)
+    criu = find_program_in(root, "criu")
+    has_library = any(any(root.glob(f"{directory}/{_NFTABLES}")) for directory in _LIBRARY_DIRS)
+    return criu is not None and has_library and _NFTABLES.encode() in (root / criu.path.lstrip("/")).read_bytes()
 
 
 def crun_reads_its_conf(crun: Program, root: Path = Path("/")) -> bool:

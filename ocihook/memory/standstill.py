@@ -101,7 +101,7 @@ class Standstill(Participant):
         if freezer is None:
             return
         if not freezer.is_frozen():
-            if dump.has_gpu:
+            if dump.has_gpu or dump.has_connections:
                 journal.add(Frozen(directory=freezer.directory, version=freezer.version))
             return
         journal.add(Paused(directory=freezer.directory, version=freezer.version, is_thawed=dump.needs_tasks))

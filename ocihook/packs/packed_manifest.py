@@ -39,6 +39,7 @@ _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 # What runc and crun write beside CRIU's images: the names of the first descriptors. Without it they restore nothing.
 DESCRIPTORS_NAME = "descriptors.json"
+NETWORK_NAME = "ocihook-network.img"  # what the container's network was (net/note.py)
 _DESCRIPTORS = re.compile(re.escape(DESCRIPTORS_NAME))
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 PROCESS = re.compile(r"[0-9]{1,10}(/[0-9]{1,10})*")

@@ -205,6 +205,11 @@ class Journal:
         finally:
             self._data["phases"].append(entry | {"seconds": time.monotonic() - started})
 
+    def add_phase(self, name: str, began: float) -> None:
+        """Record a phase that began in another stage, at `began` (seconds since 1970), and ends now."""
+        seconds = max(0.0, time.time() - began)
+        self._data["phases"].append({"name": name, "began": began, "bytes": 0, "seconds": seconds})
+
     @contextlib.contextmanager
     def spans(self, phase: Mapping[str, Any]) -> Iterator[Spans]:
         """Measure what workers do in a phase, process by process."""

@@ -84,6 +84,7 @@ class Dump(Act):
     hold: Hold = field(default_factory=Hold)  # of threads that must not run until all is back
     needs_tasks: bool = False  # to run before CRIU begins
     has_gpu: bool = False
+    has_connections: bool = False  # TCP, which CRIU takes apart
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
     moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU

@@ -2,6 +2,7 @@
 
 from ocihook.gpu.participant import Gpu
 from ocihook.memory.standstill import Standstill
+from ocihook.net.participant import Network
 from ocihook.session.participant import Participant
 from ocihook.stages.page_images import PageImages
 from ocihook.stages.quiesce import Quiesce
@@ -12,6 +13,7 @@ _ORDER: tuple[type[Participant], ...] = (
     Quiesce,  # the application comes to rest by itself
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
+    Network,  # no packet moves any more; sockets come to lie where the container is restored
     Gpu,  # GPU memory goes into packs, or into the processes' own
 )
 

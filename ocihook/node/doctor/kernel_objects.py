@@ -9,12 +9,13 @@ import platform
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 
 from ocihook.container.identity import engine_of
 from ocihook.criu.deleted_files import has_place, refused_files
 from ocihook.criu.explain import IO_URING_REMEDY, TRACED_INSIDE_REMEDY
-from ocihook.criu.version import find_program
+from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program
 from ocihook.linux.open_files import (
     OpenFile,
     Watch,
@@ -26,9 +27,11 @@ from ocihook.linux.open_files import (
     watches,
 )
 from ocihook.linux.procfs import has_pending, has_session_outside, is_session_leader, thread_ids, tracer_pid
-from ocihook.linux.sockets import Socket, UnixSocket, unix_sockets
+from ocihook.linux.sockets import Socket, hides_socket_options
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.netlink import UnixSocket, unix_sockets
 from ocihook.node.doctor.finding import Finding, Status
-from ocihook.node.doctor.machine import FIRST_CRIU_FOR_6_16, hides_socket_options
+from ocihook.node.doctor.network import about_connection
 from ocihook.node.doctor.workload import Workload
 
 _ANONYMOUS = "anon_inode:"
@@ -187,27 +190,15 @@ def _about_socket(sock: Socket, workload: Workload) -> Iterator[Finding]:
     elif is_ip and sock.kind != socket.SOCK_RAW and sock.protocol not in _PROTOCOLS:
         detail = f"{who} has a socket of protocol {sock.protocol}, which CRIU cannot dump"
         yield Finding("socket-kind", Status.FAIL, detail, "have the application close it before the dump")
-    elif sock.is_connected and not options.has("tcp-established", "tcp-close"):
-        detail = f"{who} has an established TCP connection, and no option says what is to become of it"
-        remedy = f"{options.add('tcp-close')}, or tcp-established where the address stays{_by_podman(workload)}"
-        yield Finding("tcp-established", Status.FAIL, detail, remedy)
-    elif sock.is_connected and options.has("tcp-close"):
-        detail = f"{who} has an established TCP connection; it is closed by the restore (tcp-close)"
-        yield Finding("tcp-established", Status.OK, detail)
     elif sock.is_connected:
-        detail = (
-            f"{who} has an established TCP connection; a restore needs the address {sock.address} (tcp-established)"
-        )
-        yield Finding(
-            "tcp-established",
-            Status.WARN,
-            detail,
-            f"tcp-close closes connections and needs no address{_by_podman(workload)}",
-        )
+        yield from about_connection(sock, workload, _by_podman(workload))
     elif sock.waiting and not options.has("skip-in-flight"):
         detail = f"{who} has not accepted {sock.waiting} connections yet"
         yield Finding("tcp-in-flight", Status.FAIL, detail, options.add("skip-in-flight"))
-    elif sock.is_listening and sock.address not in ("0.0.0.0", "::") and not _is_loopback(sock.address):  # noqa: S104
+    elif sock.waiting:
+        detail = f"{who} has not accepted {sock.waiting} connections yet: they are lost by a restore"
+        yield Finding("tcp-in-flight", Status.WARN, detail, "have it accept them before the dump")
+    elif sock.is_listening and workload.container is None and not _is_everywhere(sock.address):
         detail = f"{who} listens on {sock.address}, which a restore elsewhere does not have"
         yield Finding("address-gone", Status.WARN, detail, "have it listen on all addresses")
 
@@ -222,15 +213,16 @@ def _by_podman(workload: Workload) -> str:
     )
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+def _is_everywhere(address: str) -> bool:
+    """Tell whether each network has an address: that of all interfaces, and those of the loopback device."""
+    return ip_address(address).is_unspecified or ip_address(address).is_loopback
 
 
 def _about_unix(workload: Workload) -> Iterator[Finding]:
     ours = {s.inode: s for s in workload.sockets if s.family == socket.AF_UNIX}
     if not ours:
         return
-    known = unix_sockets(workload.init_pid)
+    known = unix_sockets(NetNamespace.of(workload.init_pid))
     for inode, sock in ours.items():
         who, found = workload.who(sock.pid), known.get(inode, UnixSocket(0, (), 0))
         if any(client not in known or known[client].unread_bytes for client in found.clients):

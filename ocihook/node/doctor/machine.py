@@ -1,11 +1,9 @@
 """Checks of the machine: privileges, kernel, network, GPUs, memory, disks."""
 
-import errno
 import os
 import platform
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,16 +11,17 @@ from ocihook.config import Settings, load_settings
 from ocihook.container.storage import storage_root
 from ocihook.criu.conf import options
 from ocihook.criu.files import content
-from ocihook.criu.version import find_program, run_output
+from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program, run_output
 from ocihook.errors import ConfigError, CudaError, OcihookError
 from ocihook.gpu.driver import CudaDriver, has_driver
 from ocihook.gpu.preflight import FIRST_DRIVER, FIRST_DRIVER_ON_ARM, driver_major
 from ocihook.gpu.processes import read_node
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import command_line
+from ocihook.linux.sockets import hides_socket_options
+from ocihook.net.nftables import LIBRARY, has_nftables
 from ocihook.node.doctor.finding import Finding, Status
 
-FIRST_CRIU_FOR_6_16 = (4, 2)
 REMOVE_LOCK = "nft flush chain ip filter CRIU, or nft delete table inet CRIU-PID; no dump may be going on"
 _GIB = 1 << 30
 _SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -34,7 +33,7 @@ _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}
 _ENGINES = ("podman", "crio", "containerd")
 _KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
 _MANY_ARCHIVES = 20
-_LOCKING = {"iptables": "iptables-restore", "nftables": "nft"}  # by what method CRIU calls which program
+_IPTABLES = "iptables-restore"  # which CRIU calls
 
 
 def image_set_places(engine: str) -> tuple[str, ...]:
@@ -76,24 +75,18 @@ def _check_kernel() -> Iterator[Finding]:
         yield Finding("kernel-6.16", Status.WARN, detail, "install CRIU 4.2 or later")
 
 
-def hides_socket_options() -> bool:
-    """Tell whether this kernel no longer answers what CRIU before 4.2 asks of Internet sockets (criu#2705)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED)
-        except OSError as error:
-            return error.errno == errno.EOPNOTSUPP
-    return False
-
-
 def _check_network_lock() -> Iterator[Finding]:
     """CRIU keeps packets out of a container's own network namespace while it dumps it."""
     method = "iptables"
     for option in options(content("default.conf")):
         method = option.value if option.name == "network-lock" else method
-    program = _LOCKING.get(method, "")
-    if program and not shutil.which(program, path=_SBIN):
-        detail = f"{program} is not there: containers with a network of their own cannot be dumped"
+    missing = ""
+    if method == "iptables" and not shutil.which(_IPTABLES, path=_SBIN):
+        missing = _IPTABLES
+    elif method == "nftables" and not has_nftables():
+        missing = LIBRARY
+    if missing:
+        detail = f"{missing} is not there: containers with a network of their own cannot be dumped"
         yield Finding("no-network-lock", Status.WARN, detail, f"install {method}")
     elif left := left_network_locks():
         detail = f"a killed CRIU left the network locked ({left}): nothing comes through"

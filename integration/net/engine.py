@@ -1,0 +1,198 @@
+"""A podman with CRIU >= 4.2 whose containers are on "nodes": network namespaces on a bridge, which tests make."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from integration.namespace import Namespace, wait_for
+from integration.packages.engine import PIVOTED
+from integration.podman.engine import IMAGE, Podman
+
+INTEGRATION = Path(__file__).parents[1]
+BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
+_HELD = """table inet node {
+    chain in { type filter hook input priority 0; counter drop; }
+    chain out { type filter hook output priority 0; drop; }
+}"""
+
+
+class Place(NamedTuple):
+    """The addresses of a node."""
+
+    four: str
+    six: str
+
+    @classmethod
+    def of(cls, net: int, host: int) -> "Place":
+        """Return addresses by numbers; the net is another one when a node is made anew."""
+        return cls(f"10.77.{net}.{host}", f"fd77::{net:x}:{host:x}")
+
+
+class NetPodman(Podman):
+    """One podman in the forky root, with a network of its own in which no link leads outside."""
+
+    def __init__(
+        self,
+        scratch: Path,
+        root: Path,
+        wheels: Path,
+        peer: Path,
+        runtime: str = "runc",
+        *,
+        cuda_files: Path | None = None,
+    ) -> None:
+        self._root = root
+        if cuda_files:
+            cuda_files = Path(shutil.copytree(cuda_files, scratch / "cuda"))
+        super().__init__(scratch, runtime, peer, cuda_files=cuda_files)
+        subprocess.run(["cp", "-r", wheels, self.namespace.path("/opt/ocihook")], check=True, timeout=120)
+        self.peer = str(scratch / "peer")
+        Path(self.peer).write_bytes(peer.read_bytes())
+        Path(self.peer).chmod(0o755)
+        self.run("ip", "link", "set", "lo", "up")
+        self.run("ip", "netns", "add", BRIDGE)
+        self.run("ip", "-n", BRIDGE, "link", "add", "br0", "type", "bridge")
+        self.run("ip", "-n", BRIDGE, "link", "set", "br0", "up")
+
+    def _make_namespace(self, size: str) -> Namespace:
+        assert not size
+        return Namespace(PIVOTED, [str(self.scratch), str(self._root)], own_network=True)
+
+    def configure(self, text: str) -> None:
+        """Write ocihook's configuration."""
+        path = self.namespace.path("/etc/ocihook/config.toml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """Run a command on the node."""
+        return self.namespace.run(*command, check=check)
+
+    def ocihook(self, *arguments: str, check: bool = True) -> str:
+        """Run an ocihook command on the node."""
+        return self.namespace.run("python3", "-m", "ocihook", *arguments, check=check, PYTHONPATH="/opt/ocihook")
+
+    def install(self) -> None:
+        """Install ocihook; cgroups are not CRIU's affair here, as only version 1 has controllers on some machines."""
+        self.namespace.path("/etc/criu").mkdir(exist_ok=True)
+        self.ocihook("install")
+
+    def start_agent(self, program: str, *arguments: str) -> None:
+        """Start a special agent, of `integration`, which this node does not have; no other may run."""
+        site = self.scratch / "site/integration"
+        site.mkdir(parents=True, exist_ok=True)
+        for name in ("steps.py", program):
+            shutil.copy(INTEGRATION / name, site)
+        site_path = f"/opt/ocihook:{site.parent}"
+        log = self.scratch / "agent.log"
+        self.namespace.spawn("python3", str(site / program), *arguments, log=log, PYTHONPATH=site_path)
+        wait_for("the agent to listen", self.namespace.path("/run/ocihook/agent.sock").exists)
+
+    def act_at(self, stage: str, command: str) -> None:
+        """Let CRIU run a shell command at a stage when our hook has given its verdict; one takes the other's place."""
+        script = self.scratch / "action"
+        script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {stage} ] || exit 0\n{command}\n')
+        script.chmod(0o755)
+        for runtime in ("runc", "crun"):
+            path = self.namespace.path(f"/etc/criu/{runtime}.conf")
+            line = f"action-script {script}\n"  # CRIU runs the script that is named last first
+            path.write_text(line + path.read_text().replace(line, ""))
+
+    def act_no_more(self) -> None:
+        """Take back what `act_at` did."""
+        (self.scratch / "action").write_text("#!/bin/sh\n")
+
+    def make_place(
+        self, name: str, place: Place, *, is_plugged: bool = True, mac: str = "", is_held: bool = False
+    ) -> Place:
+        """Make a node with these addresses.
+
+        Args:
+            name: of the node, of its network namespace, and with `v-` of the end of its link that is at the bridge.
+            place: its addresses.
+            is_plugged: whether it can be reached; else from `plug` on.
+            mac: address of its link; else one that nothing had before.
+            is_held: whether it lets nothing in or out from the beginning, until `let_in`.
+        """
+        ip = ["ip", "-n", name]
+        commands = [
+            ["ip", "netns", "add", name],
+            *([["ip", "netns", "exec", name, "nft", f"'{_HELD}'"]] if is_held else []),
+            [*ip, "link", "set", "lo", "up"],
+            [*ip, "link", "add", "eth0", "type", "veth", "peer", "name", f"v-{name}", "netns", BRIDGE],
+            ["ip", "-n", BRIDGE, "link", "set", f"v-{name}", "master", "br0", "up" if is_plugged else "down"],
+            *([[*ip, "link", "set", "eth0", "address", mac]] if mac else []),
+            [*ip, "addr", "add", f"{place.four}/16", "dev", "eth0"],
+            [*ip, "addr", "add", f"{place.six}/64", "dev", "eth0", "nodad"],
+            [*ip, "link", "set", "eth0", "up"],
+        ]
+        self.run("sh", "-ec", "\n".join(" ".join(command) for command in commands))
+        return place
+
+    def plug(self, *names: str) -> None:
+        """Let nodes be reached."""
+        for name in names:
+            self.run("ip", "-n", BRIDGE, "link", "set", f"v-{name}", "up")
+
+    def kept_out(self, name: str) -> int:
+        """Return how many packets a node that is held has not let in."""
+        found = re.search(r"counter packets (\d+)", self.inside(name, "nft", "list", "table", "inet", "node"))
+        assert found
+        return int(found[1])
+
+    def let_in(self, name: str) -> None:
+        """Let a node's traffic pass."""
+        self.inside(name, "nft", "delete", "table", "inet", "node")
+
+    def remove_place(self, name: str) -> None:
+        """Remove a node with all its links."""
+        self.run("ip", "-n", BRIDGE, "link", "delete", f"v-{name}")  # the kernel is slow to remove what a namespace has
+        self.run("ip", "netns", "delete", name)
+
+    def inside(self, name: str, *command: str, check: bool = True) -> str:
+        """Run a command in a node's network."""
+        return self.run("nsenter", f"--net=/run/netns/{name}", *command, check=check)
+
+    def spawn_peer(self, name: str, *arguments: str) -> Path:
+        """Run the peer in a node's network, in no container; return the file with what it prints."""
+        log = self.scratch / f"{name}.{len(list(self.scratch.glob('*.said')))}.said"
+        self.namespace.spawn("nsenter", f"--net=/run/netns/{name}", self.peer, *arguments, log=log)
+        return log
+
+    def start_peer(
+        self, name: str, place: str, *arguments: str, options: Sequence[str] = (), says: str = "ready", **notes: str
+    ) -> None:
+        """Run the peer in a container.
+
+        Args:
+            name: of the container.
+            place: the node's name; or with a colon what podman's --network takes.
+            arguments: of the peer.
+            options: of podman.
+            says: what to wait for.
+            notes: annotations of ocihook, without prefix.
+        """
+        network = place if ":" in place else f"ns:/run/netns/{place}"
+        given = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in notes.items()]
+        command = ["run", "--detach", "--name", name, "--network", network, "--pids-limit", "0", *given, *options]
+        self(*command, IMAGE, "/workload", *arguments)
+        wait_for(f"{name} to be ready", lambda: says in self.said(name))
+
+    def said(self, name: str) -> str:
+        """Return what a container has printed since it was started or restored."""
+        return self("logs", name)
+
+    def use_kinds(self, name: str) -> dict[str, str]:
+        """Have a container use its sockets; return what each kind gave."""
+        count = self.said(name).count("used\n")
+        self("kill", "--signal", "USR1", name)
+        wait_for(f"{name} to use its sockets", lambda: self.said(name).count("used\n") > count)
+        said = self.said(name).rpartition("used\n")[0].rpartition("used\n")[2]
+        return dict(re.findall(r"^kind ([\w-]+): ?(.*)$", said, re.MULTILINE))
+
+    def tables(self, place: str) -> list[str]:
+        """Return the tables of packet filters in a node's network."""
+        return re.findall(r"^table (.*)$", self.inside(place, "nft", "list", "tables"), re.MULTILINE)

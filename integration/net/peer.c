@@ -1,0 +1,322 @@
+/* The containers of the network tests: traffic that knows what it must be, and a process with a socket of each kind.
+ *
+ * peer pause                         just waits (a pod's sandbox)
+ * peer server ADDRESS/PORT...        takes connections at each, and answers datagrams there
+ * peer client [-k KEY] [-r KB] ADDRESS/PORT...  connects to each, with a key of its own from KEY on, and sends datagrams
+ *      Both ends send without end, at random times and in random amounts, about KB a millisecond. Each byte is given by the
+ *      key, the direction and its offset, so one that is lost, doubled, changed or moved is known at once.
+ *      Prints every 100 ms `connection KEY sent N received N` and `datagrams N`, and `connection KEY silent N ms` after a
+ *      longer wait than that for a byte of the peer's. What breaks is said once: `broken KEY: ...`.
+ * peer stranger ADDRESS...           what `kinds` connects to (kinds.c)
+ * peer kinds OWN PEER OWN6 PEER6 [KIND...]   holds sockets (kinds.c)
+ * peer many COUNT ADDRESS            holds COUNT bound datagram sockets, then prints `ready`
+ * peer beside PROGRAM WORD ROLE...   runs a program with one word, and is what ROLE says at the same time
+ */
+#include "peer.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MOST = 64, CHUNK = 16384, REPORT_MS = 100 };
+
+struct connection {
+    int fd;
+    unsigned key;        /* 0: not told yet */
+    int is_server;
+    uint64_t sent, received;
+    double heard_ms;     /* when its last byte came */
+    double next_ms;      /* when to send again */
+    size_t left;         /* how much then */
+};
+
+static struct pollfd polled[MOST];
+static struct connection connections[MOST]; /* fd of `polled`; those that listen and datagrams have none */
+static enum { LISTENS, ANSWERS, ASKS, CONNECTED } kinds[MOST];
+static int count;
+static unsigned long datagrams;
+static double kb_per_ms = 1;
+
+static double now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
+
+void say(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    putchar('\n');
+    fflush(stdout);
+}
+
+void fail(const char *what)
+{
+    say("failed: %s: %s", what, strerror(errno));
+    exit(1);
+}
+
+socklen_t address_of(const char *text, int port, struct sockaddr_storage *address)
+{
+    struct sockaddr_in *four = (void *)address;
+    struct sockaddr_in6 *six = (void *)address;
+    memset(address, 0, sizeof *address);
+    if (inet_pton(AF_INET, text, &four->sin_addr) == 1) {
+        four->sin_family = AF_INET;
+        four->sin_port = htons((uint16_t)port);
+        return sizeof *four;
+    }
+    if (inet_pton(AF_INET6, text, &six->sin6_addr) != 1)
+        fail(text);
+    six->sin6_family = AF_INET6;
+    six->sin6_port = htons((uint16_t)port);
+    return sizeof *six;
+}
+
+int make_socket(const char *text, int port, int type, int flags)
+{
+    struct sockaddr_storage address;
+    socklen_t length = address_of(text, port, &address);
+    int one = 1, fd = socket(address.ss_family, type | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        fail("socket");
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (flags & BIND && bind(fd, (void *)&address, length))
+        fail("bind");
+    if (flags & LISTEN && listen(fd, 16))
+        fail("listen");
+    for (int tries = 0; flags & CONNECT && connect(fd, (void *)&address, length); tries++) {
+        if (tries == 200)
+            fail("connect");
+        usleep(50000);
+    }
+    return fd;
+}
+
+static uint64_t mix(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+static uint8_t byte_at(unsigned key, int from_server, uint64_t offset)
+{
+    return (uint8_t)(mix((offset >> 3) * 0x9e3779b97f4a7c15u + key * 2 + (unsigned)from_server) >> (offset & 7) * 8);
+}
+
+static void add(int fd, int kind, unsigned key, int is_server)
+{
+    if (count == MOST)
+        fail("too many sockets");
+    kinds[count] = kind;
+    polled[count] = (struct pollfd){fd, POLLIN, 0};
+    connections[count++] = (struct connection){fd, key, is_server, 0, 0, now_ms(), 0, 0};
+}
+
+static void broken(int at, const char *what)
+{
+    struct connection *c = &connections[at];
+    say("broken %u: %s after sent %llu received %llu", c->key, what, (unsigned long long)c->sent,
+        (unsigned long long)c->received);
+    close(c->fd);
+    polled[at].fd = -1;
+}
+
+static void receive(int at)
+{
+    struct connection *c = &connections[at];
+    uint8_t buffer[CHUNK], *next = buffer;
+    ssize_t got = recv(c->fd, buffer, sizeof buffer, MSG_DONTWAIT);
+    if (got < 0 && errno == EAGAIN)
+        return;
+    if (got <= 0) {
+        broken(at, got ? strerror(errno) : "end of file");
+        return;
+    }
+    double now = now_ms();
+    if (c->key && now - c->heard_ms > REPORT_MS)
+        say("connection %u silent %.0f ms", c->key, now - c->heard_ms);
+    c->heard_ms = now;
+    if (!c->key)
+        c->key = *next++, got--;
+    for (ssize_t i = 0; i < got; i++, c->received++)
+        if (next[i] != byte_at(c->key, !c->is_server, c->received)) {
+            broken(at, "wrong byte");
+            return;
+        }
+}
+
+static void transmit(int at, double now)
+{
+    struct connection *c = &connections[at];
+    if (!c->key || now < c->next_ms)
+        return;
+    if (!c->left)
+        c->left = 1 + (size_t)random() % (2 * CHUNK);
+    uint8_t buffer[CHUNK];
+    size_t size = c->left < CHUNK ? c->left : CHUNK;
+    for (size_t i = 0; i < size; i++)
+        buffer[i] = byte_at(c->key, c->is_server, c->sent + i);
+    ssize_t gone = send(c->fd, buffer, size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (gone < 0 && errno != EAGAIN) {
+        broken(at, strerror(errno));
+        return;
+    }
+    c->sent += gone > 0 ? (uint64_t)gone : 0;
+    c->left -= gone > 0 ? (size_t)gone : 0;
+    if (gone < 0)
+        c->next_ms = now + 2;
+    else if (!c->left)
+        c->next_ms = now + (double)(random() % (2 * CHUNK)) / 1024 / kb_per_ms;
+}
+
+static void answer(int at)
+{
+    uint8_t buffer[64];
+    struct sockaddr_storage from;
+    socklen_t length = sizeof from;
+    ssize_t got = recvfrom(polled[at].fd, buffer, sizeof buffer, MSG_DONTWAIT, (void *)&from, &length);
+    if (got > 0 && kinds[at] == ASKS)
+        datagrams++;
+    else if (got > 0)
+        sendto(polled[at].fd, buffer, (size_t)got, MSG_DONTWAIT, (void *)&from, length);
+}
+
+static void report(void)
+{
+    for (int i = 0; i < count; i++) {
+        struct connection *c = &connections[i];
+        if (kinds[i] == CONNECTED && polled[i].fd >= 0 && c->key)
+            say("connection %u sent %llu received %llu", c->key, (unsigned long long)c->sent,
+                (unsigned long long)c->received);
+        if (kinds[i] == ASKS && send(polled[i].fd, "question", 8, MSG_DONTWAIT | MSG_NOSIGNAL) > 0 && datagrams)
+            say("datagrams %lu", datagrams);
+    }
+}
+
+static void traffic(void)
+{
+    double reported = now_ms();
+    for (;;) {
+        poll(polled, (nfds_t)count, 2);
+        double now = now_ms();
+        for (int i = 0, all = count; i < all; i++) {
+            if (polled[i].fd < 0)
+                continue;
+            if (kinds[i] == CONNECTED) {
+                if (polled[i].revents)
+                    receive(i);
+                if (polled[i].fd >= 0)
+                    transmit(i, now);
+            } else if (polled[i].revents && kinds[i] == LISTENS) {
+                int fd = accept(polled[i].fd, NULL, NULL);
+                if (fd >= 0)
+                    add(fd, CONNECTED, 0, 1);
+            } else if (polled[i].revents) {
+                answer(i);
+            }
+        }
+        if (now - reported >= REPORT_MS) {
+            report();
+            reported = now;
+        }
+    }
+}
+
+/* ADDRESS/PORT */
+static int port_of(char *text)
+{
+    char *slash = strchr(text, '/');
+    if (!slash)
+        fail(text);
+    *slash = 0;
+    return atoi(slash + 1);
+}
+
+static void serve(char **endpoints)
+{
+    for (; *endpoints; endpoints++) {
+        int port = port_of(*endpoints);
+        add(make_socket(*endpoints, port, SOCK_STREAM, BIND | LISTEN), LISTENS, 0, 1);
+        add(make_socket(*endpoints, port, SOCK_DGRAM, BIND), ANSWERS, 0, 1);
+    }
+    say("ready");
+    traffic();
+}
+
+static void ask(char **arguments)
+{
+    unsigned key = 1;
+    int one = 1;
+    for (; *arguments && **arguments == '-'; arguments += 2)
+        if (arguments[0][1] == 'k')
+            key = (unsigned)atoi(arguments[1]);
+        else
+            kb_per_ms = atof(arguments[1]);
+    for (; *arguments; arguments++, key++) {
+        int port = port_of(*arguments);
+        int fd = make_socket(*arguments, port, SOCK_STREAM, CONNECT);
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        uint8_t hello = (uint8_t)key;
+        if (send(fd, &hello, 1, MSG_NOSIGNAL) != 1)
+            fail("send");
+        add(fd, CONNECTED, key, 0);
+        add(make_socket(*arguments, port, SOCK_DGRAM, CONNECT), ASKS, 0, 0);
+    }
+    say("ready");
+    traffic();
+}
+
+static void hold_many(int number, const char *address)
+{
+    struct rlimit limit = {(rlim_t)number + 64, (rlim_t)number + 64};
+    if (setrlimit(RLIMIT_NOFILE, &limit))
+        fail("setrlimit");
+    for (int i = 0; i < number; i++)
+        make_socket(address, 10000 + i, SOCK_DGRAM, BIND);
+    say("ready");
+    for (;;)
+        pause();
+}
+
+int main(int argc, char **argv)
+{
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGTERM, SIG_DFL);
+    srandom((unsigned)(now_ms() * 1e3) ^ (unsigned)getpid());
+    if (argc > 4 && !strcmp(argv[1], "beside")) {
+        if (!fork())
+            execl(argv[2], argv[2], argv[3], (char *)NULL);
+        argv += 3, argc -= 3;
+    }
+    const char *role = argc > 1 ? argv[1] : "pause";
+    if (!strcmp(role, "server"))
+        serve(argv + 2);
+    else if (!strcmp(role, "client"))
+        ask(argv + 2);
+    else if (!strcmp(role, "stranger"))
+        stranger(argv + 2);
+    else if (!strcmp(role, "kinds") && argc > 5)
+        hold_kinds(argv + 2);
+    else if (!strcmp(role, "many") && argc > 3)
+        hold_many(atoi(argv[2]), argv[3]);
+    else
+        for (;;)
+            pause();
+    return 1;
+}

@@ -1,0 +1,161 @@
+"""The network's part of a dump: what cannot be dumped is refused, traffic is held, and what CRIU loses is noted.
+
+Before the images: what is on its way arrives, then no packet moves any more. After them the container is frozen: should
+CRIU be killed from there on, nobody touches a connection before it is out of repair mode.
+"""
+
+import logging
+import platform
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ocihook.criu.socket_images import FilesImage, read_stream
+from ocihook.criu.version import FIRST_CRIU_FOR_6_16, parse_version
+from ocihook.errors import OcihookError, PreflightError
+from ocihook.linux.procfs import Process, descendants
+from ocihook.linux.sockets import hides_socket_options
+from ocihook.net.hold import TrafficHeld, Waiting, hold
+from ocihook.net.lost_options import TcpOptions, multicast_groups, read_options, tcp_sockets
+from ocihook.net.netlink import InetSocket, routes
+from ocihook.net.nftables import RulesRefused
+from ocihook.net.note import NETWORK_NAME, NetworkNote, write_note
+from ocihook.net.policy import TcpPolicy, asked, parse, refused
+from ocihook.net.repair import InRepair
+from ocihook.net.survey import Survey
+from ocihook.session.participant import Dump
+
+DRAIN_S = 0.2  # for what is on its way; most networks answer within a few milliseconds
+_SHOWN = 3  # connections that an error names
+_UNACKED = slice(24, 28)  # tcpi_unacked of struct tcp_info (linux/tcp.h): segments without an answer
+
+log = logging.getLogger(__name__)
+
+
+class Options(NamedTuple):
+    """What sockets have that their images have not, by inode."""
+
+    tcp: dict[str, TcpOptions]
+    reusable: tuple[int, ...]  # that have SO_REUSEADDR
+
+
+def refuse(dump: Dump) -> None:
+    """Refuse sockets that CRIU cannot dump, and connections that the policy wants a dump to be refused for.
+
+    Raises:
+        PreflightError: naming them.
+    """
+    survey = Survey.of(descendants(dump.init_pid))
+    if survey is None:
+        return
+    version = dump.call().criu_version
+    if (parsed := parse_version(version)) and parsed < FIRST_CRIU_FOR_6_16 and hides_socket_options():
+        detail = f"the container has Internet sockets, which CRIU {version} cannot dump on Linux {platform.release()}"
+        raise PreflightError(detail, hint="install CRIU 4.2 or later")
+    if survey.has_mptcp:
+        raise PreflightError("the container uses multipath TCP, which CRIU cannot dump", hint=MPTCP_REMEDY)
+    unwanted = refused(survey.connections, policy_of(dump), survey.own)
+    if unwanted:
+        raise PreflightError(
+            f"the container's policy refuses a dump with its {len(unwanted)} open connections ({named(unwanted)})",
+            hint="end them, or set ocihook.io/tcp to what is to become of them",
+        )
+    dump.has_connections = bool(survey.connections)
+
+
+MPTCP_REMEDY = "GODEBUG=multipathtcp=0 for Go programs; sysctl net.mptcp.enabled=0"
+
+
+def policy_of(dump: Dump) -> TcpPolicy:
+    """Return what is wanted; what the user asked the engine for, by an option of its own, comes first."""
+    return asked(parse(dump.policy.tcp, "tcp"), dump.call().criu_asked)
+
+
+def named(sockets: Sequence[InetSocket]) -> str:
+    """Return sockets in words, the first of them by name."""
+    more = f" and {len(sockets) - _SHOWN} more" if len(sockets) > _SHOWN else ""
+    return ", ".join(map(str, sockets[:_SHOWN])) + more
+
+
+def hold_network(dump: Dump) -> None:
+    """Note what the network is, then let what is on its way arrive, and hold the rest."""
+    pids = descendants(dump.init_pid)
+    survey, init = Survey.of(pids), Process.find(dump.init_pid)
+    if survey is None or init is None:
+        (dump.directory / NETWORK_NAME).unlink(missing_ok=True)  # of an earlier dump into the same directory
+        return
+    options = _options(pids)
+    note = NetworkNote(
+        links=tuple(survey.links),
+        routes=tuple(routes(survey.namespace)),
+        options=options.tcp,
+        groups=tuple(multicast_groups(init.pid)),
+        is_node=survey.namespace.is_ours,
+    )
+    write_note(dump.directory, note)
+    if not survey.connections:
+        return
+    dump.journal.add(InRepair(init=init, reusable=options.reusable))
+    if survey.namespace.is_ours:  # there CRIU locks each connection by itself
+        return
+    try:
+        with dump.journal.phase("drain"):
+            hold(dump.journal, survey.namespace, drain=True)
+            _wait_for_answers(dump, pids)
+        hold(dump.journal, survey.namespace)
+    except RulesRefused as error:  # CRIU has a lock of its own, from a little later on
+        log.warning("container %s: its traffic is not held: %s", dump.container, error)
+
+
+def _options(pids: Sequence[int]) -> Options:
+    tcp, reusable = {}, []
+    for inode, sock in tcp_sockets(pids):
+        tcp[str(inode)] = read_options(sock)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+            reusable.append(inode)
+    return Options(tcp, tuple(reusable))
+
+
+def _wait_for_answers(dump: Dump, pids: Sequence[int]) -> None:
+    """Wait until all that was sent is acknowledged, for a short time: what is not comes again later."""
+
+    def has_all() -> bool:
+        return not any(_unacknowledged(sock) for _, sock in tcp_sockets(pids))
+
+    dump.patience.within(DRAIN_S).until(has_all)
+
+
+def _unacknowledged(sock: socket.socket) -> int:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED.stop)
+    is_listening = info[0] == 10  # TCP_LISTEN, of which this is how many wait to be accepted
+    return 0 if is_listening else int.from_bytes(info[_UNACKED], "little")
+
+
+def freeze_for_repair(dump: Dump) -> None:
+    """Keep the container from running before its connections are out of repair mode, whatever becomes of CRIU."""
+    effect, held = dump.journal.find(InRepair), dump.journal.find(TrafficHeld)
+    if effect is None:
+        return
+    freezer = dump.freezer
+    # What is about to be killed could not be, in a frozen cgroup of version 1.
+    if freezer is not None and (freezer.version != 1 or dump.call().leave_running):
+        effect.is_frozen = True
+        dump.journal.save()
+        freezer.freeze(None)
+    if held is not None and dump.call().leave_running:
+        held.waiting = _waiting(dump)
+        dump.journal.save()
+
+
+def _waiting(dump: Dump) -> tuple[Waiting, ...]:
+    """Return the connections that have data which nobody has confirmed, as CRIU's images have them."""
+    found = []
+    try:
+        for sock in FilesImage.read(dump.directory).sockets:
+            stream = read_stream(dump.directory, sock) if sock.is_connection else None
+            if stream is not None and stream.queued_bytes:
+                ends = str(sock.local), sock.local_port, str(sock.remote), sock.remote_port
+                found.append(Waiting(*ends, stream.unacknowledged))
+    except (OcihookError, OSError) as error:
+        log.warning("container %s: its senders are not woken: %s", dump.container, error)
+    return tuple(found)

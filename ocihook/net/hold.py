@@ -1,0 +1,209 @@
+"""The hold: no packet leaves or reaches a container's network while its connections are on their way.
+
+A table of nftables does it, one for each session: `inet ocihook-SESSION`. A packet passes if no table drops it, so
+where several containers of a pod are dumped at once the last of them lets go, and nobody counts. CRIU's own lock
+comes later and goes earlier, and with crun there is none in a restore.
+
+Its rules drop while a set has elements, and these expire by themselves: should agent and CRIU both be killed, traffic
+goes on after `HOLD_LIMIT_S` at the latest.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.errors import OcihookError
+from ocihook.linux.patience import Patience
+from ocihook.net import nftables
+from ocihook.net.kick import Sender, kick
+from ocihook.net.namespace import NetNamespace
+from ocihook.session.effect import Effect
+from ocihook.session.journal import Journal, open_journals
+from ocihook.wire import DETACHED_STAGE
+
+HOLD_LIMIT_S = 600  # of a TCP connection the other end gives up after some 15 minutes (tcp_retries2)
+CRIU_MARK = 0xC114  # of packets that CRIU itself sends, as the FIN of a connection that is half closed (SOCCR_MARK)
+TABLE_PREFIX = "ocihook-"
+
+_ACKNOWLEDGEMENT_BYTES = 120  # no IP packet without data is longer: headers with all their options
+_DRAIN = f"meta l4proto tcp meta length > {_ACKNOWLEDGEMENT_BYTES} meta nfproto @held drop"
+_HOLD = "meta nfproto @held drop"
+_PASSES = (f"meta mark {CRIU_MARK:#x} accept", "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept")
+_CRIU_TABLE = re.compile(r"CRIU-\S+")
+_WITHOUT_CRIU = ("pre-dump", "pre-restore", DETACHED_STAGE)  # stages in which CRIU has locked nothing
+_SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+# As CRIU takes its own chain away (criu/netfilter.c), which then goes, too.
+_REMOVE_CHAIN = "*filter\n-D INPUT -j CRIU\n-D OUTPUT -j CRIU\n-F CRIU\n-X CRIU\nCOMMIT\n"
+
+_LEGACY_TABLES = Path("/proc/thread-self/net/ip_tables_names")
+
+log = logging.getLogger(__name__)
+
+
+class Waiting(NamedTuple):
+    """A connection with data that nobody has confirmed, of which CRIU's image tells the number of the oldest byte."""
+
+    local: str
+    local_port: int
+    remote: str
+    remote_port: int
+    unacknowledged: int
+
+
+@dataclass(kw_only=True)
+class TrafficHeld(Effect, kind="traffic-held"):
+    """Traffic of the container's network is held: by a table of ours, and by CRIU while it is at work."""
+
+    namespace: NetNamespace
+    began: float  # seconds since 1970
+    locks: tuple[str, ...] = ()  # of CRIU, that were there before
+    waiting: tuple[Waiting, ...] = ()  # to be woken when traffic passes
+    is_open: bool = False  # it passes our table again; CRIU's lock may still be there
+
+    def undo(self, journal: Journal, _patience: Patience) -> None:
+        """Let it pass: our table goes, and what a CRIU that was killed, or failed, has left of its own."""
+        if journal.criu.is_alive() and journal.stage not in _WITHOUT_CRIU:
+            raise OcihookError(f"CRIU (pid {journal.criu.pid}) is still at work on the network")
+        with contextlib.suppress(FileNotFoundError):  # the namespace is gone
+            remove_table(self.namespace, table_of(journal))
+            if not journal.criu.is_alive():
+                self._remove_locks(journal)
+            kick(self.namespace, [_sender(one) for one in self.waiting])
+        if not self.is_open:
+            journal.add_phase("network held", self.began)
+
+    def _remove_locks(self, journal: Journal) -> None:
+        left = [name for name in criu_locks(self.namespace) if name not in self.locks]
+        if left and _is_shared(self.namespace, journal):
+            raise OcihookError(f"another dump or restore is at work in network namespace {self.namespace.inode}")
+        for name in left:
+            log.warning("container %s: CRIU has left its network locked (%s)", journal.container, name)
+            remove_lock(self.namespace, name)
+
+
+def _sender(one: Waiting) -> Sender:
+    return Sender(ip_address(one.local), one.local_port, ip_address(one.remote), one.remote_port, one.unacknowledged)
+
+
+def hold(journal: Journal, namespace: NetNamespace, *, with_loopback: bool = False, drain: bool = False) -> None:
+    """Hold the traffic of a namespace that is not the node's own.
+
+    Args:
+        journal: of the session; gets what undoes it.
+        namespace: the container's.
+        with_loopback: whether traffic of the container with itself is held, too.
+        drain: keep only new data from leaving, while what is on its way arrives and is acknowledged. To TCP what the
+            kernel drops here is not lost but unsent: it waits for no timer when it may go.
+
+    Raises:
+        RulesRefused: if the kernel does not take rules.
+        OSError: if the namespace is gone, or cannot be entered.
+    """
+    if journal.find(TrafficHeld) is None:
+        journal.add(TrafficHeld(namespace=namespace, began=time.time(), locks=tuple(criu_locks(namespace))))
+    rules = {"in": [] if drain else [_HOLD], "out": [_DRAIN if drain else _HOLD]}
+    make_table(namespace, table_of(journal), rules, with_loopback=with_loopback)
+
+
+def release(journal: Journal) -> None:
+    """Let traffic pass our table. Should CRIU be killed, or fail, before `forget_hold`, its lock goes, too."""
+    held = journal.find(TrafficHeld)
+    if held is not None and not held.is_open:
+        with contextlib.suppress(FileNotFoundError):
+            remove_table(held.namespace, table_of(journal))
+        held.is_open = True
+        journal.add_phase("network held", held.began)
+        journal.save()
+
+
+def forget_hold(journal: Journal) -> None:
+    """Forget a hold that is over: CRIU has taken its own lock away, too."""
+    held = journal.find(TrafficHeld)
+    if held is not None and held.is_open:
+        journal.forget(held)
+
+
+def table_of(journal: Journal) -> str:
+    """Return the name of a session's table."""
+    return f"{TABLE_PREFIX}{journal.session_id}"
+
+
+def make_table(namespace: NetNamespace, name: str, rules: Mapping[str, list[str]], *, with_loopback: bool) -> None:
+    """Make a table, or make it another one at once.
+
+    Args:
+        namespace: where.
+        name: the table's.
+        rules: what drops, for packets that come `in` and go `out`, behind what always passes.
+        with_loopback: whether they are for the loopback device, too.
+    """
+    elements = f"ipv4 timeout {HOLD_LIMIT_S}s, ipv6 timeout {HOLD_LIMIT_S}s"
+    lines = [f"table inet {name}", f"delete table inet {name}", f"table inet {name} {{"]
+    lines += [f"set held {{ typeof meta nfproto; flags timeout; elements = {{ {elements} }}; }}"]
+    for chain, hook, device in (("in", "input", "iif"), ("out", "output", "oif")):
+        passes = [*([] if with_loopback else [f"{device} lo accept"]), *_PASSES]
+        lines += [f"chain {chain} {{", f"type filter hook {hook} priority -300; policy accept"]
+        lines += [*passes, *rules[chain], "}"]
+    nftables.run(namespace, "\n".join([*lines, "}"]))
+
+
+def remove_table(namespace: NetNamespace, name: str) -> None:
+    """Remove a table, if it is there."""
+    nftables.run(namespace, f"table inet {name}\ndelete table inet {name}")
+
+
+def criu_locks(namespace: NetNamespace) -> list[str]:
+    """Return by what CRIU keeps packets out of a namespace: names of tables, and `CRIU` for its chains."""
+    known = nftables.tables(namespace)
+    found = [name for family, name in known if family == "inet" and _CRIU_TABLE.fullmatch(name)]
+    has_filter = ("ip", "filter") in known or "filter" in namespace.run(_legacy_tables)
+    return [*found, *(["CRIU"] if has_filter and _has_chain(namespace) else [])]
+
+
+def _legacy_tables() -> list[str]:
+    return _LEGACY_TABLES.read_text().split() if _LEGACY_TABLES.exists() else []
+
+
+def remove_lock(namespace: NetNamespace, name: str) -> None:
+    """Remove one of CRIU's locks."""
+    if name != "CRIU":
+        remove_table(namespace, name)
+        return
+    for program in ("iptables-restore", "ip6tables-restore"):
+        _iptables(namespace, program, "--noflush", text=_REMOVE_CHAIN)
+
+
+def _has_chain(namespace: NetNamespace) -> bool:
+    return ":CRIU " in _iptables(namespace, "iptables-save", "-t", "filter")
+
+
+def _iptables(namespace: NetNamespace, program: str, *arguments: str, text: str = "") -> str:
+    """Run one of its programs in a namespace, if it is there: a thread's children are where it is."""
+    path = shutil.which(program, path=_SBIN)
+    if path is None:
+        return ""
+    done = namespace.run(
+        lambda: subprocess.run([path, *arguments], input=text, capture_output=True, text=True, timeout=10, check=False)
+    )
+    return done.stdout
+
+
+def _is_shared(namespace: NetNamespace, journal: Journal) -> bool:
+    """Tell whether another session of this node, whose CRIU lives, holds the same network."""
+    for path in open_journals(journal.path.parent.parent):
+        if path != journal.path:
+            with contextlib.suppress(OcihookError, OSError):
+                other = Journal.load(path)
+                held = other.find(TrafficHeld)
+                if held and held.namespace.inode == namespace.inode and other.criu.is_alive():
+                    return True
+    return False

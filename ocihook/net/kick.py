@@ -1,0 +1,92 @@
+"""Wakes a sender that waits for a retransmission timer that has backed off while its packets were held.
+
+An ICMP "host unreachable" about the oldest byte that is not confirmed takes one step of the back-off away (RFC 6069;
+the kernel's tcp_ld_RTO_revert), and retransmits at once if the timer had passed by then. It is made here, about a
+connection of this very namespace, and sent to the connection's own address: nothing leaves the node. The number of that
+byte is known from CRIU's image; to ask the kernel for it would take TCP_REPAIR, which costs a running process its
+connection if it receives at that moment.
+"""
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv6Address
+from typing import NamedTuple
+
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.policy import IPAddress
+
+_STEPS = 16  # more than any timer backs off: from 1 s to 120 s it takes 7
+_ICMP, _HOST_UNREACHABLE = 3, 1
+_ICMPV6, _NO_ROUTE = 1, 0
+_IPV4 = struct.Struct("!BBHHHBBH4s4s")
+_IPV6 = struct.Struct("!IHBB16s16s")
+_TCP = struct.Struct("!HHI")  # ports and sequence number: what an ICMP message has of the packet at least
+_PACKET_BYTES = 1400  # that the packet is said to have had
+_DO_NOT_FRAGMENT = 0x4000
+
+
+class Sender(NamedTuple):
+    """A connection that may wait."""
+
+    local: IPAddress
+    local_port: int
+    remote: IPAddress
+    remote_port: int
+    unacknowledged: int  # sequence number of the oldest byte that is not confirmed
+
+
+def kick(namespace: NetNamespace, senders: Iterable[Sender]) -> int:
+    """Wake senders; those that do not wait do not mind. Return how many there were.
+
+    Raises:
+        OSError: if the namespace cannot be entered.
+    """
+    found = list(senders)
+
+    def send() -> None:
+        for version, family, protocol in ((4, socket.AF_INET, socket.IPPROTO_ICMP), (6, socket.AF_INET6, 58)):
+            alike = [sender for sender in found if sender.local.version == version]
+            if alike:
+                with socket.socket(family, socket.SOCK_RAW, protocol) as raw:
+                    for sender in alike:
+                        packet = unreachable(sender)
+                        with contextlib.suppress(OSError):  # an address that has gone again: nobody waits there
+                            for _ in range(_STEPS):
+                                raw.sendto(packet, (str(sender.local), 0))
+
+    if found:
+        namespace.run(send)
+    return len(found)
+
+
+def unreachable(sender: Sender) -> bytes:
+    """Return the ICMP message that says so of a packet of a connection."""
+    start = _TCP.pack(sender.local_port, sender.remote_port, sender.unacknowledged)
+    if isinstance(sender.local, IPv6Address):
+        header = _IPV6.pack(6 << 28, _PACKET_BYTES, socket.IPPROTO_TCP, 64, sender.local.packed, sender.remote.packed)
+        return struct.pack("!BBHI", _ICMPV6, _NO_ROUTE, 0, 0) + header + start  # the kernel puts its checksum in
+    assert isinstance(sender.local, IPv4Address)
+    header = _IPV4.pack(
+        0x45,
+        0,
+        _PACKET_BYTES,
+        1,
+        _DO_NOT_FRAGMENT,
+        64,
+        socket.IPPROTO_TCP,
+        0,
+        sender.local.packed,
+        sender.remote.packed,
+    )
+    message = struct.pack("!BBHI", _ICMP, _HOST_UNREACHABLE, 0, 0) + header + start
+    return message[:2] + struct.pack("!H", _checksum(message)) + message[4:]
+
+
+def _checksum(message: bytes) -> int:
+    """Return the checksum of RFC 1071."""
+    total: int = sum(struct.unpack(f"!{len(message) // 2}H", message))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF

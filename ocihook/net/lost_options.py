@@ -1,0 +1,100 @@
+"""What CRIU loses of sockets without a word (criu/sk-tcp.c, criu/sockets.c): read before a dump, put back after it.
+
+A socket is reached through a copy of its descriptor, which changes nothing for its owner.
+"""
+
+import contextlib
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.linux.sockets import copies
+
+_SO_PROTOCOL = 38
+_USER_TIMEOUT, _NOTSENT_LOWAT = 18, 25  # linux/tcp.h
+_NAME_BYTES = 16  # TCP_CA_NAME_MAX
+_IP = (socket.AF_INET, socket.AF_INET6)
+# Groups that every interface is in: all nodes (RFC 1112, RFC 4291), and the solicited-node addresses.
+_ALL_NODES = re.compile(r"010000e0|ff0[12]0{27}1|ff020{19}1ff[0-9a-f]{6}", re.IGNORECASE)
+
+
+class TcpOptions(NamedTuple):
+    """Options of one TCP socket."""
+
+    user_timeout_ms: int = 0  # TCP_USER_TIMEOUT; 0: the system's
+    notsent_lowat_bytes: int = 0  # TCP_NOTSENT_LOWAT; 0: the system's; negative from 2 GiB on
+    congestion: str = ""  # TCP_CONGESTION; "": not known
+
+
+def tcp_sockets(pids: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
+    """Yield inode and copy of each TCP socket of processes, once each; a copy is open until the next one.
+
+    A process that is gone, or may not be looked into, has none.
+    """
+    seen: set[int] = set()
+    for pid in pids:
+        for inode, sock in copies(pid):
+            if inode not in seen and sock.family in _IP:
+                seen.add(inode)
+                if sock.getsockopt(socket.SOL_SOCKET, _SO_PROTOCOL) == socket.IPPROTO_TCP:
+                    yield inode, sock
+
+
+def read_options(sock: socket.socket) -> TcpOptions:
+    """Return the options of a TCP socket.
+
+    Raises:
+        OSError: if it does not tell.
+    """
+    congestion = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+    return TcpOptions(
+        sock.getsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT),
+        sock.getsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT),
+        congestion.rstrip(b"\0").decode(errors="replace"),
+    )
+
+
+def put_back(sock: socket.socket, wanted: TcpOptions) -> list[str]:
+    """Give a TCP socket its options; return those that it cannot have here, with their values."""
+    failed = []
+    has = read_options(sock)
+    settings: tuple[tuple[str, int, int | str, int | str], ...] = (
+        ("TCP_USER_TIMEOUT", _USER_TIMEOUT, wanted.user_timeout_ms, has.user_timeout_ms),
+        ("TCP_NOTSENT_LOWAT", _NOTSENT_LOWAT, wanted.notsent_lowat_bytes, has.notsent_lowat_bytes),
+        ("TCP_CONGESTION", socket.TCP_CONGESTION, wanted.congestion or has.congestion, has.congestion),
+    )
+    for name, option, value, now in settings:
+        try:
+            if value != now:
+                raw = value.encode() if isinstance(value, str) else value
+                sock.setsockopt(socket.IPPROTO_TCP, option, raw)
+        except (OSError, OverflowError):
+            failed.append(f"{name} {value}")
+    return failed
+
+
+def multicast_groups(pid: int) -> list[str]:
+    """Return the multicast groups that are joined in the network of a process, each with its interface.
+
+    Which socket has joined one nobody tells.
+    """
+    found, device = [], ""
+    for line in _lines(pid, "igmp")[1:]:
+        words = line.split()
+        if not line.startswith("\t"):
+            device = words[1]
+        elif not _ALL_NODES.fullmatch(words[0]):
+            found.append(f"{socket.inet_ntop(socket.AF_INET, bytes.fromhex(words[0])[::-1])} on {device}")
+    for line in _lines(pid, "igmp6"):
+        _, device, group, *_ = line.split()
+        if not _ALL_NODES.fullmatch(group):
+            found.append(f"{socket.inet_ntop(socket.AF_INET6, bytes.fromhex(group))} on {device}")
+    return found
+
+
+def _lines(pid: int, name: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/net/{name}").read_text(errors="replace").splitlines()
+    return []

@@ -1,0 +1,45 @@
+"""Where a restored container has addresses that it had: told, not changed, as only it knows what they are for."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ocihook.linux.files import open_inside
+
+_FILES = ("/etc/hosts", "/etc/resolv.conf")
+_MAX_BYTES = 1 << 20
+
+
+def carriers(init_pid: int, moved: Mapping[str, str]) -> Iterator[str]:
+    """Yield what of a restored container names addresses that it has no more, in words.
+
+    Args:
+        init_pid: its first process.
+        moved: new addresses by old ones.
+    """
+    if not moved:
+        return
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{init_pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = variable.decode(errors="replace").partition("=")
+            for old in _named(value, moved):
+                yield f"its environment has {old} in {name!r}; the address is {moved[old]} now"
+    for path in _FILES:
+        for old in _named(_content(init_pid, path), moved):
+            yield f"its {path} has {old}; the address is {moved[old]} now"
+
+
+def _named(text: str, moved: Mapping[str, str]) -> Iterator[str]:
+    for old in moved:
+        if re.search(rf"(?<![0-9a-fA-F.:]){re.escape(old)}(?![0-9a-fA-F]|\.[0-9])", text):
+            yield old
+
+
+def _content(init_pid: int, path: str) -> str:
+    with contextlib.suppress(OSError):
+        fd = open_inside(init_pid, path)
+        with open(fd, "rb") as file:
+            return file.read(min(os.fstat(fd).st_size, _MAX_BYTES)).decode(errors="replace")
+    return ""

@@ -1,0 +1,34 @@
+"""The network's place in a dump and a restore."""
+
+from ocihook.net.dump import freeze_for_repair, hold_network, refuse
+from ocihook.net.restore import move_sockets, release_sockets, wake_senders
+from ocihook.session.participant import Dump, Participant, Restore
+
+
+class Network(Participant):
+    """Holds traffic, moves connections to new addresses, or ends them."""
+
+    def refuse(self, dump: Dump) -> None:
+        """Refuse sockets that CRIU cannot dump, and connections that the policy does not want dumped."""
+        refuse(dump)
+
+    def hold(self, dump: Dump) -> None:
+        """Note addresses, let what is on its way arrive, and hold traffic."""
+        hold_network(dump)
+
+    def after_images(self, dump: Dump) -> str:
+        """Freeze the container for as long as CRIU has its connections."""
+        freeze_for_repair(dump)
+        return ""
+
+    def before_processes(self, restore: Restore) -> str:
+        """Decide what becomes of each socket, hold traffic, and move sockets in CRIU's memory."""
+        return move_sockets(restore)
+
+    def processes_wait(self, restore: Restore) -> str:
+        """Put back what CRIU has lost, and let traffic pass: nothing after this may fail."""
+        return release_sockets(restore)
+
+    def running(self, restore: Restore) -> None:
+        """Wake connections that wait for a timer."""
+        wake_senders(restore)

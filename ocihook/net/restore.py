@@ -1,0 +1,273 @@
+"""The network's part of a restore: sockets are moved in CRIU's memory, traffic is held until all of them can answer.
+
+pre-restore: where the container is about to be is known from its bundle, and what becomes of each socket from its
+policy. post-restore: what CRIU has lost is put back, and traffic passes again, as the last thing that may fail.
+post-resume: senders that wait for a timer are woken.
+"""
+
+import contextlib
+import logging
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address, ip_interface
+from typing import NamedTuple
+
+from ocihook.container.runtime_call import RuntimeCall, find_network_namespace, find_runtime_call
+from ocihook.criu.socket_images import FilesImage, InetSocket, plain_address, read_stream
+from ocihook.criu.socket_patch import Move, patch_sockets
+from ocihook.linux.procfs import descendants
+from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
+from ocihook.net.hold import forget_hold, hold, release
+from ocihook.net.kick import Sender, kick
+from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
+from ocihook.net.moving import Plan, make_plan
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.netlink import InetSocket as NetlinkSocket
+from ocihook.net.netlink import destroy, inet_sockets, links
+from ocihook.net.nftables import RulesRefused
+from ocihook.net.note import NetworkNote, read_note
+from ocihook.net.old_addresses import carriers
+from ocihook.net.policy import IPAddress, asked, parse
+from ocihook.session.effect import Facts
+from ocihook.session.participant import Restore
+
+_STALL_LIMIT_S = 0.3  # that CRIU is kept waiting to see whether connections go on
+_BYTES_ACKED = struct.Struct("=120xQ")  # tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
+_MAX_I32, _MAX_U32 = (1 << 31) - 1, (1 << 32) - 1
+_SHOWN = 3  # connections that a message names
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a TCP socket is once it is restored: addresses and ports, "" and 0 where it has no other end."""
+
+    local: str
+    local_port: int
+    remote: str
+    remote_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFacts(Facts):
+    """What is still to be done for the sockets of a container that is being restored."""
+
+    network: NetNamespace | None = None
+    moved_addresses: dict[str, str] = field(default_factory=dict)  # of the container itself
+    senders: list[tuple[Place, int]] = field(default_factory=list)  # with the number of the oldest unconfirmed byte
+    to_destroy: list[Place] = field(default_factory=list)
+    tcp_options: list[tuple[Place, TcpOptions]] = field(default_factory=list)
+    lost_groups: list[str] = field(default_factory=list)  # of multicast
+    released_at: float = 0.0  # seconds since 1970
+
+
+def move_sockets(restore: Restore) -> str:
+    """Decide what becomes of each socket, hold traffic, and move sockets in CRIU's memory. Return what is to be told.
+
+    Raises:
+        OcihookError: to refuse the restore, naming the sockets; nothing was started.
+    """
+    call = find_runtime_call(restore.criu_pid)
+    if call is None:  # somebody's own `criu restore`
+        return ""
+    try:
+        image = FilesImage.read(restore.directory)
+    except FileNotFoundError:
+        return ""
+    # With `podman container restore --tcp-close` CRIU makes them, closed, and asks for no address.
+    sockets = [sock for sock in image.sockets if not (sock.is_connection and "tcp-close" in call.options)]
+    return _move(restore, call, sockets) if sockets else ""
+
+
+def _move(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) -> str:
+    journal, note = restore.journal, read_note(restore.directory)
+    path = find_network_namespace(restore.criu_pid, call.bundle)
+    namespace = NetNamespace.of(restore.criu_pid) if path is None else NetNamespace.at(path) if path else None
+    with journal.phase("move sockets"):
+        own = _own_addresses(sockets, namespace, note)
+        peers = parse_pairs(filter(None, restore.policy.address_map.split(",")), "address_map")
+        policy = asked(parse(restore.policy.tcp, "tcp"), call.options)
+        plan = make_plan(
+            sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys()
+        )
+        if namespace and not namespace.is_ours and any(sock.is_connection for sock in sockets):
+            _hold(restore, namespace, plan)
+        patch_sockets(journal.criu, plan.moves)
+    journal.note(
+        NetworkFacts(
+            network=namespace,
+            moved_addresses={str(old): str(new) for old, new in own.pairs.items() if old != new},
+            senders=list(_senders(restore, plan)),
+            to_destroy=[_place(move) for move in plan.to_destroy],
+            tcp_options=list(_options(sockets, plan, note, namespace)) if note else [],
+            lost_groups=list(note.groups) if note else [],
+        )
+    )
+    return _told(restore, plan)
+
+
+def _hold(restore: Restore, namespace: NetNamespace, plan: Plan) -> None:
+    """Hold traffic; connections that end would do so too early without that, others get by with CRIU's own lock."""
+    try:
+        hold(restore.journal, namespace, with_loopback=True)
+    except RulesRefused as error:
+        if plan.closed:
+            raise
+        log.warning("container %s: its traffic is not held: %s", restore.journal.container, error)
+
+
+def _own_addresses(
+    sockets: Iterable[InetSocket], namespace: NetNamespace | None, note: NetworkNote | None
+) -> AddressMap:
+    """Return what becomes of the container's own addresses."""
+    if namespace is None:  # CRIU makes the namespace anew, with the addresses that it had
+        had = note.own if note else frozenset(_locals(sockets))
+        return AddressMap({address: address for address in had})
+    here = addresses_of(namespace)
+    if note is not None:
+        return map_addresses(note.addresses, here)
+    # Dumped without ocihook: what its sockets have, if the container has as many addresses here.
+    return map_addresses({"": _locals(sockets)}, {"": [a for addresses in here.values() for a in addresses]})
+
+
+def _locals(sockets: Iterable[InetSocket]) -> list[IPAddress]:
+    """Return the addresses that sockets have of their own, other than on the loopback device."""
+    found = (sock.local for sock in sockets)
+    return list(dict.fromkeys(a for a in found if not (a.is_loopback or a.is_unspecified or a.is_multicast)))
+
+
+def addresses_of(namespace: NetNamespace) -> Interfaces:
+    """Return the addresses of a namespace by interface; none is of the loopback device alone.
+
+    Raises:
+        OSError: if it is gone, cannot be entered, or the kernel does not tell.
+    """
+    return {link.name: [ip_interface(text).ip for text in link.addresses] for link in links(namespace)}
+
+
+def _place(move: Move) -> Place:
+    sock, (local, remote) = move.sock, map(plain_address, move.ends)
+    return Place(str(local), sock.local_port, str(remote) if sock.remote_port else "", sock.remote_port)
+
+
+def _senders(restore: Restore, plan: Plan) -> Iterator[tuple[Place, int]]:
+    for move in plan.kept:
+        stream = read_stream(restore.directory, move.sock)
+        if stream is not None and stream.queued_bytes:
+            yield _place(move), stream.unacknowledged
+
+
+def _options(
+    sockets: Sequence[InetSocket], plan: Plan, note: NetworkNote, namespace: NetNamespace | None
+) -> Iterator[tuple[Place, TcpOptions]]:
+    """Yield the options that sockets had and CRIU does not give them, of those that have an address or a port."""
+    wanted = {int(inode): options for inode, options in note.options.items() if _is_possible(options)}
+    usual = namespace.run(_usual_congestion) if namespace and wanted else ""
+    moves = {move.sock.id: move for move in plan.moves}
+    for sock in sockets:
+        options = wanted.get(sock.inode)
+        if options is not None and sock.local_port and options != TcpOptions(0, 0, usual):
+            yield _place(moves.get(sock.id, Move(sock, sock.ends))), options
+
+
+def _is_possible(options: TcpOptions) -> bool:
+    return 0 <= options.user_timeout_ms <= _MAX_I32 and 0 <= options.notsent_lowat_bytes <= _MAX_U32
+
+
+def _usual_congestion() -> str:
+    with socket.socket() as sock:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def _told(restore: Restore, plan: Plan) -> str:
+    parts = []
+    if plan.closed:
+        named = ", ".join(str(move.sock) for move in plan.closed[:_SHOWN])
+        parts.append(f"{len(plan.closed)} connections end ({named}{', ...' if len(plan.closed) > _SHOWN else ''})")
+    if len(plan.moves) > len(plan.closed):
+        parts.append(f"{len(plan.moves) - len(plan.closed)} sockets have moved to other addresses")
+    return f"container {restore.journal.container}: {'; '.join(parts)}" if parts else ""
+
+
+def release_sockets(restore: Restore) -> str:
+    """Put back what CRIU has lost, end what nothing else ends, and let traffic pass. Return what is to be told.
+
+    Raises:
+        OcihookError, OSError: to let the restore fail; CRIU then kills the processes.
+    """
+    facts = restore.journal.facts(NetworkFacts)
+    if not restore.journal.knows(NetworkFacts):
+        return ""
+    lost = _put_back(restore.init_pid, facts.tcp_options)
+    lost += [f"membership of {group}" for group in facts.lost_groups]
+    if facts.to_destroy and facts.network is not None:
+        places = set(facts.to_destroy)
+        destroy(facts.network, [s for s in inet_sockets(facts.network, [socket.IPPROTO_TCP]) if _place_of(s) in places])
+    restore.journal.note(replace(facts, released_at=time.time()))
+    release(restore.journal)
+    return f"container {restore.journal.container}: not restored: {', '.join(lost)}" if lost else ""
+
+
+def _place_of(sock: NetlinkSocket) -> Place:
+    return Place(str(sock.local), sock.local_port, str(sock.remote), sock.remote_port)
+
+
+def _put_back(init_pid: int, wanted: Iterable[tuple[Place, TcpOptions]]) -> list[str]:
+    """Give sockets of restored processes what they had; return what they cannot have here."""
+    options = dict(wanted)
+    lost = []
+    for _, sock in tcp_sockets(descendants(init_pid)) if options else ():
+        place = _place_now(sock)
+        if place in options:
+            lost += [
+                f"{name} of the connection from port {place.local_port}" for name in put_back(sock, options[place])
+            ]
+    return lost
+
+
+def _place_now(sock: socket.socket) -> Place:
+    local, port, *_ = sock.getsockname()
+    remote, remote_port = "", 0
+    with contextlib.suppress(OSError):  # it has no other end
+        remote, remote_port, *_ = sock.getpeername()
+    return Place(_plain(local), port, remote and _plain(remote), remote_port)
+
+
+def _plain(address: str) -> str:
+    return str(plain_address(ip_address(address.partition("%")[0]).packed))
+
+
+def wake_senders(restore: Restore) -> None:
+    """Wake connections that wait for a timer; measure how long they have stood still; tell what has old addresses."""
+    journal = restore.journal
+    forget_hold(journal)
+    facts = journal.facts(NetworkFacts)
+    for carrier in carriers(restore.init_pid, facts.moved_addresses) if restore.init_pid else ():
+        log.warning("container %s: %s", journal.container, carrier)
+    if facts.network is None or not facts.senders:
+        return
+    kick(facts.network, [_sender(place, number) for place, number in facts.senders])
+    places = {place for place, _ in facts.senders}
+    waiting = [sock.dup() for _, sock in tcp_sockets(descendants(restore.init_pid)) if _place_now(sock) in places]
+    try:
+        is_going = restore.patience.within(_STALL_LIMIT_S).until(lambda: all(map(_goes_on, waiting)))
+    finally:
+        for sock in waiting:
+            sock.close()
+    journal.add_phase("connections stalled" if is_going else "connections stalled (at least)", facts.released_at)
+
+
+def _sender(place: Place, number: int) -> Sender:
+    return Sender(ip_address(place.local), place.local_port, ip_address(place.remote), place.remote_port, number)
+
+
+def _goes_on(sock: socket.socket) -> bool:
+    """Tell whether the peer has confirmed anything since the restore, or the connection is over."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
+    except OSError:
+        return True
+    return info[0] != 1 or len(info) < _BYTES_ACKED.size or _BYTES_ACKED.unpack(info)[0] > 1
