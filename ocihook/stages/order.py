@@ -1,6 +1,7 @@
 """Who takes part in a dump and a restore, the outermost first. Whoever is new has a line here."""
 
 from ocihook.gpu.participant import Gpu
+from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.standstill import Standstill
 from ocihook.session.participant import Participant
 from ocihook.stages.page_images import PageImages
@@ -12,6 +13,7 @@ _ORDER: tuple[type[Participant], ...] = (
     Quiesce,  # the application comes to rest by itself
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
+    HostMemory,  # and most of the memory in them goes into restored processes past CRIU
     Gpu,  # GPU memory goes into packs, or into the processes' own
 )
 
