@@ -78,7 +78,7 @@ def test_memory_of_every_kind(make_podman: MakePodman, runtime: str, mode: str) 
 
 
 def test_a_damaged_pack_fails_the_restore_and_a_killed_criu_leaves_nothing(podman: Podman) -> None:
-    """Whatever happens between CRIU's making the processes and their running, none of them runs, and nothing is left."""
+    """Whatever happens between CRIU's making processes and their running, none of them runs, and nothing is left."""
     archive = podman.scratch / "c.tar"
     podman.start("c", MIB)
     podman.checkpoint("c", archive)
@@ -99,10 +99,10 @@ def test_a_damaged_pack_fails_the_restore_and_a_killed_criu_leaves_nothing(podma
         podman.namespace.path("/run/ocihook/killed").unlink(missing_ok=True)
         end_agent(podman)
         start_agent(podman, KILLING_AGENT, *words)
-        podman.restore(archive, check=False)
+        output = podman.restore(archive, check=False)
         session = last_session(podman.namespace, "pre-restore")
         assert session["effects"] == []
-        assert podman.namespace.path("/run/ocihook/killed").exists()
+        assert podman.namespace.path("/run/ocihook/killed").exists(), output
         wait_for("no process to be left", lambda: not podman.namespace.pids("/workload"))
         podman.remove("c")
     end_agent(podman)
