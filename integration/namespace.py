@@ -64,7 +64,9 @@ class Namespace:
         return found
 
     def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        variables = [f"{key}={value}" for key, value in {"PATH": PATH, "HOME": "/root", **environment}.items()]
+        inherited = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}  # another work tree
+        named = {"PATH": PATH, "HOME": "/root", **inherited, **environment}
+        variables = [f"{key}={value}" for key, value in named.items()]
         enter = ["nsenter", "-t", str(self.pid), *self.kinds, "--root", "--wd=/", "env", "-i", "--chdir=/"]
         return [*enter, *variables, *command]
 

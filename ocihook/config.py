@@ -45,6 +45,7 @@ class Policy:
     quiesce_signal: str = ""  # sent to the container's init before the dump, while it runs; "" for none
     quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init creates or touches when it is at rest
     quiesce_timeout_s: float = 10.0  # for init to come to rest, else the dump is refused
+    host_memory: str = "direct"  # a restore writes most memory itself, past CRIU and in parallel; criu: CRIU all of it
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end, else the dump is refused
     gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it
@@ -68,6 +69,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "quiesce_ack": True,
         "quiesce_timeout_s": 60.0,
         "resume_signal": _SIGNALS,
+        "host_memory": ("direct", "criu"),
         "gpu_memory": ("packs", "criu"),
         "gpu_lock_timeout_s": 60.0,
         "gpu_preflight": ("refuse",),
@@ -124,6 +126,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "on_pack_error": ("keep", "fail"),
     "quiesce_signal": _SIGNALS,
     "resume_signal": _SIGNALS,
+    "host_memory": ("direct", "criu"),
     "gpu_memory": ("packs", "criu"),
     "gpu_preflight": ("refuse", "warn"),
     "on_gpu_restore_error": ("kill", "keep"),

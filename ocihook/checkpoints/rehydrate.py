@@ -19,9 +19,20 @@ from ocihook.packs.packed_manifest import (
     write_manifest,
 )
 from ocihook.packs.packing import pack
-from ocihook.packs.pages import ImageFile, Nowhere, Progress, Source, make_image, no_progress
+from ocihook.packs.pages import (
+    ImageFile,
+    Nowhere,
+    Parts,
+    Progress,
+    Source,
+    Target,
+    make_image,
+    no_progress,
+    scattered,
+)
+from ocihook.packs.unpacking import ALL
 from ocihook.session.timing import Spans, opener
-from ocihook.store.assemble import StoredPages, Target, assemble
+from ocihook.store.assemble import StoredPages, assemble
 from ocihook.store.domain import Domain
 from ocihook.store.extents import ZERO
 from ocihook.store.stored_manifest import StoredImage, StoredManifest, StoredRegion
@@ -33,12 +44,14 @@ def rehydrate_stored(
     directory: Path,
     *,
     with_regions: bool = True,
+    only: Mapping[str, Parts] = ALL,
     workers: int,
     progress: Progress = no_progress,
 ) -> None:
     """Write a stored checkpoint's page images into `directory`, every page verified on the way.
 
-    With `with_regions`, what goes into processes later is verified, too, as it is there once more.
+    With `with_regions`, what goes into processes later is verified, too, as it is there once more. Of images in `only`
+    just these parts are written, and verified.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
@@ -48,9 +61,10 @@ def rehydrate_stored(
         layout = domain.layout(manifest)
         targets = {}
         for image in manifest.images:
-            path = directory / image.name
-            make_image(path, image.size_bytes)
-            targets[image.name] = Target(partial(ImageFile, path, writable=True), 0)
+            path, parts = directory / image.name, only.get(image.name)
+            make_image(path, image.size_bytes if parts is None else parts.size_bytes)
+            opened = partial(ImageFile, path, writable=True)
+            targets[image.name] = Target(opened, 0) if parts is None else scattered(opened, parts)
         if with_regions:
             targets |= {region.name: Target(Nowhere, 0) for region in manifest.regions}
         assemble(layout, domain.packs, targets, workers=workers, patience=domain.patience, progress=progress)
@@ -91,6 +105,25 @@ def write_stored_regions(
     with domain.using(manifest.id):
         assemble(domain.layout(manifest), domain.packs, targets, workers=workers, patience=patience, progress=progress)
     return sum(region.size_bytes for region in manifest.regions)
+
+
+def write_stored_parts(
+    domain: Domain,
+    manifest: StoredManifest,
+    targets: Mapping[str, Target],
+    *,
+    workers: int,
+    patience: Patience = ENDLESS,
+    progress: Progress = no_progress,
+) -> None:
+    """Write parts of a stored checkpoint's page images, by their names, into processes.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+        OSError: if a process has not mapped them, or is gone.
+    """
+    with domain.using(manifest.id):
+        assemble(domain.layout(manifest), domain.packs, targets, workers=workers, patience=patience, progress=progress)
 
 
 def pack_stored(

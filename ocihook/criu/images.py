@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -77,8 +78,10 @@ class RestoreStats(NamedTuple):
     pages_restored: int
 
 
-def frames(data: bytes, name: str, magic: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
-    """Yield each message of an image as it is encoded, and where it begins.
+def frames(
+    data: bytes, name: str, magic: tuple[int, int], *, limit_bytes: int = _MAX_MESSAGE_BYTES
+) -> Iterator[tuple[int, bytes]]:
+    """Yield each message of an image as it is encoded, and where it begins; none may be larger than the limit.
 
     Raises:
         ImageError: if the magics are not what they must be, or the image ends within a message.
@@ -91,7 +94,7 @@ def frames(data: bytes, name: str, magic: tuple[int, int]) -> Iterator[tuple[int
             raise ImageError(f"{name} is truncated at byte {position}")
         size = _U32.unpack_from(data, position)[0]
         position += _U32.size
-        if size > _MAX_MESSAGE_BYTES or position + size > len(data):
+        if size > limit_bytes or position + size > len(data):
             raise ImageError(f"{name} is truncated or damaged at byte {position}")
         yield position, data[position : position + size]
         position += size
@@ -113,14 +116,16 @@ def decode(kind: str, encoded: bytes, name: str, position: int) -> Message:
     return message
 
 
-def _messages(data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, str]) -> Iterator[Message]:
-    """Yield the first message as kinds[0], all others as kinds[1].
+def messages(
+    data: bytes, name: str, magic: tuple[int, int], kinds: tuple[str, str], *, limit_bytes: int = _MAX_MESSAGE_BYTES
+) -> Iterator[Message]:
+    """Yield the first message as kinds[0], all others as kinds[1]; none may be larger than the limit.
 
     Raises:
         ImageError: if the magics or any message are not what they must be.
     """
     kind = kinds[0]
-    for position, encoded in frames(data, name, magic):
+    for position, encoded in frames(data, name, magic, limit_bytes=limit_bytes):
         yield decode(kind, encoded, name, position)
         kind = kinds[1]
 
@@ -133,17 +138,23 @@ def parse_pagemap(data: bytes, name: str = "pagemap") -> Pagemap:
     """
     if len(data) > _MAX_PAGEMAP_BYTES:
         raise ImageError(f"{name} is larger than {_MAX_PAGEMAP_BYTES} bytes")
-    messages = _messages(data, name, (COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
-    head = next(messages, None)
-    if head is None:
-        raise ImageError(f"{name} is empty")
+    head, entries = _open_pagemap(data, name)
     pages = 0
     is_compressed = False
-    for entry in messages:
+    for entry in entries:
         run = _run(entry)
         pages += run.pages if run.is_present else 0
         is_compressed = is_compressed or len(UnknownFieldSet(entry)) > 0
     return Pagemap(f"pages-{head.pages_id}.img", pages * PAGE_BYTES, is_compressed)  # type: ignore[attr-defined]
+
+
+def _open_pagemap(data: bytes, name: str) -> tuple[Message, Iterator[Message]]:
+    """Return the head of a pagemap image and its entries."""
+    found = messages(data, name, (COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
+    head = next(found, None)
+    if head is None:
+        raise ImageError(f"{name} is empty")
+    return head, found
 
 
 def _run(entry: Message) -> PageRun:
@@ -160,9 +171,58 @@ def parse_runs(data: bytes, name: str = "pagemap") -> Iterator[PageRun]:
     Raises:
         ImageError: if it is damaged, after what comes before.
     """
-    messages = _messages(data, name, (COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
-    next(messages, None)
-    return map(_run, messages)
+    return map(_run, _open_pagemap(data, name)[1])
+
+
+def cut_pagemap(data: bytes, gone: Iterable[tuple[int, int]], pages_id: int, name: str = "pagemap") -> bytes:
+    """Return a pagemap image without some of its addresses, which names page image `pages_id`.
+
+    Args:
+        data: as CRIU wrote it.
+        gone: start and end of what is left out, in the order of addresses.
+        pages_id: number of the page image that has what is left, without gaps.
+        name: in errors.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    head, entries = _open_pagemap(data, name)
+    head.pages_id = pages_id  # type: ignore[attr-defined]
+    made = bytearray(_TWO_MAGICS.pack(COMMON_MAGIC, _PAGEMAP_MAGIC) + _framed(head))
+    rest = deque(gone)
+    for entry in entries:
+        vaddr, pages, _ = _run(entry)
+        for start, end in _left(vaddr, vaddr + pages * PAGE_BYTES, rest):
+            _set_run(entry, start, (end - start) // PAGE_BYTES)
+            made += _framed(entry)
+    return bytes(made)
+
+
+def _left(start: int, end: int, gone: deque[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield what is left of a run; of `gone` goes what lies before the end of it."""
+    while gone and gone[0][0] < end:
+        low, high = gone[0]
+        if start < low:
+            yield start, low
+        start = max(start, min(high, end))
+        if high > end:
+            break
+        gone.popleft()
+    if start < end:
+        yield start, end
+
+
+def _framed(message: Message) -> bytes:
+    data = message.SerializeToString()
+    return _U32.pack(len(data)) + data
+
+
+def _set_run(entry: Message, vaddr: int, pages: int) -> None:
+    entry.vaddr = vaddr  # type: ignore[attr-defined]
+    if entry.HasField("nr_pages"):
+        entry.nr_pages = pages  # type: ignore[attr-defined]
+        pages &= 0xFFFFFFFF
+    entry.compat_nr_pages = pages  # type: ignore[attr-defined]
 
 
 def parse_processes(data: bytes) -> list[Process]:
@@ -173,8 +233,8 @@ def parse_processes(data: bytes) -> list[Process]:
     """
     if len(data) > _MAX_PSTREE_BYTES:
         raise ImageError(f"pstree.img is larger than {_MAX_PSTREE_BYTES} bytes")
-    messages = _messages(data, "pstree.img", (COMMON_MAGIC, _PSTREE_MAGIC), ("pstree_entry", "pstree_entry"))
-    return [Process(m.pid, m.ppid, len(m.threads)) for m in messages]  # type: ignore[attr-defined]
+    found = messages(data, "pstree.img", (COMMON_MAGIC, _PSTREE_MAGIC), ("pstree_entry", "pstree_entry"))
+    return [Process(m.pid, m.ppid, len(m.threads)) for m in found]  # type: ignore[attr-defined]
 
 
 def parse_dump_stats(data: bytes) -> DumpStats:
@@ -183,7 +243,7 @@ def parse_dump_stats(data: bytes) -> DumpStats:
     Raises:
         ImageError: if it is damaged.
     """
-    message = next(_messages(data, "stats-dump", (_SERVICE_MAGIC, _STATS_MAGIC), ("stats_entry", "stats_entry")), None)
+    message = next(messages(data, "stats-dump", (_SERVICE_MAGIC, _STATS_MAGIC), ("stats_entry", "stats_entry")), None)
     if message is None or not message.HasField("dump"):
         raise ImageError("stats-dump has no statistics of a dump")
     dump = message.dump  # type: ignore[attr-defined]
@@ -197,7 +257,7 @@ def parse_restore_stats(data: bytes) -> RestoreStats:
         ImageError: if it is damaged.
     """
     kinds = ("stats_entry", "stats_entry")
-    message = next(_messages(data, "stats-restore", (_SERVICE_MAGIC, _STATS_MAGIC), kinds), None)
+    message = next(messages(data, "stats-restore", (_SERVICE_MAGIC, _STATS_MAGIC), kinds), None)
     if message is None or not message.HasField("restore"):
         raise ImageError("stats-restore has no statistics of a restore")
     restore = message.restore  # type: ignore[attr-defined]
@@ -219,18 +279,19 @@ def read_pagemap(path: Path) -> Pagemap:
     Raises:
         ImageError: if it is damaged.
     """
-    return parse_pagemap(_pagemap_bytes(path), path.name)
+    return parse_pagemap(read_bounded(path), path.name)
 
 
 def read_runs(path: Path) -> Iterator[PageRun]:
     """Yield the runs of a pagemap image as `parse_runs` does."""
-    return parse_runs(_pagemap_bytes(path), path.name)
+    return parse_runs(read_bounded(path), path.name)
 
 
-def _pagemap_bytes(path: Path) -> bytes:
+def read_bounded(path: Path, limit_bytes: int = _MAX_PAGEMAP_BYTES) -> bytes:
+    """Return an image; of one that is too large a byte more than the limit, which its reader refuses."""
     with path.open("rb") as file:
         # No more than it has: a read takes as much memory as it is asked for.
-        return file.read(min(os.fstat(file.fileno()).st_size, _MAX_PAGEMAP_BYTES) + 1)
+        return file.read(min(os.fstat(file.fileno()).st_size, limit_bytes) + 1)
 
 
 def page_images(directory: Path) -> list[str]:

@@ -18,7 +18,6 @@ from ocihook.gpu.processes import (
     check_contents,
     checkpoint_all,
     driver_threads,
-    kill,
     lock_all,
     resume_all,
     states,
@@ -32,6 +31,7 @@ from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.memory import regions
+from ocihook.memory.half_restored import kill
 from ocihook.memory.regions import COPY_TIMEOUT_S, CheckpointedProcess
 from ocihook.memory.standstill import standing_still
 from ocihook.packs.packed_manifest import read_manifest

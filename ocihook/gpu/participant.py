@@ -7,14 +7,13 @@ from ocihook.errors import OcihookError
 from ocihook.gpu.dump import GpuCheckpointed, GpuFacts, checkpoint_gpus, lock_gpus, moved_regions
 from ocihook.gpu.processes import find_gpu_processes
 from ocihook.gpu.restore import (
-    HalfRestored,
     TargetFacts,
     check_gpu_node,
     check_memory,
     fill_memory,
-    note_half_restored,
     resume_gpus,
 )
+from ocihook.memory.half_restored import note_half_restored
 from ocihook.memory.standstill import freeze_restored
 from ocihook.session.participant import Dump, Participant, Restore
 
@@ -80,11 +79,5 @@ class Gpu(Participant):
                 log.warning("container %s runs before it has its GPUs: %s", restore.journal.container, error)
 
     def running(self, restore: Restore) -> None:
-        """Resume CUDA. If CRIU was killed meanwhile, the container is nobody's."""
-        try:
-            resume_gpus(restore)
-        finally:
-            half_restored = restore.journal.find(HalfRestored)
-            if half_restored is not None:
-                restore.progress(0)
-                restore.journal.forget(half_restored)
+        """Resume CUDA."""
+        resume_gpus(restore)

@@ -7,7 +7,6 @@ not broken off, and whoever has made it asks afterwards whether anybody still wa
 
 import logging
 import random
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -295,12 +294,6 @@ def resume_all(
     failures = _on_each(set_running, processes, COPY_TIMEOUT_S, "restore")
     if failures:
         raise next(iter(failures.values()))
-
-
-def kill(processes: Sequence[Process]) -> None:
-    """Kill processes that cannot be given back what they had."""
-    for process in processes:
-        process.send(signal.SIGKILL)
 
 
 def _on_each(

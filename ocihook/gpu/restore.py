@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ocihook.container.runtime_call import DeviceNode, find_runtime_call, read_nvidia_devices
@@ -15,12 +14,13 @@ from ocihook.gpu.driver import CudaDriver, CudaState
 from ocihook.gpu.dump import GpuFacts, Taken, needed
 from ocihook.gpu.mapping import check_gpus, choose_gpu_map
 from ocihook.gpu.preflight import heed, restore_refusals
-from ocihook.gpu.processes import find_gpu_processes, kill, read_node, resume_all, states, wait_for_room
+from ocihook.gpu.processes import find_gpu_processes, read_node, resume_all, states, wait_for_room
 from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import make_device
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, pid_below, thread_ids
+from ocihook.memory.half_restored import kill
 from ocihook.memory.standstill import standing_still
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
@@ -38,31 +38,6 @@ class TargetFacts(Facts):
     gpu_map: list[tuple[str, str]] = field(default_factory=list)  # UUIDs: that it had, that it gets; []: the same
     need: dict[str, int] = field(default_factory=dict)  # bytes that each must have free, by UUID
     devices: list[DeviceNode] = field(default_factory=list)  # that its configuration gives it
-
-
-@dataclass(kw_only=True)
-class HalfRestored(Effect, kind="half-restored"):
-    """CRIU has made processes. They stay if CRIU is killed, and so do those that init makes by itself.
-
-    They would wait for CRIU for ever or, once CRIU has let go, run without a GPU. No engine knows of them.
-    """
-
-    processes: list[Process]
-
-    def undo(self, journal: Journal, _patience: Patience) -> None:
-        """Kill what CRIU has left of a restore. CRIU ends its processes itself while it lives."""
-        if journal.criu.is_alive():
-            return
-        pids = [process.pid for process in self.processes if process.is_alive()]
-        left = [process for root in pids for pid in descendants(root) if (process := Process.find(pid))]
-        kill(left)
-        if left:
-            log.error(
-                "container %s: CRIU did not come to the end of its restore, the %d processes that it left were killed; "
-                "the checkpoint is as it was: restore it again",
-                journal.container,
-                len(left),
-            )
 
 
 @dataclass(kw_only=True)
@@ -150,21 +125,6 @@ def check_memory(restore: Restore, need_bytes: int) -> None:
     """
     reasons = restore_refusals(need_bytes, available_bytes(), memory_headroom_bytes(restore.criu_pid))
     heed(reasons if need_bytes else [], restore.policy.gpu_preflight)
-
-
-def note_half_restored(restore: Restore) -> None:
-    """Record what CRIU has made so far, before it makes more: the container's init, and helpers of its own."""
-    criu = restore.journal.criu
-    pids = [restore.init_pid, *(pid for pid in descendants(criu.pid) if _is_criu(pid, criu.pid))]
-    processes = [process for pid in pids if (process := Process.find(pid)) and process != criu]
-    restore.journal.add(HalfRestored(processes=processes))
-
-
-def _is_criu(pid: int, criu_pid: int) -> bool:
-    """Tell whether a process has CRIU's executable, as no action script has."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/exe").samefile(f"/proc/{criu_pid}/exe")
-    return False
 
 
 def fill_memory(restore: Restore, checkpoint: Checkpoint) -> int:

@@ -143,7 +143,7 @@ def _without_agent(stage: str, image_dir: str, error: str, *, is_at_work: bool) 
     if stage == "pre-dump" and os.geteuid() == 0:
         return 1, f"no agent ({error}); the dump is refused, the container runs on; see `ocihook doctor`"
     if stage == "post-restore":
-        return 1, f"GPU memory cannot be written, nor connections be let go ({error}); the restore fails"
+        return 1, f"memory cannot be written, nor connections released ({error}); the restore fails"
     if stage == "post-dump" and has_ours:
         return 1, f"the checkpoint is incomplete ({error}); the dump fails, the container runs on"
     if stage == "post-dump":

@@ -36,8 +36,8 @@ from ocihook.packs.packed_manifest import (
     write_manifest,
 )
 from ocihook.packs.packing import pack_images
-from ocihook.packs.pages import Progress, no_progress
-from ocihook.packs.unpacking import Packs
+from ocihook.packs.pages import Parts, Progress, Target, no_progress
+from ocihook.packs.unpacking import ALL, Packs
 from ocihook.store.stored_manifest import StoredRegion
 from ocihook.store.thin import THIN_NAME
 
@@ -260,6 +260,7 @@ def rehydrate_image_set(
     directory: Path,
     *,
     with_regions: bool = True,
+    only: Mapping[str, Parts] = ALL,
     workers: int,
     patience: Patience = ENDLESS,
     progress: Progress = no_progress,
@@ -273,6 +274,7 @@ def rehydrate_image_set(
         directory: the image set.
         with_regions: verify memory that goes elsewhere, too; else only the tables of its packs, and whoever writes it
             into a process verifies it on the way, as always.
+        only: of some page images, by their names, what is to be written, and verified, and where to.
         workers: processes to use.
         patience: how long it is waited for.
         progress: told the bytes done.
@@ -287,21 +289,47 @@ def rehydrate_image_set(
     if manifest is None:
         return []
     names = [image.name for image in manifest.packed_images]
+    need_bytes = sum(only[i.name].size_bytes if i.name in only else i.size_bytes for i in manifest.packed_images)
     _check_claims(directory, manifest)
     packs = open_packs(directory, manifest, elsewhere=elsewhere)
     try:
         dehydrate(directory, names)  # of an earlier attempt
-        _check_space(directory, manifest)
-        packs.rehydrate(directory, with_regions=with_regions, workers=workers, patience=patience, progress=progress)
-        check_page_images(directory)
+        _check_space(directory, need_bytes)
+        packs.rehydrate(
+            directory, with_regions=with_regions, only=only, workers=workers, patience=patience, progress=progress
+        )
+        if not only:
+            check_page_images(directory)
     except BaseException as error:
         dehydrate(directory, names)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_space(manifest, 0) from error
+            raise _no_space(need_bytes, 0) from error
         raise
     finally:
         packs.close()
     return names
+
+
+def write_packed_parts(
+    directory: Path,
+    manifest: PackedManifest,
+    targets: Mapping[str, Target],
+    *,
+    workers: int,
+    patience: Patience = ENDLESS,
+    progress: Progress = no_progress,
+) -> None:
+    """Write parts of packed page images, by their names, into processes.
+
+    Raises:
+        IntegrityError: if a pack is missing or damaged.
+        OSError: if a process has not mapped them, or is gone.
+    """
+    packs = open_packs(directory, manifest)
+    try:
+        packs.write_parts(targets, workers=workers, patience=patience, progress=progress)
+    finally:
+        packs.close()
 
 
 def _check_claims(directory: Path, manifest: PackedManifest) -> None:
@@ -377,15 +405,15 @@ def check_other_images(directory: Path, images: Iterable[OtherImage]) -> None:
             raise IntegrityError(f"image {image.name} is not what was checkpointed")
 
 
-def _check_space(directory: Path, manifest: PackedManifest) -> None:
+def _check_space(directory: Path, need_bytes: int) -> None:
     file_system = os.statvfs(directory)
     free_bytes = file_system.f_bavail * file_system.f_frsize
-    if free_bytes < manifest.image_bytes + _SPACE_MARGIN_BYTES:
-        raise _no_space(manifest, free_bytes)
+    if free_bytes < need_bytes + _SPACE_MARGIN_BYTES:
+        raise _no_space(need_bytes, free_bytes)
 
 
-def _no_space(manifest: PackedManifest, free_bytes: int) -> OcihookError:
+def _no_space(need_bytes: int, free_bytes: int) -> OcihookError:
     return StoreFull(
-        f"unpacking the checkpoint needs {manifest.image_bytes} bytes, {free_bytes} are free",
+        f"unpacking the checkpoint needs {need_bytes} bytes, {free_bytes} are free",
         hint="free space where the engine unpacks checkpoints, then restore again",
     )

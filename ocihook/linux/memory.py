@@ -33,8 +33,17 @@ for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
 
 def available_bytes() -> int:
     """Return how much memory the node has left for new work; 0 if the kernel does not tell."""
+    return _meminfo_bytes("MemAvailable")
+
+
+def free_swap_bytes() -> int:
+    """Return how much swap of the node is free; 0 if there is none."""
+    return _meminfo_bytes("SwapFree")
+
+
+def _meminfo_bytes(name: str) -> int:
     for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
     return 0
 

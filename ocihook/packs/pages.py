@@ -2,6 +2,8 @@
 
 import errno
 import os
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,90 @@ class WritablePages(Protocol):
 
     def close(self) -> None:
         """Let go of it."""
+
+
+class Part(NamedTuple):
+    """Bytes of an image, and where they go to."""
+
+    start: int
+    size_bytes: int
+    to: int
+
+
+class Parts:
+    """Parts of one image, in order, none of them empty. Twenty-four bytes each: there may be a million."""
+
+    def __init__(self, parts: Iterable[tuple[int, int, int]] = ()) -> None:
+        self._starts, self._sizes, self._to = array("Q"), array("Q"), array("Q")
+        for start, size_bytes, to in parts:
+            self._starts.append(start)
+            self._sizes.append(size_bytes)
+            self._to.append(to)
+        self.size_bytes = sum(self._sizes)
+
+    def __iter__(self) -> Iterator[Part]:
+        return map(Part, self._starts, self._sizes, self._to)
+
+    def within(self, start: int, end: int) -> Iterator[Part]:
+        """Yield what of them lies between two offsets."""
+        for number in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
+            at = self._starts[number]
+            if at >= end:
+                return
+            low, high = max(at, start), min(at + self._sizes[number], end)
+            if low < high:
+                yield Part(low, high - low, self._to[number] + low - at)
+
+    def touches(self, start: int, end: int) -> bool:
+        """Tell whether anything of them lies between two offsets."""
+        return next(self.within(start, end), None) is not None
+
+
+class ScatteredPages:
+    """Takes the pages of an image, and writes parts of it elsewhere; what is in no part goes nowhere."""
+
+    def __init__(self, pages: WritablePages, parts: Parts) -> None:
+        self._pages = pages
+        self._parts = parts
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        """Write buffers, one after the other in the image; return how many bytes were taken."""
+        size = sum(map(len, buffers))
+        for part in self._parts.within(offset, offset + size):
+            chosen = buffers if part.size_bytes == size else list(_slice(buffers, part.start - offset, part.size_bytes))
+            write_pages(self._pages, chosen, part.to)
+        return size
+
+    def close(self) -> None:
+        """Close what is written to."""
+        self._pages.close()
+
+
+def _slice(buffers: Iterable[bytes | memoryview], start: int, size_bytes: int) -> Iterator[memoryview]:
+    """Yield `size_bytes` from `start` on of what buffers hold one after the other."""
+    at, end = 0, start + size_bytes
+    for buffer in buffers:
+        low, high = max(start - at, 0), min(end - at, len(buffer))
+        if low < high:
+            yield memoryview(buffer)[low:high]
+        at += len(buffer)
+
+
+class Target(NamedTuple):
+    """Where an image goes to: a new file, or memory that reads as zeros."""
+
+    open: Callable[[], WritablePages]
+    start: int  # offset of its first page
+    parts: Parts | None = None  # of the image, if the rest need not even be read
+
+    def wants(self, start: int, size_bytes: int) -> bool:
+        """Tell whether anything of so many bytes from an offset in the image on goes there."""
+        return self.parts is None or self.parts.touches(start, start + size_bytes)
+
+
+def scattered(opened: Callable[[], WritablePages], parts: Parts) -> Target:
+    """Return a target that takes parts of an image."""
+    return Target(lambda: ScatteredPages(opened(), parts), 0, parts)
 
 
 class ImageFile:

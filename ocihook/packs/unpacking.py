@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.patience import ENDLESS, Patience
@@ -18,14 +19,17 @@ from ocihook.packs.pages import (
     FILE_BATCH_BYTES,
     ImageFile,
     PageWriter,
+    Parts,
     Progress,
+    Target,
     WritablePages,
     byte_runs,
     make_image,
     no_progress,
+    scattered,
 )
 
-_Target = tuple[Callable[[], "WritablePages"], int]  # and an offset in it
+ALL: Mapping[str, Parts] = MappingProxyType({})  # of every image
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class Packs:
         directory: Path,
         *,
         with_regions: bool = True,
+        only: Mapping[str, Parts] = ALL,
         workers: int,
         patience: Patience = ENDLESS,
         progress: Progress = no_progress,
@@ -95,6 +100,7 @@ class Packs:
         Args:
             directory: where they go.
             with_regions: check those, too, which `write_regions` does once more.
+            only: of some images, by their names, what is to be written and where to; `write_parts` checks the rest.
             workers: processes to use.
             patience: how long it is waited for.
             progress: told the bytes done.
@@ -103,13 +109,14 @@ class Packs:
             IntegrityError: naming the first damaged chunk.
             OSError: from the file system, a full one included.
         """
-        targets: dict[PackedImage | PackedRegion, _Target] = {}
+        targets: dict[PackedImage | PackedRegion, Target] = {}
         for image in self.images:
             if not isinstance(image, PackedImage):
                 continue
-            path = directory / image.name
-            targets[image] = (partial(ImageFile, path, writable=True), 0)
-            make_image(path, image.size_bytes)
+            path, parts = directory / image.name, only.get(image.name)
+            opened = partial(ImageFile, path, writable=True)
+            targets[image] = Target(opened, 0) if parts is None else scattered(opened, parts)
+            make_image(path, image.size_bytes if parts is None else parts.size_bytes)
         tasks = [task for task in self._tasks if with_regions or task.image in targets]
         # The kernel lets one at a time write to a file, so that workers had better be at several of them.
         tasks.sort(key=lambda task: task.start / task.image.size_bytes)
@@ -129,19 +136,40 @@ class Packs:
             IntegrityError: naming the first damaged chunk.
             OSError: if a process is gone, or has nothing mapped there.
         """
-        tasks = [task for task in self._tasks if task.image in memory]
-        targets: dict[PackedImage | PackedRegion, _Target] = {r: (opened, r.start) for r, opened in memory.items()}
+        targets: dict[PackedImage | PackedRegion, Target] = {r: Target(opened, r.start) for r, opened in memory.items()}
+        tasks = [task for task in self._tasks if task.image in targets]
         self._run(tasks, targets, workers, patience, progress)
+
+    def write_parts(
+        self,
+        targets: Mapping[str, Target],
+        *,
+        workers: int,
+        patience: Patience = ENDLESS,
+        progress: Progress = no_progress,
+    ) -> None:
+        """Write parts of page images, by their names, to processes' memory that reads as zeros.
+
+        Raises:
+            IntegrityError: naming the first damaged chunk.
+            OSError: if a process is gone, or has nothing mapped there.
+        """
+        wanted: dict[PackedImage | PackedRegion, Target] = {
+            image: targets[image.name] for image in self.images if image.name in targets
+        }
+        tasks = [task for task in self._tasks if task.image in wanted]
+        self._run(tasks, wanted, workers, patience, progress)
 
     def _run(
         self,
         tasks: Sequence[_Task],
-        targets: Mapping[PackedImage | PackedRegion, _Target],
+        targets: Mapping[PackedImage | PackedRegion, Target],
         workers: int,
         patience: Patience,
         progress: Progress,
     ) -> None:
-        """Verify tasks and write what has a target there."""
+        """Verify tasks and write what has a target there; what that does not want is not even read."""
+        tasks = [task for task in tasks if task.image not in targets or _is_wanted(task, targets[task.image])]
 
         def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
             for number in task_numbers:
@@ -152,9 +180,9 @@ class Packs:
                     _unpack_segment(reader, task.segment, None)
                 else:
                     batch_bytes = FILE_BATCH_BYTES if isinstance(task.image, PackedImage) else BATCH_BYTES
-                    with contextlib.closing(target[0]()) as pages:
-                        writer = PageWriter(pages, target[1] + task.start, batch_bytes)
-                        _unpack_segment(reader, task.segment, writer)
+                    with contextlib.closing(target.open()) as pages:
+                        writer = PageWriter(pages, target.start + task.start, batch_bytes)
+                        _unpack_segment(reader, task.segment, writer, target, task.start)
                 yield number
 
         for number in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
@@ -238,10 +266,31 @@ def _whole(reader: PackReader, chunk: Chunk) -> bytes | memoryview:
     return bytes(window)
 
 
-def _unpack_segment(reader: PackReader, segment: Segment, writer: PageWriter | None) -> None:
-    """Verify one segment and, given a writer, write its pages."""
+def _is_wanted(task: _Task, target: Target) -> bool:
+    return target.wants(task.start, task.size_bytes)
+
+
+def _unpack_segment(
+    reader: PackReader,
+    segment: Segment,
+    writer: PageWriter | None,
+    target: Target | None = None,
+    at: int = 0,
+) -> None:
+    """Verify one segment and, given a writer, write its pages.
+
+    Args:
+        reader: of the pack.
+        segment: where in it.
+        writer: to write with.
+        target: what that writes to; chunks that it does not want are left out.
+        at: offset of the segment in its image.
+    """
     for chunk in reader.chunks(segment.first_chunk, segment.chunks):
-        if chunk.kind == ZERO:
+        size = chunk.pages * PAGE_BYTES
+        is_wanted = target is None or target.wants(at, size)
+        at += size
+        if chunk.kind == ZERO or not is_wanted:
             if writer is not None:
                 writer.skip(chunk.pages)
             continue

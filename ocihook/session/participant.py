@@ -1,7 +1,7 @@
 """Who takes part in a dump or restore: the calls that each gets, and what is known of the dump or restore by then."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ocihook.config import Policy, Settings
 from ocihook.errors import plain
+from ocihook.images.direct import Cut
 from ocihook.images.image_set import MovedRegions
 from ocihook.linux.cgroup import Freezer, find_freezer
 from ocihook.linux.hold import Hold
@@ -16,6 +17,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import KeySource
+from ocihook.packs.pages import Parts
 from ocihook.session.effect import Facts
 from ocihook.session.journal import Journal
 from ocihook.store.store import Store
@@ -140,6 +142,14 @@ class Checkpoint(Protocol):
         """Bytes of that memory at least: without zero pages."""
 
     @property
+    def image_names(self) -> Collection[str]:
+        """The page images that are in packs, or in the store."""
+
+    @property
+    def write_parts(self) -> Callable[..., None]:
+        """What writes parts of these to `targets`, by their names, with `workers`, `patience` and `progress`."""
+
+    @property
     def write_regions(self) -> Callable[..., int]:
         """What writes it into `processes`, by their names, with `workers`, `patience`, `progress` and `spans`."""
 
@@ -150,6 +160,12 @@ class Restore(Act):
 
     settings: Settings
     checkpoint: Checkpoint | None = None  # None: images as CRIU alone writes them
+    cuts: Sequence[Cut] = ()  # of pagemaps, for what goes past CRIU
+
+    @property
+    def kept(self) -> Mapping[str, Parts]:
+        """What CRIU is to find of page images, by their names, where it is not to find all."""
+        return {cut.direct.pages_name: cut.direct.kept for cut in self.cuts}
 
     @property
     def init(self) -> Process | None:

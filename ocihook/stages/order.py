@@ -1,6 +1,7 @@
 """Who takes part in a dump and a restore, the outermost first. Whoever is new has a line here."""
 
 from ocihook.gpu.participant import Gpu
+from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
 from ocihook.session.participant import Participant
@@ -14,6 +15,7 @@ _ORDER: tuple[type[Participant], ...] = (
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
     Network,  # no packet moves any more; sockets come to lie where the container is restored
+    HostMemory,  # and most of the memory in them goes into restored processes past CRIU
     Gpu,  # GPU memory goes into packs, or into the processes' own
 )
 

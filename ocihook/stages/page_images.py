@@ -20,6 +20,7 @@ from ocihook.images.image_set import (
     region_bytes,
     rehydrate_image_set,
     take_in,
+    write_packed_parts,
 )
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import is_in_memory
@@ -91,6 +92,16 @@ class PackedCheckpoint:
     def region_bytes(self) -> int:
         """Bytes of that memory at least."""
         return region_bytes(self.manifest)
+
+    @property
+    def image_names(self) -> Collection[str]:
+        """The page images that are in packs."""
+        return [image.name for image in self.manifest.packed_images]
+
+    @property
+    def write_parts(self) -> Callable[..., None]:
+        """What writes parts of these into processes."""
+        return partial(write_packed_parts, self.directory, self.manifest)
 
     @property
     def write_regions(self) -> Callable[..., int]:
@@ -200,6 +211,7 @@ class PageImages(Participant):
             rehydrate_image_set(
                 restore.directory,
                 with_regions=manifest is None or is_read_twice(manifest.regions),
+                only=restore.kept,
                 workers=restore.call().workers,
                 patience=restore.patience,
                 progress=restore.progress,

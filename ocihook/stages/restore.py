@@ -9,6 +9,7 @@ from pathlib import Path
 from ocihook.config import Settings
 from ocihook.container.runtime_call import find_runtime_call
 from ocihook.errors import ConfigError, IdentificationError
+from ocihook.images.direct import put_back
 from ocihook.linux.patience import Patience
 from ocihook.session.journal import Journal
 from ocihook.session.participant import Restore
@@ -35,6 +36,7 @@ def pre_restore(journal: Journal, patience: Patience, request: Request, director
         call = find_runtime_call(request.criu_pid)
         if call is not None:
             identify(journal, request, call, settings)
+    put_back(directory)  # of a restore that ended with the node's power
     restore = _restore(journal, patience, request, directory, settings)
     taking_part = participants()
     for participant in taking_part:

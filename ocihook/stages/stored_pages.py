@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 from ocihook.checkpoints.admission import check_domain
 from ocihook.checkpoints.complete import store_workers, wait_complete
 from ocihook.checkpoints.pulling import is_here, keep_in_use, pull
-from ocihook.checkpoints.rehydrate import rehydrate_stored, stored_region_bytes, write_stored_regions
+from ocihook.checkpoints.rehydrate import (
+    rehydrate_stored,
+    stored_region_bytes,
+    write_stored_parts,
+    write_stored_regions,
+)
 from ocihook.checkpoints.stage import STAGED_NAME, Place, check_can_store, choose_place, finish_staging, stage
 from ocihook.checkpoints.transfer import Moved
 from ocihook.criu.images import check_page_images
@@ -71,6 +76,16 @@ class StoredCheckpoint:
     def region_bytes(self) -> int:
         """Bytes of that memory at least."""
         return stored_region_bytes(self.domain, self.manifest)
+
+    @property
+    def image_names(self) -> Collection[str]:
+        """The page images that are in the store."""
+        return [image.name for image in self.manifest.images]
+
+    @property
+    def write_parts(self) -> Callable[..., None]:
+        """What writes parts of these into processes."""
+        return partial(write_stored_parts, self.domain, self.manifest)
 
     @property
     def write_regions(self) -> Callable[..., int]:
@@ -241,10 +256,12 @@ class StoredPages(Participant):
                 manifest,
                 restore.directory,
                 with_regions=is_read_twice(manifest.regions),
+                only=restore.kept,
                 workers=restore.call().workers,
                 progress=restore.progress,
             )
-        check_page_images(restore.directory)
+        if not restore.cuts:
+            check_page_images(restore.directory)
         restore.journal.note(SizeFacts(raw_bytes=manifest.raw_bytes, checkpoint=manifest.id))
         return f"container {manifest.container}: {manifest.raw_bytes} bytes of memory from checkpoint {manifest.id}"
 

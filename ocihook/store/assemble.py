@@ -1,13 +1,12 @@
 """Writes the pages of a stored checkpoint to where they are wanted, in parallel, each chunk verified as it is read."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
 
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import PAGE_BYTES, Buffer
-from ocihook.packs.pages import Progress, WritablePages, no_progress, write_pages
+from ocihook.packs.pages import Progress, Target, WritablePages, no_progress, write_pages
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
 
@@ -20,13 +19,6 @@ _ZEROS = memoryview(bytes(_HOLE_PAGES * PAGE_BYTES))
 Run = tuple[int, list[Buffer]]
 
 
-class Target(NamedTuple):
-    """Where an image goes to: a new file, or memory that reads as zeros."""
-
-    open: Callable[[], WritablePages]
-    start: int  # offset of its first page
-
-
 def assemble(
     layout: Layout,
     directory: PackDirectory,
@@ -36,7 +28,7 @@ def assemble(
     patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> None:
-    """Write images to their targets; long runs of zero pages are left alone.
+    """Write images, or what their targets want of them, there; long runs of zero pages are left alone.
 
     Raises:
         IntegrityError: naming what is missing or damaged, of other images' packs, too.
@@ -46,6 +38,7 @@ def assemble(
         (name, first, min(first + _RANGE_PAGES, layout.images[name].pages))
         for name in targets
         for first in range(0, layout.images[name].pages, _RANGE_PAGES)
+        if targets[name].wants(first * PAGE_BYTES, _RANGE_PAGES * PAGE_BYTES)
     ]
     # The kernel lets one at a time write to a file, so that workers had better be at several of them.
     ranges.sort(key=lambda part: part[1] / layout.images[part[0]].pages)
@@ -58,6 +51,8 @@ def assemble(
                 name, first, end = ranges[task]
                 with contextlib.closing(targets[name].open()) as target:
                     for batch in range(first, end, _BATCH_PAGES):
+                        if not targets[name].wants(batch * PAGE_BYTES, _BATCH_PAGES * PAGE_BYTES):
+                            continue
                         runs = reader.read(layout.images[name], batch, min(_BATCH_PAGES, end - batch))
                         _write(runs, target, targets[name].start + batch * PAGE_BYTES)
                 yield task

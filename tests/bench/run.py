@@ -35,7 +35,7 @@ from ocihook import wire
 from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import PAGE_BYTES, PackFile
 from ocihook.packs.packing import SEGMENT_BYTES, WORKER_BYTES, pack_images
-from ocihook.packs.pages import ImageFile
+from ocihook.packs.pages import ImageFile, Target
 from ocihook.packs.unpacking import Packs
 from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
@@ -499,7 +499,7 @@ def _store_and_copy(directory: Path, dataset: Path, second: Path) -> Iterator[Fi
 
     def restore() -> None:
         layout = store.domain.layout(store.domain.checkpoints()[-1])
-        target = assemble.Target(partial(ImageFile, out, writable=True), 0)
+        target = Target(partial(ImageFile, out, writable=True), 0)
         assemble.assemble(layout, store.domain.packs, {"pages-1.img": target}, workers=CORES)
 
     def against_copy(run: Run, before: Run) -> tuple[float, float]:

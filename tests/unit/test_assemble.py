@@ -12,10 +12,10 @@ import pytest
 from ocihook.errors import IntegrityError
 from ocihook.packs.cipher import NO_KEYS, Keyring
 from ocihook.packs.pack import LZ4, PAGE_BYTES, RAW
-from ocihook.packs.pages import ImageFile, make_image
+from ocihook.packs.pages import ImageFile, Target, make_image
 from ocihook.store import assemble as module
 from ocihook.store import pack_directory as places
-from ocihook.store.assemble import StoredPages, Target, assemble, read_image
+from ocihook.store.assemble import StoredPages, assemble, read_image
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack_directory import PackDirectory, pack_name
 from tests.damage import flip_bit

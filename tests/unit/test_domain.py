@@ -13,8 +13,8 @@ from ocihook.errors import IntegrityError, StoreError
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import NO_KEYS
 from ocihook.packs.pack import PAGE_BYTES
-from ocihook.packs.pages import ImageFile, Source
-from ocihook.store.assemble import Target, assemble
+from ocihook.packs.pages import ImageFile, Source, Target
+from ocihook.store.assemble import assemble
 from ocihook.store.deduplicate import deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.garbage import remove_rubbish, repair

@@ -1,0 +1,128 @@
+/* The container of the tests of direct restore: memory of every kind, and a cut through it that is consistent or not.
+ *
+ * mappings MIB  holds MIB in small pages, as much in huge ones, and as much again that it shares with two children since
+ *               they were forked; and beside it what a restore must leave to CRIU. Like workload.c it prints `count N
+ *               checksum H`, of what does not change; H is `torn` if what changes is not from one instant.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ipc.h>
+#include <sys/mman.h>
+#include <sys/shm.h>
+#include <unistd.h>
+
+#define MIB ((size_t)1 << 20)
+#define PAGE 4096
+#define WORDS (PAGE / 8)
+#define CHILDREN 2
+#define IDLE 20
+
+static size_t size;
+static uint64_t *small, *huge, *common, *odd, *locked, *unforked, *memfd, *sysv, *large, *answers;
+
+static void end(int s) { (void)s; kill(0, SIGKILL); }
+static void *idle(void *x) { for (;;) pause(); return x; }
+
+static uint64_t mix(uint64_t x)
+{
+    x ^= x >> 33, x *= 0xff51afd7ed558ccdull, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53ull;
+    return x ^ x >> 33;
+}
+
+/* Between guards, and these behind a gap: the kernel joins nothing, and what a child has alike stays alike. */
+static void *map(size_t bytes, int flags, int fd)
+{
+    char *place = mmap(NULL, bytes + 6 * MIB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    munmap(place + bytes + 5 * MIB, MIB);
+    place = (char *)(((uintptr_t)place + 4 * MIB - 1) & ~(2 * MIB - 1));
+    void *made = mmap(place, bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED, fd, 0);
+    return made == MAP_FAILED ? NULL : made;
+}
+
+static uint64_t *fill(void *memory, size_t bytes, uint64_t seed)
+{
+    uint64_t *words = memory;
+    for (size_t i = 0; i < bytes / 8; i++)
+        words[i] = i % WORDS == 1 ? 0 : mix(seed * 1000003 + i); /* word 1 of a page changes */
+    return words;
+}
+
+static uint64_t sum(const uint64_t *words, size_t bytes)
+{
+    uint64_t found = 0;
+    for (size_t i = 0; words && i < bytes / 8; i++)
+        if (i % WORDS != 1)
+            found = (found << 1 | found >> 63) ^ words[i];
+    return found;
+}
+
+static uint64_t versions(const uint64_t *words)
+{
+    uint64_t found = 0;
+    for (size_t i = 1; i < size / 8; i += WORDS)
+        found += words[i];
+    return found;
+}
+
+int main(int argc, char **argv)
+{
+    const int own = MAP_PRIVATE | MAP_ANONYMOUS;
+    signal(SIGTERM, end);
+    size = (argc > 1 ? (size_t)atoi(argv[1]) : 72) * MIB;
+    answers = map(PAGE, MAP_SHARED | MAP_ANONYMOUS, -1);
+    for (int child = 0; child < IDLE; child++)
+        if (fork() == 0)
+            idle(NULL);
+    common = fill(map(size, own, -1), size, 1);
+    for (int child = 0; child < CHILDREN; child++)
+        if (fork() == 0)
+            for (;; usleep(50000))
+                answers[child] = sum(common, size);
+    small = map(size, own, -1), huge = map(size, own, -1);
+    madvise(small, size, MADV_NOHUGEPAGE), madvise(huge, size, MADV_HUGEPAGE);
+    fill(small, size, 2), fill(huge, size, 3);
+    madvise((char *)small + 8 * MIB, MIB, MADV_DONTNEED); /* reads as zeros ever after */
+    mprotect((char *)small + 16 * MIB, MIB, PROT_NONE);
+    mprotect((char *)small + 24 * MIB, 2 * MIB, PROT_READ);
+    odd = fill(map(MIB + PAGE, own, -1), MIB + PAGE, 4);
+    locked = fill(map(2 * MIB, own, -1), 2 * MIB, 5), mlock(locked, 2 * MIB);
+    unforked = fill(map(4 * MIB, own, -1), 4 * MIB, 6), madvise(unforked, 4 * MIB, MADV_DONTFORK);
+    int fd = memfd_create("beside", 0);
+    if (ftruncate(fd, 2 * (off_t)MIB))
+        return 1;
+    memfd = fill(map(2 * MIB, MAP_SHARED, fd), 2 * MIB, 7);
+    sysv = fill(shmat(shmget(IPC_PRIVATE, 2 * MIB, IPC_CREAT | 0600), NULL, 0), 2 * MIB, 8);
+    if ((large = map(2 * MIB, own | MAP_HUGETLB, -1))) /* where the machine has such pages */
+        fill(large, 2 * MIB, 9);
+    pthread_t thread;
+    for (int i = 0; i < 3; i++)
+        pthread_create(&thread, NULL, idle, NULL);
+    uint64_t seed = 42, total = 0, word = 0;
+    for (unsigned count = 1;; count++) {
+        for (int i = 0; i < 20000; i++) {
+            uint64_t page = mix(seed++) % (size / PAGE);
+            if (page * PAGE - 16 * MIB >= 10 * MIB || page < 16 * MIB / PAGE) { /* not where it may not write */
+                ((i & 1 ? small : huge) + page * WORDS)[1]++;
+                total++;
+            }
+        }
+        mprotect((char *)small + 16 * MIB, MIB, PROT_READ);
+        uint64_t changed = versions(small) + versions(huge);
+        word = sum(small, size) ^ sum(huge, size) * 3 ^ sum(odd, MIB + PAGE) * 5 ^ sum(locked, 2 * MIB) * 7
+            ^ sum(unforked, 4 * MIB) * 11 ^ sum(memfd, 2 * MIB) * 13 ^ sum(sysv, 2 * MIB) * 17 ^ sum(large, 2 * MIB) * 19;
+        mprotect((char *)small + 16 * MIB, MIB, PROT_NONE);
+        for (int child = 0; child < CHILDREN; child++)
+            word ^= answers[child] * (23 + (uint64_t)child) ^ sum(common, size);
+        if (changed == total)
+            printf("count %u checksum %016llx\n", count, (unsigned long long)word);
+        else
+            printf("count %u checksum torn\n", count);
+        fflush(stdout);
+        usleep(20000);
+    }
+}

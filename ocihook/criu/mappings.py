@@ -1,0 +1,78 @@
+"""Reads CRIU's images of address spaces: what each dumped process had mapped, and which of it is plain memory."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.criu.images import COMMON_MAGIC, messages, parse_processes, read_bounded
+from ocihook.errors import ImageError
+
+_MM_NAME = re.compile(r"mm-([0-9]{1,10})\.img")
+_MM_MAGIC = 0x57492820  # criu/include/magic.h
+# criu/include/image.h: AREA_REGULAR, AREA_HEAP, ANON_PRIVATE. Whatever else an area is, it is more than plain memory.
+_REGULAR, _HEAP, _ANON_PRIVATE = 1 << 0, 1 << 5, 1 << 9
+_READ_WRITE = 0x1 | 0x2  # PROT_READ, PROT_WRITE
+# mmap(2): MAP_PRIVATE, MAP_ANONYMOUS; neither locked, nor growing down, nor of huge pages.
+_PRIVATE_ANONYMOUS, _NO_RESERVE = 0x02 | 0x20, 0x4000  # of which the last one makes no difference
+_MAX_MM_BYTES = 32 << 20  # 65530 areas, as the kernel allows by default, take 4 MiB
+
+
+class Area(NamedTuple):
+    """Addresses that were mapped as one."""
+
+    start: int
+    end: int
+    is_plain: bool  # private, anonymous, readable and writable, and nothing else
+
+
+class AddressSpace(NamedTuple):
+    """What a process had mapped, in the order of addresses."""
+
+    executable: int  # CRIU's number of the file
+    areas: tuple[Area, ...]
+
+
+def parse_address_space(data: bytes, name: str = "mm") -> AddressSpace:
+    """Read an mm image.
+
+    Raises:
+        ImageError: if it is damaged, or larger than any that CRIU writes.
+    """
+    if len(data) > _MAX_MM_BYTES:
+        raise ImageError(f"{name} is larger than {_MAX_MM_BYTES} bytes")
+    kinds = ("mm_entry", "mm_entry")
+    mm = next(messages(data, name, (COMMON_MAGIC, _MM_MAGIC), kinds, limit_bytes=_MAX_MM_BYTES), None)
+    if mm is None:
+        raise ImageError(f"{name} is empty")
+    areas = tuple(Area(v.start, v.end, _is_plain(v.prot, v.flags, v.status)) for v in mm.vmas)  # type: ignore[attr-defined]
+    return AddressSpace(mm.exe_file_id, areas)  # type: ignore[attr-defined]
+
+
+def _is_plain(prot: int, flags: int, status: int) -> bool:
+    kinds = status & ~_HEAP
+    return prot == _READ_WRITE and flags & ~_NO_RESERVE == _PRIVATE_ANONYMOUS and kinds == _REGULAR | _ANON_PRIVATE
+
+
+def read_address_spaces(directory: Path) -> Mapping[int, AddressSpace]:
+    """Read the address spaces of all processes of an image set, by CRIU's pids.
+
+    Raises:
+        ImageError: if one is damaged.
+        OSError: from the file system.
+    """
+    found = {}
+    for path in directory.glob("mm-*.img"):
+        if number := _MM_NAME.fullmatch(path.name):
+            found[int(number[1])] = parse_address_space(read_bounded(path, _MAX_MM_BYTES), path.name)
+    return found
+
+
+def read_parents(directory: Path) -> Mapping[int, int]:
+    """Return the parent of each process of an image set, by CRIU's pids.
+
+    Raises:
+        ImageError: if the image is damaged.
+        OSError: from the file system.
+    """
+    return {process.pid: process.ppid for process in parse_processes((directory / "pstree.img").read_bytes())}

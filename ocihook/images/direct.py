@@ -1,0 +1,338 @@
+"""Direct restore: which memory goes past CRIU into restored processes, and the pagemaps that tell CRIU of the rest.
+
+CRIU restores with one thread a process. Most memory lies in a few long runs of plain mappings. Pagemaps are cut so that
+CRIU does not know of these: it maps them, and finds no pages. While the new processes wait, all cores write them.
+
+The pagemap as it was keeps a second name until the restore is over. What is to be written is what it has beyond the cut
+one: nobody else needs to know. That name also has the digest of the cut pagemap in it, so whoever comes later, after a
+power loss as well, can tell a cut pagemap from one that a new dump has written.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ocihook.criu.images import (
+    PAGE_BYTES,
+    PageRun,
+    cut_pagemap,
+    page_images,
+    parse_pagemap,
+    parse_runs,
+    read_bounded,
+    read_pagemaps,
+)
+from ocihook.criu.mappings import AddressSpace, Area, read_address_spaces, read_parents
+from ocihook.errors import ImageError
+from ocihook.linux.files import replace_file
+from ocihook.linux.memory import CopyBuffer
+from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.workers import run_forked
+from ocihook.packs.packing import SEGMENT_BYTES
+from ocihook.packs.pages import (
+    BATCH_BYTES,
+    ImageFile,
+    Part,
+    Parts,
+    Progress,
+    Target,
+    make_image,
+    no_progress,
+    scattered,
+)
+
+LEAST_RUN_BYTES = 1 << 20  # a shorter run is left to CRIU
+LEAST_PROCESS_BYTES = 64 << 20  # of a process in such runs; less is left to CRIU, which takes as long for it
+_BYTES_A_RUN = 64 << 10  # a process with shorter runs, on average of all, is left to CRIU: reading them takes longer
+# The launcher of every release goes on to the agent at `post-restore` where a name like this is (hook/criu-action).
+_SAVED_NAME = re.compile(r"ocihook-region-(pagemap-[0-9]{1,10}\.img)-([0-9a-f]{32})\.pack")
+
+
+class Direct(NamedTuple):
+    """Memory of one process that goes past CRIU."""
+
+    pid: int  # CRIU's number of the process
+    pages_name: str  # of the page image that it is in
+    parts: Parts  # of that image, and the addresses where they go
+    kept: Parts  # what CRIU restores, and where it goes in the page image that CRIU is given
+
+
+class Cut(NamedTuple):
+    """A pagemap that is to be cut."""
+
+    name: str
+    pagemap: bytes  # as it is to be
+    direct: Direct
+
+
+class Run(NamedTuple):
+    """Memory at an address, and its place in a page image."""
+
+    address: int
+    size_bytes: int
+    offset: int
+
+
+def join(runs: Iterable[PageRun]) -> Iterator[Run]:
+    """Yield the runs that a page image has pages of; those that follow one another as one."""
+    last = Run(0, 0, 0)
+    for address, pages, is_present in runs:
+        if not is_present:
+            continue
+        size, offset = pages * PAGE_BYTES, last.offset + last.size_bytes
+        if last.size_bytes and last.address + last.size_bytes == address:
+            last = last._replace(size_bytes=last.size_bytes + size)
+            continue
+        if last.size_bytes:
+            yield last
+        last = Run(address, size, offset)
+    if last.size_bytes:
+        yield last
+
+
+def within(runs: Iterable[Run], areas: Iterable[Area]) -> Iterator[Run]:
+    """Yield what of runs lies in areas, both in the order of addresses, area by area."""
+    rest = iter(areas)
+    area = next(rest, None)
+    for run in runs:
+        end = run.address + run.size_bytes
+        while area is not None and area.start < end:
+            low, high = max(run.address, area.start), min(end, area.end)
+            if low < high:
+                yield Run(low, high - low, run.offset + low - run.address)
+            if area.end > end:
+                break
+            area = next(rest, None)
+
+
+def choose(pagemap: bytes, areas: Iterable[Area]) -> list[tuple[int, int]]:
+    """Return start and end of what goes past CRIU; [] for a process that is left to it.
+
+    Args:
+        pagemap: an image, as CRIU wrote it.
+        areas: those that may, in the order of addresses.
+
+    Raises:
+        ImageError: if the pagemap is damaged.
+    """
+    known = parse_pagemap(pagemap)
+    if known.is_compressed or known.present_bytes < LEAST_PROCESS_BYTES:
+        return []
+    count = end = 0
+    for address, pages, is_present in parse_runs(pagemap):
+        if address < end or not is_present:  # never with pages of a parent: CRIU then restores page by page
+            return []
+        count, end = count + 1, address + pages * PAGE_BYTES
+    long = [run for run in within(join(parse_runs(pagemap)), areas) if run.size_bytes >= LEAST_RUN_BYTES]
+    if sum(run.size_bytes for run in long) < max(LEAST_PROCESS_BYTES, count * _BYTES_A_RUN):
+        return []
+    return [(run.address, run.address + run.size_bytes) for run in long]
+
+
+def own_areas(spaces: Mapping[int, AddressSpace], parents: Mapping[int, int]) -> dict[int, list[Area]]:
+    """Return the plain areas of each process that CRIU does not restore as shared with its parent or a child.
+
+    CRIU has the child inherit what both have mapped alike, and keeps pages that are the same in one copy (criu/mem.c:
+    prepare_cow_vmas). Written to each process they would take memory as often as there are processes.
+    """
+    shared: dict[int, set[tuple[int, int]]] = {pid: set() for pid in spaces}
+    for pid, space in spaces.items():
+        parent = spaces.get(parents.get(pid, 0))
+        if parent is not None and parent.executable == space.executable:
+            alike = {area[:2] for area in space.areas} & {area[:2] for area in parent.areas}
+            shared[pid] |= alike
+            shared[parents[pid]] |= alike
+    return {
+        pid: [area for area in space.areas if area.is_plain and area[:2] not in shared[pid]]
+        for pid, space in spaces.items()
+    }
+
+
+def split(pid: int, before: bytes, after: bytes) -> Direct:
+    """Return what goes past CRIU, by a pagemap as CRIU wrote it and as it was cut.
+
+    Raises:
+        ImageError: if one is damaged.
+    """
+    left = (Area(run.address, run.address + run.size_bytes, is_plain=True) for run in join(parse_runs(after)))
+    kept = Parts(_one_after_the_other(within(join(parse_runs(before)), left)))
+    return Direct(pid, parse_pagemap(before).pages_name, Parts(_gaps(join(parse_runs(before)), kept)), kept)
+
+
+def _one_after_the_other(runs: Iterable[Run]) -> Iterator[Part]:
+    at = 0
+    for run in runs:
+        yield Part(run.offset, run.size_bytes, at)
+        at += run.size_bytes
+
+
+def _gaps(runs: Iterable[Run], kept: Iterable[Part]) -> Iterator[Part]:
+    """Yield what of runs is not kept, with its address; no part that is kept goes beyond a run."""
+    rest = iter(kept)
+    part = next(rest, None)
+    for address, size, offset in runs:
+        at, end = offset, offset + size
+        while part is not None and part.start < end:
+            if at < part.start:
+                yield Part(at, part.start - at, address + at - offset)
+            at = part.start + part.size_bytes
+            part = next(rest, None)
+        if at < end:
+            yield Part(at, end - at, address + at - offset)
+
+
+def plan(directory: Path, packed: Collection[str]) -> list[Cut]:
+    """Return how the pagemaps of an image set are to be cut; nothing is written.
+
+    Args:
+        directory: the image set.
+        packed: names of page images that come out of packs, or of the store; all others are there, and stay.
+
+    Raises:
+        ImageError: if an image is damaged.
+        OSError: from the file system.
+    """
+    spaces = read_address_spaces(directory)
+    areas = own_areas(spaces, read_parents(directory))
+    named = [pagemap.pages_name for pagemap in read_pagemaps(directory).values()]
+    numbers = [_number(name) for name in {*named, *page_images(directory)}]
+    free = max(numbers, default=0) + 1
+    cuts: list[Cut] = []
+    for pid, own in sorted(areas.items()):
+        path = directory / f"pagemap-{pid}.img"
+        if not own or not path.exists():
+            continue
+        before = read_bounded(path)
+        gone = choose(before, own)
+        pages_name = parse_pagemap(before).pages_name
+        if not gone or named.count(pages_name) > 1:
+            continue
+        is_packed = pages_name in packed
+        number = _number(pages_name) if is_packed else free + len(cuts)
+        after = cut_pagemap(before, gone, number, path.name)
+        cut = Cut(path.name, after, split(pid, before, after))
+        # What CRIU restores of its own page images is copied first, which more of it would not be worth.
+        if is_packed or cut.direct.kept.size_bytes <= cut.direct.parts.size_bytes:
+            cuts.append(cut)
+    return cuts
+
+
+def _number(pages_name: str) -> int:
+    return int(pages_name.removeprefix("pages-").removesuffix(".img"))
+
+
+def cut_pagemaps(directory: Path, cuts: Sequence[Cut], patience: Patience) -> None:
+    """Put cut pagemaps in place, and write the page images that they name if these come from no packs.
+
+    Raises:
+        OSError: from the file system, a full one included; `put_back` is due.
+        GivenUp: if nobody waits for it any more; likewise.
+    """
+    for cut in cuts:
+        os.link(directory / cut.name, directory / f"ocihook-region-{cut.name}-{_digest(cut.pagemap)}.pack")
+        replace_file(directory / cut.name, cut.pagemap, mode=0o600, durable=False)
+        pages_name = parse_pagemap(cut.pagemap).pages_name
+        if pages_name != cut.direct.pages_name:
+            make_image(directory / pages_name, cut.direct.kept.size_bytes)
+            made = scattered(partial(ImageFile, directory / pages_name, writable=True), cut.direct.kept)
+            write_plain(directory, {cut.direct.pages_name: made}, workers=1, patience=patience)
+
+
+def put_back(directory: Path) -> None:
+    """Put pagemaps back that were cut, and remove the page images that were made for these alone. May run any time.
+
+    A cut pagemap that a new dump has overwritten since is left. One that is no pagemap at all has not come through a
+    power loss.
+
+    Raises:
+        OSError: from the file system.
+    """
+    for name, saved in _saved(directory):
+        path = directory / name
+        now = read_bounded(path) if path.exists() else b""
+        try:
+            pages_name = parse_pagemap(now).pages_name
+        except ImageError:
+            saved.replace(path)
+            continue
+        if not saved.name.endswith(f"-{_digest(now)}.pack"):
+            saved.unlink()
+            continue
+        if pages_name != parse_pagemap(read_bounded(saved)).pages_name:
+            (directory / pages_name).unlink(missing_ok=True)
+        saved.replace(path)
+
+
+def is_cut(directory: Path) -> bool:
+    """Tell whether any pagemap of an image set was cut."""
+    return any(True for _ in _saved(directory))
+
+
+def read_cut(directory: Path) -> list[Direct]:
+    """Return what goes past CRIU, by the pagemaps that were cut.
+
+    Raises:
+        ImageError: if one is damaged.
+        OSError: from the file system.
+    """
+    return [
+        split(
+            int(name.removeprefix("pagemap-").removesuffix(".img")), read_bounded(saved), read_bounded(directory / name)
+        )
+        for name, saved in _saved(directory)
+    ]
+
+
+def _saved(directory: Path) -> list[tuple[str, Path]]:
+    """Return the names of pagemaps that were cut, and the files that have them as they were."""
+    names = sorted(entry.name for entry in os.scandir(directory))
+    return [(match[1], directory / name) for name in names if (match := _SAVED_NAME.fullmatch(name))]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def write_plain(
+    directory: Path,
+    targets: Mapping[str, Target],
+    *,
+    workers: int,
+    patience: Patience = ENDLESS,
+    progress: Progress = no_progress,
+) -> None:
+    """Write parts of page images, as CRIU wrote these, to where they go.
+
+    Raises:
+        ImageError: if a page image ends early.
+        OSError: from the file system; also if a process is gone, or has nothing mapped there.
+    """
+    tasks = [
+        (name, part.start + at, min(SEGMENT_BYTES, part.size_bytes - at))
+        for name, target in targets.items()
+        for part in target.parts or ()
+        for at in range(0, part.size_bytes, SEGMENT_BYTES)
+    ]
+
+    def worker(_number: int, numbers: Iterator[int]) -> Iterator[int]:
+        buffer = CopyBuffer(BATCH_BYTES)
+        for number in numbers:
+            name, start, size = tasks[number]
+            with (
+                contextlib.closing(ImageFile(directory / name)) as image,
+                contextlib.closing(targets[name].open()) as pages,
+            ):
+                for at in range(start, start + size, BATCH_BYTES):
+                    view = buffer.view[: min(BATCH_BYTES, start + size - at)]
+                    if image.read_into(view, at) != len(view):
+                        raise ImageError(f"{name} ends before byte {at + len(view)}")
+                    pages.write([view], at)
+            yield number
+
+    for number in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
+        progress(tasks[number][2])
