@@ -1,4 +1,4 @@
-"""What becomes of a failed dump or restore: journal and engine get its cause; CRIU's log is kept."""
+"""What becomes of a failed dump or restore: journal and engine get its cause; CRIU's log is kept.
 
 Engines remove CRIU's log, which runc and crun have it write where images go. So it is opened at the first stage, with
 the runtime's standard error, which engines show: of a dump podman and CRI-O all of it, containerd the first line; of a
