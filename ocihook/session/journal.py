@@ -173,7 +173,7 @@ class Journal:
                 self._go_on(stage).touch(mode=0o600)
 
     def _go_on(self, stage: str) -> Path:
-        """Return the file by which hook/criu-action sees that CRIU has passed a stage: it need not ask again."""
+        """Return the file by which hook/criu-action sees that CRIU passed a stage: it need not ask a second time."""
         return self.path.with_suffix(f".{stage}")
 
     def add(self, effect: E) -> E:
