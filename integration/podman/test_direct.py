@@ -1,5 +1,6 @@
 """Direct restore with a real podman: most memory goes past CRIU, and whatever goes wrong, nothing runs without it."""
 
+import os
 import subprocess
 import tarfile
 from pathlib import Path
@@ -14,13 +15,12 @@ from integration.podman.test_faults import (
     end_agent,
     end_dying_agent,
     kill_at_any_step,
-    start_agent,
     start_dying_agent,
 )
+from integration.podman.test_gpu_faults import assert_nothing_is_left, processes_with, start_killing_agent
 from tests.damage import flip_bit
 
 MIB = 72  # of each of three mappings
-KILLING_AGENT = Path(__file__).parents[1] / "killing_agent.py"
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,20 @@ def largest_pack(archive: Path) -> tuple[str, int]:
     return pack.name, pack.offset_data + pack.size // 2
 
 
+def assert_failed(podman: Podman, mark: str) -> None:
+    """Check that a restore has come to nothing and that nothing is left of it."""
+    assert_nothing_is_left(podman)
+    assert not podman.is_running("c")
+    wait_for("what CRIU made to be gone", lambda: not processes_with(mark))
+
+
+@pytest.fixture
+def patient_podman(podman: Podman) -> Podman:
+    """One whose agents do not leave while podman unpacks an archive."""
+    podman.configure("[agent]\nidle_timeout_s = 60\n")
+    return podman
+
+
 @pytest.mark.parametrize(("runtime", "mode"), [("runc", "inline"), ("crun", "store"), ("runc", "off")])
 def test_memory_of_every_kind(make_podman: MakePodman, runtime: str, mode: str) -> None:
     podman = make_podman(runtime)
@@ -77,42 +91,40 @@ def test_memory_of_every_kind(make_podman: MakePodman, runtime: str, mode: str) 
     }, "image directories are as they were"
 
 
-def test_a_damaged_pack_fails_the_restore_and_a_killed_criu_leaves_nothing(podman: Podman) -> None:
+def test_a_damaged_pack_fails_the_restore_and_a_killed_criu_leaves_nothing(patient_podman: Podman) -> None:
     """Whatever happens between CRIU's making processes and their running, none of them runs, and nothing is left."""
-    archive = podman.scratch / "c.tar"
-    podman.start("c", MIB)
+    podman = patient_podman
+    archive, mark = podman.scratch / "c.tar", f"{MIB}.{os.getpid()}"
+    podman.start("c", mark)
+    assert processes_with(mark)
     podman.checkpoint("c", archive)
     before = podman.count("c")
     podman.remove("c")
     pack, middle = largest_pack(archive)
     flip_bit(archive, middle)
     podman.restore(archive, check=False)
-    refused = last_session(podman.namespace, "pre-restore")
-    assert refused["effects"] == []
-    assert "is damaged" in refused["stages"]["post-restore"]["message"], pack
-    assert "The restore fails, CRIU kills what it has started" in refused["stages"]["post-restore"]["message"]
-    assert not podman.is_running("c")
-    wait_for("CRIU to end its processes", lambda: not podman.namespace.pids("/workload"))
+    assert_failed(podman, mark)
+    message = last_session(podman.namespace, "pre-restore")["stages"]["post-restore"]["message"]
+    assert "is damaged" in message, pack
+    assert "The restore fails, CRIU kills what it has started" in message
     podman.remove("c")
     flip_bit(archive, middle)
-    for words in (["post-restore"], ["post-restore", "runtime"]):
+    for victim in ([], ["runtime"]):
         podman.namespace.path("/run/ocihook/killed").unlink(missing_ok=True)
-        end_agent(podman)
-        start_agent(podman, KILLING_AGENT, *words)
-        output = podman.restore(archive, check=False)
-        session = last_session(podman.namespace, "pre-restore")
-        assert session["effects"] == []
-        assert podman.namespace.path("/run/ocihook/killed").exists(), output
-        wait_for("no process to be left", lambda: not podman.namespace.pids("/workload"))
+        start_killing_agent(podman, "post-restore", *victim)
+        podman.restore(archive, check=False)
+        assert podman.namespace.path("/run/ocihook/killed").exists()
+        assert_failed(podman, mark)
         podman.remove("c")
     end_agent(podman)
-    podman.restore(archive)
-    podman.assert_goes_on("c", before)
+    podman.restore(archive, "--name", "d")  # a runc that is killed leaves the name of the first for good
+    podman.assert_goes_on("d", before)
     assert written_bytes(podman) > MIB << 20
 
 
-def test_agent_killed_at_any_step(podman: Podman) -> None:
+def test_agent_killed_at_any_step(patient_podman: Podman) -> None:
     """The hook starts another agent, which begins the stage anew; memory written twice is the same."""
+    podman = patient_podman
     archive = podman.scratch / "c.tar"
     podman.start("c", MIB)
     podman.checkpoint("c", archive)
