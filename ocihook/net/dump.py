@@ -100,7 +100,7 @@ def hold_network(dump: Dump) -> None:
         return
     try:
         with dump.journal.phase("drain"):
-            hold(dump.journal, survey.namespace, drain=True)
+            hold(dump.journal, survey.namespace, init=init, drain=True)
             _wait_for_answers(dump, pids)
         hold(dump.journal, survey.namespace)
     except RulesRefused as error:  # CRIU has a lock of its own, from a little later on
