@@ -42,6 +42,7 @@ class Node:
     def __init__(self, scratch: Path) -> None:
         self.namespace = Namespace(_SETUP)
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.init = subprocess.Popen(["sleep", "infinity"])  # the container, without a socket or a file of the test's
         self.scratch = scratch
         self.images = scratch / "checkpoint"
         self.script = scratch / "criu-action"
@@ -62,7 +63,7 @@ class Node:
 
     def criu_command(self, verb: str, stages: list[str], images: Path | None = None) -> list[str]:
         """Return the command of a shell that looks like runc and runs the stand-in as its child."""
-        arguments = [str(FAKE_CRIU), str(self.script), str(images or self.images), str(os.getpid()), *stages]
+        arguments = [str(FAKE_CRIU), str(self.script), str(images or self.images), str(self.init.pid), *stages]
         inner = f"{sys.executable} {' '.join(arguments)}; true"
         runc = f"exec -a runc sh -s -- {verb} --bundle {self.bundle} {ID}"
         return ["bash", "-c", f"{runc} <<'EOF'\n{inner}\nEOF"]
@@ -110,6 +111,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
         wait_for("the agent to leave", lambda: not made.run_dir("agent.sock").exists())
     finally:
         made.namespace.close()
+        made.init.kill()
+        made.init.wait()
 
 
 def test_a_dump_and_a_restore_without_any_agent_running(node: Node) -> None:
