@@ -17,6 +17,7 @@ OcihookError
 ├─ ImageError               CRIU's own images are missing, truncated or not what they say
 ├─ StoreError
 │  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
+│  ├─ NoCheckpoint          there is none that a container could go on from
 │  ├─ StoreFull             no space left for packs or for rehydrated images
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
@@ -156,6 +157,12 @@ class IntegrityError(StoreError):
 
     code = "integrity"
     exit_code = 4
+
+
+class NoCheckpoint(StoreError):
+    """There is no checkpoint that a container could go on from."""
+
+    code = "no-checkpoint"
 
 
 class StoreFull(StoreError):

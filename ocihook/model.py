@@ -21,6 +21,7 @@ class ContainerRef:
     pod_namespace: str = ""
     bundle: str = ""
     owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
+    member: str = ""  # likewise, which of them are its own
 
     @property
     def is_in_pod(self) -> bool:

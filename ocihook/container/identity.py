@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ocihook.config import OWNER_ANNOTATION
+from ocihook.config import MEMBER_ANNOTATION, OWNER_ANNOTATION
 from ocihook.errors import IdentificationError
 from ocihook.model import ContainerRef, short_id
 
@@ -60,5 +60,5 @@ def container_ref(
     engine = engine_of(annotations)
     names = {field: annotations.get(key, "") for field, key in (_ENGINES[engine]._asdict() if marks else {}).items()}
     names["name"] = names.get("name") or name
-    owner = annotations.get(OWNER_ANNOTATION, "")
-    return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, owner=owner, **names)
+    names["owner"], names["member"] = annotations.get(OWNER_ANNOTATION, ""), annotations.get(MEMBER_ANNOTATION, "")
+    return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, **names)
