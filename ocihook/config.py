@@ -100,6 +100,9 @@ class Settings:
     keep_within_s: float = 0.0  # what is younger stays in the store, too
     max_store_bytes: int = 0  # of the whole store: the oldest checkpoints go, even an owner's newest; 0: no bound
     archive_dir: str = ""  # archives there are pruned likewise: /var/lib/kubelet/checkpoints
+    max_rootfs_bytes: int = 10 << 30  # of changes in a rootfs that are saved when a container is stopped
+    max_volumes_bytes: int = 64 << 30  # of its volumes that end with its pod, likewise
+    stop_timeout_s: float = 600.0  # for the checkpoint of a container that is stopped; then it is stopped without
     max_archive_bytes: int = 0  # of all archives in archive_dir: the oldest go; 0: no bound
     remote_keep_last: int = 0  # checkpoints of each container at the remote; 0 and remote_keep_within_s 0: all
     remote_keep_within_s: float = 0.0  # what is younger stays at the remote, too
@@ -169,6 +172,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "keep_within_s": (0, 1 << 40),
     "max_store_bytes": (0, 1 << 60),
     "max_archive_bytes": (0, 1 << 60),
+    "max_rootfs_bytes": (0, 1 << 60),
+    "max_volumes_bytes": (0, 1 << 60),
+    "stop_timeout_s": (1, 86400),
     "remote_keep_last": (0, 1 << 20),
     "remote_keep_within_s": (0, 1 << 40),
     "history_kept": (1, 100000),
