@@ -26,6 +26,7 @@ OcihookError
 │  └─ ArchiveDamaged        an archive is cut short or damaged
 ├─ ArchiveKindError         an archive is packed, thin or plain, and the command is for another kind
 ├─ OutputExists             a command would write over something
+├─ RestoreError             a container could not go on from a checkpoint (runtime/restoring.py)
 ├─ CriuError                CRIU has failed, for a cause that its log tells (criu/explain.py)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 ├─ FileError                the system refused to read or write a file
@@ -224,6 +225,12 @@ class RegistryError(RemoteError):
     def __init__(self, message: str, *, status: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.status = status
+
+
+class RestoreError(OcihookError):
+    """A container could not go on from a checkpoint."""
+
+    code = "restore"
 
 
 class CriuError(OcihookError):

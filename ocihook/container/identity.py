@@ -20,14 +20,18 @@ class _Names(NamedTuple):
 
     pod_namespace: str  # is also the engine's mark
     pod_name: str
+    pod_uid: str
     name: str
 
 
 _ENGINES = {
     "containerd": _Names(
-        "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name", "io.kubernetes.cri.container-name"
+        "io.kubernetes.cri.sandbox-namespace",
+        "io.kubernetes.cri.sandbox-name",
+        "io.kubernetes.cri.sandbox-uid",
+        "io.kubernetes.cri.container-name",
     ),
-    "cri-o": _Names("io.kubernetes.pod.namespace", "io.kubernetes.pod.name", "io.kubernetes.container.name"),
+    "cri-o": _Names(*(f"io.kubernetes.{name}" for name in ("pod.namespace", "pod.name", "pod.uid", "container.name"))),
 }
 _MANAGERS = {"libpod": "podman", "cri-o": "cri-o"}
 _NAMESPACE = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 label

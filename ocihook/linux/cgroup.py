@@ -16,6 +16,7 @@ from ocihook.errors import FreezeError
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 
+HELD = "ocihook-held"  # name of a cgroup, below a container's, of processes that do not run before they are started
 FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to go on
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V1_UNLIMITED_BYTES = 1 << 60

@@ -60,8 +60,13 @@ class Call:
 
     @property
     def pid(self) -> int:
-        """The process that the engine has started: whoever answers for us is forked from it."""
+        """The process that the engine has started."""
         return os.getpid()
+
+    @property
+    def is_crun(self) -> bool:
+        """Tell whether it is crun, or else runc."""
+        return self.runtime.endswith("crun")
 
     @property
     def container_id(self) -> str:
@@ -90,19 +95,37 @@ class Call:
             [self.program, *self.prefix, *words], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
         )
 
+    def global_option(self, name: str) -> str:
+        """Return the value of an option before the command; "" if it is not there."""
+        for at, word in enumerate(self.prefix):
+            if word == name:
+                return self.prefix[at + 1] if at + 1 < len(self.prefix) else ""
+            if word.startswith(f"{name}="):
+                return word.partition("=")[2]
+        return ""
+
+    def prefix_with_log(self, path: Path) -> list[str]:
+        """Return the words before the command, with another log, as text."""
+        kept, rest = [], [*self.prefix]
+        while rest:
+            word = rest.pop(0)
+            value = [rest.pop(0)] if word in _GLOBAL_VALUES and rest else []
+            if word.partition("=")[0] not in ("--log", "--log-format"):
+                kept += [word, *value]
+        return [*kept, f"--log={path}"]
+
     def say(self, text: str, level: str = "error") -> None:
         """Write where the engine looks for the runtime's own words; 0, 1 and 2 may be the container's."""
-        options = dict(zip(self.prefix, self.prefix[1:], strict=False))
-        options |= dict(word.split("=", 1) for word in self.prefix if "=" in word)
-        path = options.get("--log", "")
+        path = self.global_option("--log")
         if not path:
             if level == "error":
                 sys.stderr.write(f"ocihook: {text}\n")
             return
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         record = {"level": level, "msg": f"ocihook: {text}", "time": when}
+        is_json = self.global_option("--log-format") == "json"
         line = (
-            json.dumps(record) if options.get("--log-format") == "json" else " ".join(map(json.dumps, record.values()))
+            json.dumps(record) if is_json else " ".join(f"{key}={json.dumps(value)}" for key, value in record.items())
         )
         with open(path, "a") as log:
             log.write(f"{line}\n")

@@ -19,7 +19,6 @@ from ocihook.session.record import from_json, to_json
 RECORD_NAME = "container.json"
 HELD_NAME = "held"  # restored, and frozen until it is started
 ENDED_NAME = "ended"  # checkpointed away: the runtime has nothing of it any more
-RESTORING_NAME = "restoring.json"  # what is to be undone if its `create` does not come to an end (restoring.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +29,22 @@ class Kept:
     bundle: Path
     program: Path  # the runtime
     prefix: tuple[str, ...]  # what engines call it with, before the command
-    member: str  # what a container that is made again has in common with this one
-    domain: str
-    pod_uid: str  # of its pod; of a container in none its own id
+    domain: str  # of the store, that its checkpoints are in
     checkpoint: str = ""  # that it was restored from
     init: Process | None = None  # of what was restored
 
 
-def directory_of(container_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Path:
+def directory_of(container_id: str, runtime_dir: Path | None = None) -> Path:
     """Return where something is kept of a container."""
-    return runtime_dir / "containers" / container_id
+    return root(runtime_dir) / container_id
 
 
-def keep(kept: Kept, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Path:
+def root(runtime_dir: Path | None = None) -> Path:
+    """Return the directory of all of these."""
+    return (runtime_dir or Path(wire.RUNTIME_DIR)) / wire.CONTAINERS_NAME
+
+
+def keep(kept: Kept, runtime_dir: Path | None = None) -> Path:
     """Make a container ours, or say something else of it; return its directory."""
     directory = directory_of(kept.container.id, runtime_dir)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +52,7 @@ def keep(kept: Kept, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Path:
     return directory
 
 
-def read(container_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Kept | None:
+def read(container_id: str, runtime_dir: Path | None = None) -> Kept | None:
     """Return what is kept of a container; None if it is not ours.
 
     Raises:
@@ -65,14 +67,14 @@ def read(container_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Kept 
         raise OcihookError(f"{path} cannot be read: {error!r}", hint="remove the container") from error
 
 
-def all_kept(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Kept]:
+def all_kept(runtime_dir: Path | None = None) -> Iterator[Kept]:
     """Yield the containers that are ours."""
-    for path in sorted((runtime_dir / "containers").glob("*")):
+    for path in sorted(root(runtime_dir).glob("*")):
         kept = read(path.name, runtime_dir)
         if kept is not None:
             yield kept
 
 
-def forget(container_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> None:
+def forget(container_id: str, runtime_dir: Path | None = None) -> None:
     """Have a container be ours no more. May run any time."""
     shutil.rmtree(directory_of(container_id, runtime_dir), ignore_errors=True)

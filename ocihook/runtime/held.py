@@ -4,24 +4,10 @@ import json
 import sys
 
 from ocihook.errors import OcihookError
-from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.patience import ENDLESS
-from ocihook.linux.procfs import Process
-from ocihook.runtime import containers
+from ocihook.runtime import containers, stop
 from ocihook.runtime.call import Call
-
-
-def hold(init: Process) -> None:
-    """Freeze a container that was just restored.
-
-    Raises:
-        FreezeError: if it does not stand still in time.
-        OcihookError: if it has no cgroup that could be frozen.
-    """
-    freezer = find_freezer(init.pid)
-    if freezer is None:
-        raise OcihookError(f"process {init.pid} is in no cgroup that can be frozen", hint="see `ocihook doctor`")
-    freezer.freeze(ENDLESS)
+from ocihook.runtime.cgroups import freezer_of
 
 
 def start(call: Call) -> int:
@@ -32,15 +18,15 @@ def start(call: Call) -> int:
         call.pass_on()
     if not kept.init.is_alive():
         raise OcihookError(f"container {kept.container} has ended since it was restored", hint="see the kernel's log")
-    freezer = find_freezer(kept.init.pid)
-    if freezer is not None:
-        freezer.thaw(ENDLESS)
+    freezer_of(call).thaw(ENDLESS)
     mark.unlink(missing_ok=True)
     return 0
 
 
 def state(call: Call) -> int:
     """Tell what the runtime tells, but that what is held has been created and not started."""
+    if (containers.directory_of(call.container_id) / containers.ENDED_NAME).exists():
+        return stop.state(call)
     if not (containers.directory_of(call.container_id) / containers.HELD_NAME).exists():
         call.pass_on()
     told = call.run("state", call.container_id)
