@@ -193,6 +193,10 @@ def add_programs(top: Path, prefix: Path, release: str) -> None:
     if prefix == distribution.PACKAGE_PREFIX:
         launcher = (PROJECT / "ocihook/hook/criu-action").read_text()
         write(libexec / "criu-action", fill(launcher, site), 0o755)
+        handler = (PROJECT / "ocihook/hook/handler").read_text()
+        for runtime in ("runc", "crun"):  # which every distribution has there
+            text = fill(handler, site).replace("@RUNTIME@", f"/usr/bin/{runtime}")
+            write(libexec / f"ocihook-{runtime}", text, 0o755)
 
 
 def add_node_files(dest: Path, top: Path, prefix: Path, release: str) -> None:
