@@ -37,8 +37,16 @@ CONTAINERD_CONFIG = Path("/etc/containerd/config.toml")
 CONTAINERD_DROP_IN = Path("/etc/containerd/conf.d/ocihook.toml")
 CRIO_DROP_IN = Path("/etc/crio/crio.conf.d/50-ocihook.conf")
 PODMAN_DROP_IN = Path("/etc/containers/containers.conf.d/50-ocihook.conf")
+HOOK_FILE = Path("/etc/containers/oci/hooks.d/50-ocihook.json")  # podman and CRI-O look there, and below /usr/share
+HOOK_NAME = "oci-hook"
 DROP_INS = {"containerd": CONTAINERD_DROP_IN, "crio": CRIO_DROP_IN, "podman": PODMAN_DROP_IN}
 
+_HOOK_TIMEOUT_S = 30
+_HOOK = {  # oci-hooks(5); hooks.d/ at the top of the project has it for packages
+    "version": "1.0.0",
+    "when": {"annotations": {r"^ocihook\.io/": ".*"}},
+    "stages": ["createRuntime"],
+}
 _PLUGINS = {2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime"}  # by the version of a configuration
 _CONTAINERD = """version = {version}
 [plugins."{plugin}".containerd.runtimes.{handler}]
@@ -83,11 +91,14 @@ def plan_handlers(root: Path, libexec: Path) -> list[Change]:
     if not runtimes:
         raise UnsupportedError("there is neither runc nor crun; nothing was changed", hint="install one of them")
     changes = []
-    if not (distribution.is_packaged() and libexec == PACKAGE_LIBEXEC):  # whose programs are the package's
-        template = (distribution.PACKAGE_DIR / "hook" / "handler").read_text()
+    is_packaged = distribution.is_packaged() and libexec == PACKAGE_LIBEXEC  # programs and hooks are the package's
+    if not is_packaged:
         for name, path in runtimes.items():
-            text = render(template, SIGN, distribution.SITE).replace("@RUNTIME@", path)
+            text = _template("handler").replace("@RUNTIME@", path)
             changes.append(_written(root, program_of(libexec, name), text, 0o755))
+    if not is_packaged and (find("podman") or find("crio")):  # the program before the file that names it
+        changes.append(_written(root, libexec / HOOK_NAME, _template(HOOK_NAME), 0o755))
+        changes.append(_hook(root, libexec / HOOK_NAME))
     for engine, place in DROP_INS.items():
         if find(engine):
             chosen = "crun" if "crun" in runtimes and (engine == "podman" or "runc" not in runtimes) else "runc"
@@ -102,7 +113,12 @@ def plan_removal(root: Path, libexec: Path) -> list[Change]:
         UnsupportedError: if containers need it.
     """
     programs = [program_of(libexec, name) for name in RUNTIMES]
-    changes = [Change(path, content, None) for path, content in _signed(root, (*DROP_INS.values(), *programs))]
+    changes = [_hook(root, None)]
+    changes += [
+        Change(path, content, None)
+        for path, content in _signed(root, (*DROP_INS.values(), libexec / HOOK_NAME, *programs))
+    ]
+    changes = [change for change in changes if change.is_needed()]
     users = list(_users(programs)) if root == NODE and changes else []
     if users:
         raise UnsupportedError(
@@ -119,7 +135,7 @@ def remove(changes: list[Change], root: Path) -> None:
     Raises:
         UnsupportedError: if something cannot be removed; doing it again goes on.
     """
-    directories = made_directories(change.path for change in changes)
+    directories = made_directories(change.path for change in changes if change.path.suffix != ".json")
     for change in changes:
         apply_change(change)
     for directory in sorted(directories, reverse=True):
@@ -172,12 +188,24 @@ def _drop_in(engine: str, root: Path, program: Path) -> str:
     return header + (_CRIO if engine == "crio" else _PODMAN).format(handler=HANDLER, program=program)
 
 
+def _template(name: str) -> str:
+    return render((distribution.PACKAGE_DIR / "hook" / name).read_text(), SIGN, distribution.SITE)
+
+
+def _hook(root: Path, program: Path | None) -> Change:
+    """Return what has engines call the OCI hook, or not any more; JSON has no comments that could say whose it is."""
+    place = below(root, HOOK_FILE)
+    hook = {**_HOOK, "hook": {"path": str(program), "timeout": _HOOK_TIMEOUT_S}}
+    return Change(place, read(place), None if program is None else f"{json.dumps(hook, indent=4)}\n".encode(), 0o644)
+
+
 def _written(root: Path, path: Path, text: str, mode: int) -> Change:
     place = below(root, path)
     content = read(place)
     if content is not None and not is_signed(content):
         raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="move it away")
-    made = sorted({*made_directories([place]), *missing_directories(root, [place])})
+    further = [below(root, HOOK_FILE)] if path.name == HOOK_NAME else []  # which cannot say so itself
+    made = sorted({*made_directories([place]), *missing_directories(root, [place, *further])})
     record = "".join(f"{MADE}{directory}\n" for directory in made)
     return Change(place, content, f"{text.rstrip()}\n{record}".encode(), mode)
 

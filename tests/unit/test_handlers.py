@@ -1,5 +1,6 @@
 """The runtime handler is put before runtimes by drop-ins alone, and taken away again to the last byte."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.node import handlers
 from ocihook.node.install import LIBEXEC, apply_change
 from tests.unit.test_install import tree
+
+PROJECT = Path(__file__).parents[2]
 
 
 def make(root: Path, *programs: str) -> None:
@@ -47,6 +50,10 @@ def test_each_engine_gets_a_drop_in_and_gives_it_back(tmp_path: Path) -> None:
     }
     podman = drop_in(tmp_path, handlers.PODMAN_DROP_IN)
     assert podman == {"engine": {"runtimes": {"ocihook": [str(LIBEXEC / "ocihook-crun")]}}}
+    hook = json.loads((tmp_path / handlers.HOOK_FILE.relative_to("/")).read_text())
+    packaged = json.loads((PROJECT / "hooks.d/50-ocihook.json").read_text())
+    assert hook == {**packaged, "hook": {**packaged["hook"], "path": str(LIBEXEC / "oci-hook")}}
+    assert "@" not in (tmp_path / LIBEXEC.relative_to("/") / "oci-hook").read_text()
     program = (tmp_path / LIBEXEC.relative_to("/") / "ocihook-crun").read_text()
     assert "exec '/usr/bin/crun' \"$@\"" in program
     assert "@" not in program.replace('"$@"', "")
@@ -75,7 +82,7 @@ def test_engines_that_are_not_there_get_nothing(tmp_path: Path) -> None:
     make(tmp_path, "crun", "crio")
     install(tmp_path)
     assert not (tmp_path / "etc/containerd").exists()
-    assert not (tmp_path / "etc/containers").exists()
+    assert not (tmp_path / "etc/containers/containers.conf.d").exists()
     assert "ocihook-crun" in (tmp_path / handlers.CRIO_DROP_IN.relative_to("/")).read_text()
 
 
@@ -105,4 +112,4 @@ def test_a_handler_that_containers_need_stays(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UnsupportedError, match="1 containers were made by the runtime handler, 0123456789ab"):
         handlers.plan_removal(tmp_path, LIBEXEC)
     (task / "options.json").write_text('{"binary_name": "/usr/bin/runc"}')
-    assert len(handlers.plan_removal(tmp_path, LIBEXEC)) == 2
+    assert len(handlers.plan_removal(tmp_path, LIBEXEC)) == 4
