@@ -7,6 +7,7 @@ import pytest
 from integration.namespace import CommandError, wait_for
 from integration.runtime.conftest import MakeHandled
 from integration.runtime.engine import HandledPodman
+from ocihook.linux.cgroup import find_freezer
 
 STOPPED = {"checkpoint_on_stop": "true"}
 AGAIN = {"restore_from": "latest", **STOPPED}
@@ -49,7 +50,12 @@ def test_a_container_that_is_made_again_goes_on(make_handled: MakeHandled, runti
     podman("init", "job")
     container = podman("inspect", "--format", "{{.Id}}", "job").strip()
     assert '"status": "created"' in podman.namespace.run(podman.runtime, "state", container)
-    assert podman.counts("job") == []
+    freezer = find_freezer(podman.init_pid("job"))
+    assert freezer is not None
+    assert freezer.is_frozen()
+    assert freezer.directory.name == f"libpod-{container}"
+    if runtime == "runc":  # crun takes it out of where it stood still, and it runs until it is frozen again
+        assert podman.counts("job") == []
     podman("start", "job")
     assert_went_on(podman, "job", last)
     podman("kill", "job")

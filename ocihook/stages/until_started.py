@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class UntilStarted(Participant):
-    """Freezes what the runtime handler restores, in a cgroup below its own: runtimes have CRIU in that at this time.
+    """Freezes what the runtime handler restores, in its own cgroup; in one below where runc has CRIU in it, too.
 
     No effect in the journal says so: the handler has a record of the restore, answers for the container, and freezes
-    its own cgroup in place of this one when CRIU is gone.
+    its own cgroup in any case when CRIU is gone.
     """
 
     def about_to_run(self, restore: Restore) -> None:
@@ -39,8 +39,9 @@ def _hold(restore: Restore) -> None:
         for pid in descendants(restore.init_pid):
             freezer = find_freezer(pid)
             if freezer is not None and freezer.directory.name != HELD:
-                inner = Freezer(freezer.directory / HELD, freezer.version)
-                inner.enclose(pid)
-                inner.freeze(None)
+                if restore.criu_pid in freezer.members():
+                    freezer = Freezer(freezer.directory / HELD, freezer.version)
+                    freezer.enclose(pid)
+                freezer.freeze(None)
     except (FreezeError, OSError) as error:  # it is frozen a moment later, when it has begun to run
         log.warning("container %s runs before it is started: %s", container, error)
