@@ -240,9 +240,9 @@ class Stopping:
         Raises:
             OcihookError: if the container is not checkpointed.
         """
-        thin = read_thin(place / IMAGES_DIR)
-        init = self._stop.init
-        is_gone = init is None or not init.is_alive()
+        if not self._is_gone():
+            self._wait_for_end([])  # of a runtime that was killed CRIU may still be at it
+        thin, is_gone = read_thin(place / IMAGES_DIR), self._is_gone()
         if thin is not None and is_gone:
             (containers.directory_of(self._id) / containers.ENDED_NAME).touch(mode=0o600)
             self._note(outcome=CHECKPOINTED)
@@ -254,6 +254,9 @@ class Stopping:
         if is_gone:
             raise OcihookError("it has ended before it was checkpointed")
         raise OcihookError(_why(place))
+
+    def _is_gone(self) -> bool:
+        return self._stop.init is None or not self._stop.init.is_alive()
 
     def _deliver(self, why: str) -> tuple[int, str]:
         """Deliver the signal that was to be delivered; return what `kill` ends with, and what it says."""
