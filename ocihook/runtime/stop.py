@@ -57,15 +57,16 @@ def _is_under_way(container_id: str) -> bool:
 def _is_gone(call: Call, ask: Ask) -> bool:
     """Wait until the stop is over; tell whether the container was checkpointed."""
     try:
-        _, message = ask(wire.Request(wire.STOP_STAGE, call.pid, 0, call.container_id).encode())
+        status, message = ask(wire.Request(wire.STOP_STAGE, call.pid, 0, call.container_id).encode())
     except (OSError, wire.ProtocolError) as error:
         call.say(
             f"container {call.container_id} is stopped without a checkpoint, there is no agent: {error}", "warning"
         )
         call.pass_on()
-    if message:
+    is_gone = status == 0 or containers.read(call.container_id) is None  # it may be deleted by now
+    if not is_gone:
         call.say(message, "warning")
-    return (containers.directory_of(call.container_id) / containers.ENDED_NAME).exists()
+    return is_gone
 
 
 def signal_of(call: Call) -> str:

@@ -142,7 +142,7 @@ class Stopping:
         return {name: value for name, value in fields.items() if value}
 
     def finish(self) -> tuple[int, str]:
-        """Checkpoint the container, or deliver the signal; return what `kill` ends with, and what it says."""
+        """Checkpoint the container, or deliver the signal: return 0, or 1 and why."""
         if not self._stop.is_over:
             try:
                 self._checkpoint()
@@ -151,7 +151,7 @@ class Stopping:
             except Exception as error:
                 log.exception("stop of container %s", self._kept.container)
                 return self._deliver(f"{type(error).__name__}: {error} (a defect in ocihook)")
-        return 0, self._stop.message
+        return int(self._stop.outcome != CHECKPOINTED), self._stop.message
 
     def _note(self, **changes: Any) -> None:  # noqa: ANN401 - fields of a stop
         self._stop = replace(self._stop, **changes)
@@ -259,7 +259,7 @@ class Stopping:
         return self._stop.init is None or not self._stop.init.is_alive()
 
     def _deliver(self, why: str) -> tuple[int, str]:
-        """Deliver the signal that was to be delivered; return what `kill` ends with, and what it says."""
+        """Deliver the signal that was to be delivered; return 1 and why."""
         message = f"container {self._kept.container} is stopped without a checkpoint: {why}"
         log.error("%s", message)
         self._wait_for_end([])
@@ -274,7 +274,7 @@ class Stopping:
         self._note(outcome=SIGNALLED, message=message)
         with contextlib.suppress(OcihookError):
             shutil.rmtree(stopping_dir(Path(self._load().store_dir), self._id), ignore_errors=True)
-        return 0, message if done.returncode == 0 else f"{message}. {done.stderr.strip()}"
+        return 1, message if done.returncode == 0 else f"{message}. {done.stderr.strip()}"
 
     def _call(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(self._kept.program), *self._kept.prefix, *words]
