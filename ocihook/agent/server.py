@@ -31,7 +31,7 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
-from ocihook.runtime.stopping import Stopping, stops_under_way
+from ocihook.runtime.stopping import Stopping, remove_stale, stops_under_way
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.store.store import Store
@@ -98,6 +98,8 @@ class Agent:
         remove_unwritten(self._runtime_dir)
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
+        with contextlib.suppress(ConfigError):  # it is told to whoever checkpoints
+            remove_stale(self._load())
         self._take_over_stops()
         self._start_background()
         idle_since = time.monotonic()

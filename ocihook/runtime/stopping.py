@@ -283,6 +283,14 @@ class Stopping:
         )
 
 
+def remove_stale(settings: Settings) -> None:
+    """Remove what was dumped of containers that nobody stops any more, as after a boot. For an agent that starts."""
+    for place in stopping_dir(Path(settings.store_dir), "x").parent.glob("*"):
+        stop = read_stop(place.name)
+        if stop is None or stop.is_over:
+            shutil.rmtree(place, ignore_errors=True)
+
+
 def withdraw(settings: Settings, thin: Thin) -> None:
     """Remove a checkpoint of a container that runs on: nobody may take it for what it was when it was stopped.
 

@@ -25,6 +25,7 @@ from ocihook.runtime.stopping import (
     is_stopping,
     read_stop,
     record_of,
+    remove_stale,
     stops_under_way,
     withdraw,
     write_stop,
@@ -204,6 +205,15 @@ def test_none_that_is_to_be_stopped(node: Path) -> None:
         Stopping(ID, lambda: settings(node))
     record_of(ID).write_text("{")
     assert read_stop(ID) is None
+
+
+def test_what_a_boot_has_left_is_removed(node: Path) -> None:
+    for name in (ID, "gone", "over"):
+        stopping_dir(node / "store", name).mkdir(parents=True)
+    write_stop(ID, Stop(words=("kill", ID, "15")))
+    remove_stale(settings(node))
+    assert [path.name for path in (node / "store/stopping").iterdir()] == [ID]
+    remove_stale(Settings(store_dir=str(node / "none")))
 
 
 def test_a_checkpoint_of_what_ran_on_is_withdrawn(node: Path) -> None:
