@@ -119,7 +119,7 @@ def plan_removal(root: Path, libexec: Path) -> list[Change]:
         for path, content in _signed(root, (*DROP_INS.values(), libexec / HOOK_NAME, *programs))
     ]
     changes = [change for change in changes if change.is_needed()]
-    users = list(_users(programs)) if root == NODE and changes else []
+    users = list(_users(programs)) if root == NODE else []
     if users:
         raise UnsupportedError(
             f"{len(users)} containers were made by the runtime handler, {', '.join(users[:3])} among them, and their "
