@@ -1,5 +1,6 @@
 """podman with the runtime handler before its runtime, as `ocihook install --runtime` would have it."""
 
+import contextlib
 import os
 import re
 import signal
@@ -72,6 +73,16 @@ class HandledPodman(Podman):
         super().__call__("rm", name)
         return last
 
+    def workloads(self) -> list[int]:
+        """Return the processes of all containers of this podman, whatever it knows of them."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_workload = (process / "cmdline").read_bytes().startswith(b"/workload\0")
+                if is_workload and str(self.scratch) in (process / "mountinfo").read_text():
+                    found.append(int(process.name))
+        return found
+
     def init_pid(self, name: str) -> int:
         """Return the pid of a container's first process."""
         return int(self("inspect", "--format", "{{.State.Pid}}", name))
@@ -115,7 +126,7 @@ class HandledPodman(Podman):
         if who in ("worker", "caller"):
             handlers = self.namespace.pids("ocihook.hook.handler")
             return next(pid for pid in handlers if (parent_pid(pid) in handlers) == (who == "worker"))
-        return min(self.namespace.pids("criu swrk" if who == "criu" else " restore --detach "))
+        return min(self.namespace.pids("criu: restore" if who == "criu" else " restore --detach "))
 
 
 class HandledContainerd(Containerd):
@@ -150,3 +161,9 @@ class HandledContainerd(Containerd):
     def file(self, container: str, path: str) -> Path:
         """Return a file of a container as this process can open it."""
         return Path(f"/proc/{self.init_pid(container)}/root") / path.lstrip("/")
+
+    def write_in(self, container: str, path: str, text: str) -> None:
+        """Write a file in a container."""
+        place = self.file(container, path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)

@@ -125,7 +125,7 @@ def test_whoever_is_killed_in_a_restore(make_handled: MakeHandled, runtime: str)
             if podman.is_running("job"):
                 assert_went_on(podman, "job", 0)
                 assert podman.file("job", "/state/file") == ""
-            assert len(podman.namespace.pids("/workload 4")) == podman.is_running("job"), (who, stage)
+            assert len(podman.workloads()) == podman.is_running("job"), (who, stage)
             podman.remove("job")
             podman.namespace.run("sh", "-c", "rm -f /var/lib/ocihook/store/restoring/*.attempts")
     podman.make("run", "job", restore_from="latest")

@@ -81,6 +81,11 @@ class Call:
         return name
 
     @property
+    def state_directory(self) -> Path:
+        """Where the runtime keeps what it knows of the container."""
+        return Path(self.global_option("--root") or ("/run/crun" if self.is_crun else "/run/runc")) / self.container_id
+
+    @property
     def bundle(self) -> Path:
         """The directory of the container's config.json."""
         return Path(self.options.get("--bundle", ".")).absolute()

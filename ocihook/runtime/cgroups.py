@@ -26,12 +26,11 @@ def cgroups_of(call: Call) -> list[Path]:
     Raises:
         OcihookError: if it does not say.
     """
-    root = Path(call.global_option("--root") or ("/run/crun" if call.is_crun else "/run/runc"))
     try:
         if call.is_crun:
-            path = str(json.loads((root / call.container_id / "status").read_bytes())["cgroup-path"])
+            path = str(json.loads((call.state_directory / "status").read_bytes())["cgroup-path"])
             return list(_below_mounts(path))
-        paths = json.loads((root / call.container_id / "state.json").read_bytes())["cgroup_paths"]
+        paths = json.loads((call.state_directory / "state.json").read_bytes())["cgroup_paths"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OcihookError(
             f"{call.runtime} does not tell the cgroup of container {call.container_id}: {error!r}"

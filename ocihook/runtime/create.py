@@ -1,6 +1,7 @@
 """`create`: a container whose annotations ask for a checkpoint is restored; another one is made by the runtime."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from ocihook.runtime.call import Call
 from ocihook.runtime.choice import choose
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.restoring import restore, settle
+
+log = logging.getLogger(__name__)
 
 _KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
 _KEYS = frozenset(
@@ -67,7 +70,9 @@ def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Poli
         why = plain(error).rstrip(".")
         if is_to_fail:
             raise OcihookError(f"container {kept.container} is not restored: {why}. Nothing was started") from error
-        call.say(f"container {kept.container} is not restored and begins anew: {why}", "warning")
+        told = f"container {kept.container} is not restored and begins anew: {why}"
+        log.warning(told)
+        call.say(told, "warning")
         return False
     return True
 

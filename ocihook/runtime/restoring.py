@@ -28,8 +28,9 @@ from ocihook.criu.explain import explain
 from ocihook.errors import OcihookError, RestoreError, UnsupportedError, plain
 from ocihook.images.compatibility import check_host
 from ocihook.linux.files import make_directory, replace_file, try_lock
+from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Process, command_line, descendants
+from ocihook.linux.procfs import Process, command_line, descendants, parent_pid
 from ocihook.linux.workers import adopt_orphans, die_with_parent
 from ocihook.model import short_id
 from ocihook.packs.pages import no_progress
@@ -49,6 +50,7 @@ from ocihook.wire import RESTORING_NAME
 
 MOST_ATTEMPTS = 2  # of one checkpoint on one node that may fail
 _ENDING_S = 30.0  # for CRIU, and the agent that served it, to be done once they were told to stop
+_LOOK_S = 0.5  # between looks at what CRIU may have left
 _TAIL = 400  # characters of a runtime's log
 _PIPE_BYTES = 4096
 _DONE = b"\0"
@@ -207,7 +209,8 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
     runtime = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent))  # noqa: PLW1509 - one thread
     pidfd = os.pidfd_open(runtime.pid)
     try:
-        patience.ready(pidfd)
+        while not patience.within(_LOOK_S).ready(pidfd):
+            _end_left_of_criu()
     finally:
         os.close(pidfd)
     if runtime.wait() != 0:  # waits: no, it has ended
@@ -285,8 +288,7 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
     if found.is_attended():
         raise RestoreError(f"container {kept.container} is being restored", hint="wait, or end that process")
     _end_sessions(container_id)
-    call = Call.parse(kept.program, [*kept.prefix, "delete", "--force", container_id])
-    call.run("delete", "--force", container_id)  # which fails if the runtime has nothing of it
+    _delete(Call.parse(kept.program, [*kept.prefix, "delete", container_id]))
     directory = containers.directory_of(container_id)
     (directory / containers.HELD_NAME).unlink(missing_ok=True)
     containers.keep(replace(kept, checkpoint="", init=None))
@@ -301,6 +303,18 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
         take_out(places, found.place / _UNDO, no_progress)
         shutil.rmtree(found.place, ignore_errors=True)
     (directory / RESTORING_NAME).unlink(missing_ok=True)
+
+
+def _delete(call: Call) -> None:
+    """Have the runtime forget a container; what it has of it may be busy until the last process is gone."""
+
+    def is_gone() -> bool:
+        unmount(call.state_directory / "criu-root")  # which a killed runc leaves mounted
+        call.run("delete", "--force", call.container_id)  # which fails if the runtime has nothing of it
+        return not call.state_directory.exists()
+
+    if not Patience(timeout_s=_ENDING_S).until(is_gone):
+        raise RestoreError(f"{call.runtime} does not delete container {call.container_id}", hint="see its log")
 
 
 def recover_restores() -> list[Recovery]:
@@ -356,6 +370,12 @@ def _end_descendants() -> None:
 
     if not ended.until(is_done):
         raise RestoreError("processes of the restore do not end", hint="see the kernel's log")
+
+
+def _end_left_of_criu() -> None:
+    """Kill what a killed CRIU has left: a process of its own that keeps the connection open which the runtime reads."""
+    orphans = [pid for pid in descendants(os.getpid())[1:] if parent_pid(pid) == os.getpid()]
+    _kill(pid for pid in orphans if (command_line(pid) or [""])[0].startswith("criu"))
 
 
 def _without_agents(pid: int) -> list[int]:

@@ -33,7 +33,7 @@ RUNTIME = """#!/bin/sh
 state=@STATE@
 case " $* " in
     *" restore "*) [ ! -e $state.fails ] || { sleep 1000 & exit 1; }; sleep 1000 & echo $! > $state ;;
-    *" state "*) echo "{\\"pid\\": $(cat $state)}" ;;
+    *" state "*) [ -e $state ] || exit 1; echo "{\\"pid\\": $(cat $state)}" ;;
     *" delete "*) [ ! -e $state ] || kill -9 "$(cat $state)"; rm -f $state ;;
 esac
 """
@@ -69,10 +69,12 @@ class Node:
         self.program.write_text(RUNTIME.replace("@STATE@", str(path / "state")))
         self.program.chmod(0o755)
         self.settings = Settings(store_dir=str(path / "store"))
-        self.call = Call.parse(self.program, ["create", "--bundle", str(self.bundle), ID])
+        self.call = Call.parse(
+            self.program, ["--root", str(path / "runc-root"), "create", "--bundle", str(self.bundle), ID]
+        )
         container = ContainerRef(id=ID, runtime="runc")
         self.kept = containers.Kept(
-            container=container, bundle=self.bundle, program=self.program, prefix=(), domain="_node"
+            container=container, bundle=self.bundle, program=self.program, prefix=self.call.prefix, domain="_node"
         )
         monkeypatch.setattr(wire, "RUNTIME_DIR", str(path / "run"))
         monkeypatch.setattr(restoring, "open_journals", list)
