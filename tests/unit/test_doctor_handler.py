@@ -7,7 +7,7 @@ import pytest
 from ocihook.criu.version import Program
 from ocihook.node.doctor import handler
 from ocihook.node.doctor.finding import Finding, Status
-from ocihook.node.handlers import ContainerdConfig
+from ocihook.node.handlers import DROP_INS, ContainerdConfig
 
 
 class Node:
@@ -16,7 +16,7 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         self.root = root
         self.programs: dict[str, Program] = {}
-        self.drop_ins = {engine: root / f"{engine}.toml" for engine in handler.DROP_INS}
+        self.drop_ins = {engine: root / f"{engine}.toml" for engine in DROP_INS}
         self.dumped = "[plugins.x.containerd.runtimes.ocihook]"
         self.systemd = False
         monkeypatch.setattr(handler, "find_program", self.programs.get)
