@@ -55,8 +55,8 @@ class Call:
 
     @property
     def runtime(self) -> str:
-        """Name of the runtime: runc, crun."""
-        return self.program.name
+        """Which runtime it is, whatever its program is called: runc, crun."""
+        return "crun" if self.program.name.endswith("crun") else "runc"
 
     @property
     def pid(self) -> int:
@@ -66,7 +66,7 @@ class Call:
     @property
     def is_crun(self) -> bool:
         """Tell whether it is crun, or else runc."""
-        return self.runtime.endswith("crun")
+        return self.runtime == "crun"
 
     @property
     def container_id(self) -> str:

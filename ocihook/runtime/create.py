@@ -117,7 +117,7 @@ def _kept(call: Call, notes: Mapping[str, str]) -> Kept:
     container = container_ref(
         notes,
         container_id=call.container_id,
-        runtime="crun" if call.is_crun else "runc",
+        runtime=call.runtime,
         bundle=str(call.bundle),
         name=conmon_name(os.getpid(), call.container_id),
     )
