@@ -30,7 +30,7 @@ from ocihook.images.compatibility import check_host
 from ocihook.linux.files import make_directory, replace_file, try_lock
 from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Process, command_line, descendants, parent_pid
+from ocihook.linux.procfs import Process, command_line, descendants, parent_pid, pid_below
 from ocihook.linux.workers import adopt_orphans, die_with_parent
 from ocihook.model import short_id
 from ocihook.packs.pages import no_progress
@@ -210,7 +210,7 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
     pidfd = os.pidfd_open(runtime.pid)
     try:
         while not patience.within(_LOOK_S).ready(pidfd):
-            _end_left_of_criu()
+            _end_left_of_criu(runtime.pid)
     finally:
         os.close(pidfd)
     if runtime.wait() != 0:  # waits: no, it has ended
@@ -338,22 +338,22 @@ def _recover(container_id: str) -> Recovery:
 
 def _end_sessions(container_id: str) -> None:
     """End the CRIU of a restore, with what it has made, and wait for the agent to undo its part."""
-
-    def of_container() -> list[Path]:
-        found = []
-        for path in open_journals():
-            with contextlib.suppress(OcihookError, OSError):
-                if (read_journal(path)["container"] or {}).get("id") == container_id:
-                    found.append(path)
-        return found
-
-    for path in of_container():
-        with contextlib.suppress(OcihookError, OSError):
-            criu = Process(*read_journal(path)["criu"])
-            if criu.is_alive():
-                _kill(descendants(criu.pid))
-    if not Patience(timeout_s=_ENDING_S).until(lambda: not of_container()):
+    for _, criu in _sessions_of(container_id):
+        if criu.is_alive():
+            _kill(descendants(criu.pid))
+    if not Patience(timeout_s=_ENDING_S).until(lambda: not _sessions_of(container_id)):
         raise RestoreError(f"the restore of container {container_id} is still being undone", hint="`ocihook ps`")
+
+
+def _sessions_of(container_id: str) -> list[tuple[Path, Process]]:
+    """Return the journals of a container's open sessions, with their CRIU."""
+    found = []
+    for path in open_journals():
+        with contextlib.suppress(OcihookError, OSError):
+            journal = read_journal(path)
+            if (journal["container"] or {}).get("id") == container_id:
+                found.append((path, Process(*journal["criu"])))
+    return found
 
 
 def _end_descendants() -> None:
@@ -372,10 +372,14 @@ def _end_descendants() -> None:
         raise RestoreError("processes of the restore do not end", hint="see the kernel's log")
 
 
-def _end_left_of_criu() -> None:
-    """Kill what a killed CRIU has left: a process of its own that keeps the connection open which the runtime reads."""
-    orphans = [pid for pid in descendants(os.getpid())[1:] if parent_pid(pid) == os.getpid()]
-    _kill(pid for pid in orphans if (command_line(pid) or [""])[0].startswith("criu"))
+def _end_left_of_criu(runtime: int) -> None:
+    """Kill what a killed CRIU has left: its other processes keep the connection open which the runtime reads.
+
+    CRIU itself is a child of the runtime, and so is the container's first process, in a PID namespace of its own.
+    """
+    left = [pid for pid in descendants(os.getpid())[1:] if (command_line(pid) or [""])[0].startswith("criu")]
+    if not any(parent_pid(pid) == runtime and "/" not in pid_below(os.getpid(), pid) for pid in left):
+        _kill(left)
 
 
 def _without_agents(pid: int) -> list[int]:
