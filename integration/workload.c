@@ -5,6 +5,7 @@
  * workload beat FILE  holds a file's content and prints `gap N ms` when it was not run for more than 30 ms
  * workload MIB     prints `count N checksum H` every 50 ms; on USR1 it touches /run/ocihook-quiesced and prints
  *                  `quiesced`, on USR2 it prints `resumed`, on TERM it ends.
+ * workload MIB PATH...  keeps files open, too, and writes each count into them
  */
 #include <fcntl.h>
 #include <signal.h>
@@ -60,7 +61,13 @@ int main(int argc, char **argv)
         fflush(stdout);
         last = now;
     }
+    int open_files[8], files = 0;
+    for (int i = 2; i < argc && files < 8 && argv[i][0] == '/'; i++)
+        open_files[files++] = open(argv[i], O_CREAT | O_RDWR, 0600);
     for (unsigned count = 1;; count++) {
+        for (int i = 0; i < files; i++)
+            if (pwrite(open_files[i], &count, sizeof count, 0) != sizeof count)
+                return 2;
         if (quiesce) {
             quiesce = 0;
             close(open("/run/ocihook-quiesced", O_CREAT | O_TRUNC | O_WRONLY, 0600));

@@ -22,18 +22,16 @@ from ocihook.tcp_policy import parse
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
 OWNER_ANNOTATION = ANNOTATION_PREFIX + "owner"  # says whose a container is, nothing of what to do with it
+MEMBER_ANNOTATION = ANNOTATION_PREFIX + "member"
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
 _ADDRESS_MAP = re.compile(r"(?:[0-9a-fA-F.:]+=[0-9a-fA-F.:]+(?:,|$))*")
-_MAPS = {"gpu_map": (_GPU_MAP, "GPU UUIDs"), "address_map": (_ADDRESS_MAP, "IP addresses")}
-_REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
-_METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}")
 _LEAST_BOUND_BYTES = 256 << 20
 _AGENT_BYTES, _WORKER_BYTES = 48 << 20, 52 << 20  # as packs/packing.py and, for the larger kind, deduplicate.py have it
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 ANY = "*"  # in [restore_from]: every container, every domain
 _DOMAIN = re.compile(r"\*|_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # as packs/domain_names.py has it
+LATEST = "latest"  # for restore_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +53,14 @@ class Policy:
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
     tcp: str = "auto"  # what becomes of connections: auto, established, close, refuse, and rules (docs/connections.md)
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
+    restore_from: str = ""  # runtime handler: the checkpoint that a new container goes on from; latest: of its member
+    member: str = ""  # runtime handler: whose checkpoints `latest` is of; "": by pod and container
+    checkpoint_on_stop: bool = False  # runtime handler: a container that is stopped is checkpointed first
+    on_no_checkpoint: str = "start"  # runtime handler, without that checkpoint: start: begin anew; fail: create fails
+    on_restore_error: str = "start"  # runtime handler, where a restore fails: start: begin anew; fail: create fails
+    restore_on_restart: bool = (
+        False  # runtime handler: restore in the pod that was checkpointed, too, not only a new one
+    )
 
 
 Allowed = bool | float | tuple[str, ...]  # any value or none; at most so much; one of these
@@ -78,6 +84,12 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "on_gpu_restore_error": ("kill", "keep"),
         "tcp": True,
         "push": ("never",),
+        "restore_from": True,
+        "member": True,
+        "checkpoint_on_stop": True,
+        "on_no_checkpoint": ("start", "fail"),
+        "on_restore_error": ("start", "fail"),
+        "restore_on_restart": True,
     }
 )
 
@@ -96,6 +108,9 @@ class Settings:
     keep_within_s: float = 0.0  # what is younger stays in the store, too
     max_store_bytes: int = 0  # of the whole store: the oldest checkpoints go, even an owner's newest; 0: no bound
     archive_dir: str = ""  # archives there are pruned likewise: /var/lib/kubelet/checkpoints
+    max_rootfs_bytes: int = 10 << 30  # of changes in a rootfs that are saved when a container is stopped
+    max_volumes_bytes: int = 64 << 30  # of its volumes that end with its pod, likewise
+    stop_timeout_s: float = 600.0  # for the checkpoint of a container that is stopped; then it is stopped without
     max_archive_bytes: int = 0  # of all archives in archive_dir: the oldest go; 0: no bound
     remote_keep_last: int = 0  # checkpoints of each container at the remote; 0 and remote_keep_within_s 0: all
     remote_keep_within_s: float = 0.0  # what is younger stays at the remote, too
@@ -131,6 +146,31 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "gpu_preflight": ("refuse", "warn"),
     "on_gpu_restore_error": ("kill", "keep"),
     "push": ("never", "always"),
+    "on_no_checkpoint": ("start", "fail"),
+    "on_restore_error": ("start", "fail"),
+}
+_ABSOLUTE = re.compile(r"(?:/.*)?", re.DOTALL), "an absolute path"
+_PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
+    "quiesce_ack": (re.compile(r"/(?!(?:.*/)?\.\.(?:/|$)).*", re.DOTALL), "an absolute path without '..'"),
+    "gpu_map": (re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?"), "OLD=NEW,... of GPU UUIDs"),
+    "address_map": (_ADDRESS_MAP, "OLD=NEW,... of IP addresses"),
+    "restore_from": (  # as store/stored_manifest.py has ids
+        re.compile(rf"|{LATEST}|[0-9]{{8}}T[0-9]{{6}}Z-[0-9a-f]{{8}}"),
+        f"the id of a checkpoint, as 20261123T120000Z-0123abcd, or {LATEST!r}",
+    ),
+    "member": (  # as the values of labels in Kubernetes
+        re.compile(r"|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"),
+        "up to 63 letters, digits and ._-",
+    ),
+    **dict.fromkeys(("store_dir", "archive_dir", "history_dir", "key_file"), _ABSOLUTE),
+    "remote": (
+        re.compile(r"|(?:/|s3://[^/?#]|oci://[^/?#]).*", re.DOTALL),
+        "/DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY",
+    ),
+    "metrics_address": (
+        re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}"),
+        "127.0.0.1:PORT, [::1]:PORT or unix:/PATH",
+    ),
 }
 RANGES: Mapping[str, tuple[float, float]] = {
     "quiesce_timeout_s": (0.1, 600),
@@ -142,6 +182,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "keep_within_s": (0, 1 << 40),
     "max_store_bytes": (0, 1 << 60),
     "max_archive_bytes": (0, 1 << 60),
+    "max_rootfs_bytes": (0, 1 << 60),
+    "max_volumes_bytes": (0, 1 << 60),
+    "stop_timeout_s": (1, 86400),
     "remote_keep_last": (0, 1 << 20),
     "remote_keep_within_s": (0, 1 << 40),
     "history_kept": (1, 100000),
@@ -260,7 +303,9 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_
 
 def _check_annotation(name: str, key: str, text: str) -> object:
     value: object = text
-    if isinstance(_POLICY_KEYS[key], float):
+    if isinstance(_POLICY_KEYS[key], bool):
+        value = {"true": True, "false": False}.get(text, text)
+    elif isinstance(_POLICY_KEYS[key], float):
         try:
             value = float(text)
         except ValueError as error:
@@ -349,7 +394,7 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not type(default):
-        kinds = {str: "a string", int: "an integer", float: "a number"}
+        kinds = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
         raise ConfigError(f"{where}: {key} must be {kinds[type(default)]}, not {value!r}")
     if key in CHOICES and value not in CHOICES[key]:
         raise ConfigError(f"{where}: {key} must be one of {', '.join(map(repr, CHOICES[key]))}, not {value!r}")
@@ -357,23 +402,9 @@ def _check_value(key: str, value: object, default: object, where: str) -> object
         low, high = RANGES[key]
         if not low <= value <= high and (key != "memory_bound_bytes" or value):
             raise ConfigError(f"{where}: {key} must be between {low:g} and {high:g}, not {value!r}")
-    _check_form(key, value, where)
-    return value
-
-
-def _check_form(key: str, value: object, where: str) -> None:
-    """Check what is not any text."""
-    if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
-        raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
-    if key in {"store_dir", "archive_dir", "history_dir", "key_file"} and not str(value or "/").startswith("/"):
-        raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
-    if key == "remote" and value and not _REMOTE.match(str(value)):
-        raise ConfigError(
-            f"{where}: {key} must be /DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY, not {value!r}"
-        )
-    if key == "metrics_address" and not _METRICS_ADDRESS.fullmatch(str(value)):
-        raise ConfigError(f"{where}: {key} must be 127.0.0.1:PORT, [::1]:PORT or unix:/PATH, not {value!r}")
+    pattern, wanted = _PATTERNS.get(key, (None, ""))
+    if pattern is not None and not pattern.fullmatch(str(value)):
+        raise ConfigError(f"{where}: {key} must be {wanted}, not {value!r}")
     if key == "tcp":
         parse(str(value), f"{where}: {key}")
-    if key in _MAPS and not _MAPS[key][0].fullmatch(str(value)):
-        raise ConfigError(f"{where}: {key} must be OLD=NEW,... of {_MAPS[key][1]}, not {value!r}")
+    return value

@@ -17,6 +17,7 @@ OcihookError
 ├─ ImageError               CRIU's own images are missing, truncated or not what they say
 ├─ StoreError
 │  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
+│  ├─ NoCheckpoint          there is none that a container could go on from
 │  ├─ StoreFull             no space left for packs or for rehydrated images
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
@@ -25,6 +26,7 @@ OcihookError
 │  └─ ArchiveDamaged        an archive is cut short or damaged
 ├─ ArchiveKindError         an archive is packed, thin or plain, and the command is for another kind
 ├─ OutputExists             a command would write over something
+├─ RestoreError             a container could not go on from a checkpoint (runtime/restoring.py)
 ├─ CriuError                CRIU has failed, for a cause that its log tells (criu/explain.py)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 ├─ FileError                the system refused to read or write a file
@@ -158,6 +160,12 @@ class IntegrityError(StoreError):
     exit_code = 4
 
 
+class NoCheckpoint(StoreError):
+    """There is no checkpoint that a container could go on from."""
+
+    code = "no-checkpoint"
+
+
 class StoreFull(StoreError):
     """No space is left for packs or for rehydrated images."""
 
@@ -217,6 +225,12 @@ class RegistryError(RemoteError):
     def __init__(self, message: str, *, status: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.status = status
+
+
+class RestoreError(OcihookError):
+    """A container could not go on from a checkpoint."""
+
+    code = "restore"
 
 
 class CriuError(OcihookError):

@@ -19,8 +19,10 @@ class ContainerRef:
     name: str = ""
     pod_name: str = ""
     pod_namespace: str = ""
+    pod_uid: str = ""
     bundle: str = ""
     owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
+    member: str = ""  # likewise, which of them are its own
 
     @property
     def is_in_pod(self) -> bool:

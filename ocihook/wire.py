@@ -9,6 +9,8 @@ Verdict: "0" (go on) or "1" (veto), message.
 VERSION = b"1"
 RUNTIME_DIR = "/run/ocihook"
 SOCKET_NAME = "agent.sock"
+CONTAINERS_NAME = "containers"  # in RUNTIME_DIR: a directory for each container of the runtime handler, by its id
+RESTORING_NAME = "restoring.json"  # in it: the handler restores it, and holds it until it is started
 PACKET_BYTES = 16384
 
 # Without the inventory, which CRIU writes last, it unlocks the network of a dump that has failed. Nothing is done then
@@ -17,6 +19,9 @@ FAILED_STAGE = "network-unlock"
 DUMP_STAGES = ("pre-dump", "post-dump", FAILED_STAGE)
 DETACHED_STAGE = "detached"  # none of CRIU's: it has detached from a container that runs on, and is kept from its end
 KEPT_NAME = "stats-dump.kept"  # in CRIU's work directory as long as it is kept from its end; see criu/ending.py
+STOP_STAGE = (
+    "stop"  # none of CRIU's: the runtime handler has a container checkpointed; its id is in place of a directory
+)
 SELF_TEST_STAGE = "self-test"  # none of CRIU's: `ocihook doctor` sees with it whether the hook can start
 RESTORE_STAGES = ("pre-restore", "setup-namespaces", "post-restore", "pre-resume", "post-resume")
 

@@ -216,6 +216,11 @@ def add_programs(top: Path, prefix: Path, release: str) -> None:
     if prefix == distribution.PACKAGE_PREFIX:
         launcher = (PROJECT / "ocihook/hook/criu-action").read_text()
         write(libexec / "criu-action", fill(launcher, site), 0o755)
+        handler = (PROJECT / "ocihook/hook/handler").read_text()
+        for runtime in ("runc", "crun"):  # which every distribution has there
+            text = fill(handler, site).replace("@RUNTIME@", f"/usr/bin/{runtime}")
+            write(libexec / f"ocihook-{runtime}", text, 0o755)
+        write(libexec / "oci-hook", fill((PROJECT / "ocihook/hook/oci-hook").read_text(), site), 0o755)
 
 
 def add_node_files(dest: Path, top: Path, prefix: Path, release: str) -> None:
@@ -244,6 +249,7 @@ def add_documents(top: Path) -> None:
         ("prometheus", "share/ocihook/prometheus"),
         ("apparmor", "share/ocihook/apparmor"),
         ("selinux", "share/ocihook/selinux"),
+        ("../hooks.d", "share/containers/oci/hooks.d"),  # unpacked after what it names, and removed before
     ):
         if (HERE / source).is_dir():
             shutil.copytree(HERE / source, top / place)

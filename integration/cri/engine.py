@@ -165,7 +165,7 @@ class CriEngine:
         """Install ocihook on the node."""
         self.ocihook("install")
 
-    def start(
+    def start(  # noqa: PLR0913 - what a pod may be
         self,
         name: str,
         *,
@@ -176,12 +176,13 @@ class CriEngine:
         pull: bool = True,
         network: int = NODE_NETWORK,
         namespace: str = "default",
+        container_name: str = "",
         **annotations: str,
     ) -> str:
         """Make a pod with one container and start it; return the container's id.
 
         Args:
-            name: of pod and container.
+            name: of the pod.
             image: a checkpoint (archive or image) to restore; else the workload's.
             mib: memory of a new workload.
             runtime: runc or crun.
@@ -189,6 +190,7 @@ class CriEngine:
             pull: whether an image has to be pulled.
             network: the node's or the pod's own.
             namespace: the pod's.
+            container_name: the container's, unless it is the pod's.
             annotations: of ocihook, without prefix; the pod's, as a kubelet passes them on.
         """
         notes = {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
@@ -203,11 +205,11 @@ class CriEngine:
         if pull and not image.startswith("/"):
             self.call("PullImage", image={"image": image or self.image})
         config = {
-            "metadata": {"name": name},
+            "metadata": {"name": container_name or name},
             "image": {"image": image or self.image, "user_specified_image": self.image},
             "args": [] if image else [str(mib), *(["watch"] if gpus else [])],
             "labels": {
-                "io.kubernetes.container.name": name,
+                "io.kubernetes.container.name": container_name or name,
                 "io.kubernetes.pod.name": name,
                 "io.kubernetes.pod.namespace": namespace,
             },

@@ -88,7 +88,7 @@ class Podman:
 
     def ocihook(self, *arguments: str, check: bool = True) -> str:
         """Run an ocihook command inside."""
-        return self.namespace.run(sys.executable, "-m", "ocihook", *arguments, check=check)
+        return self.namespace.run(sys.executable, "-m", "ocihook", *arguments, check=check, PYTHONPATH=str(SITE))
 
     def install(self) -> None:
         """Install ocihook on this node."""

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
+from ocihook.runtime.stopping import Stopping, remove_stale, stops_under_way
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.store.store import Store
@@ -40,6 +42,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOST_SCRAPES = 4  # at a time
 _SCRAPE_TIMEOUT_S = 30
 _LEAST_WAIT_S = 1.0  # from one attempt to push to the next, whatever becomes of it
+_STOP = "stop of "  # what a child that stops a container is called, with the container's id
 _FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
 log = logging.getLogger(__name__)
@@ -95,6 +98,9 @@ class Agent:
         remove_unwritten(self._runtime_dir)
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
+        with contextlib.suppress(ConfigError):  # it is told to whoever checkpoints
+            remove_stale(self._load())
+        self._take_over_stops()
         self._start_background()
         idle_since = time.monotonic()
         while self._is_needed(time.monotonic() - idle_since < idle_timeout_s):
@@ -260,11 +266,16 @@ class Agent:
             raise AgentError(f"user {uid} is not root")
         connection.settimeout(REQUEST_TIMEOUT_S)
         request = wire.Request.decode(connection.recv(wire.PACKET_BYTES))
-        if request.stage not in (*wire.DUMP_STAGES, wire.DETACHED_STAGE, *wire.RESTORE_STAGES):
+        known = (*wire.DUMP_STAGES, wire.DETACHED_STAGE, *wire.RESTORE_STAGES, wire.STOP_STAGE)
+        if request.stage not in known:
             raise wire.ProtocolError(f"unknown stage {request.stage!r}")
         return request
 
     def _session_for(self, request: wire.Request) -> socket.socket:
+        if request.stage == wire.STOP_STAGE:
+            if _STOP + request.image_dir not in self._controls:
+                self._start_stop(request.image_dir)
+            return self._controls[_STOP + request.image_dir]
         criu = Process.find(request.criu_pid)
         if criu is None:
             raise AgentError(f"process {request.criu_pid}, which should be CRIU, is gone")
@@ -275,6 +286,12 @@ class Agent:
                 Journal.load(path) if path.exists() else Journal.create(self._runtime_dir, criu, find_runtime(criu.pid))
             )
         return self._controls[session_id]
+
+    def _take_over_stops(self) -> None:
+        """Go on with stops whose process was killed; of one that ended well nothing is left to do."""
+        for container_id in stops_under_way():
+            if _STOP + container_id not in self._controls:
+                self._start_stop(container_id)
 
     def _adopt(self, path: Path) -> None:
         """Take over a session whose agent died."""
@@ -287,32 +304,45 @@ class Agent:
         self._start_session(journal)
 
     def _start_session(self, journal: Journal) -> None:
+        session = Session(journal, self._load)
+        self._start(journal.session_id, session.serve, session.log_fields)
+
+    def _start_stop(self, container_id: str) -> None:
+        """Have a container that is stopped checkpointed.
+
+        Raises:
+            OcihookError: if none of this id is to be stopped.
+        """
+        stopping = Stopping(container_id, self._load)
+        self._start(_STOP + container_id, partial(_serve_stop, stopping), stopping.log_fields)
+
+    def _start(self, name: str, serve: Callable[[socket.socket], None], fields: Callable[[], dict[str, str]]) -> None:
+        """Start a process that handles requests for something."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_session(journal, theirs, ours, parent)
+            ours.close()
+            self._be(name, partial(serve, theirs), fields, parent)
         theirs.close()
         pidfd = os.pidfd_open(pid)
-        self._controls[journal.session_id] = ours
-        self._children[pidfd] = (journal.session_id, pid)
+        self._controls[name] = ours
+        self._children[pidfd] = (name, pid)
         self._selector.register(pidfd, selectors.EVENT_READ)
 
-    def _be_session(self, journal: Journal, control: socket.socket, ours: socket.socket, parent: int) -> None:
-        """Body of a session's process; never returns."""
+    def _be(self, name: str, serve: Callable[[], None], fields: Callable[[], dict[str, str]], parent: int) -> None:
+        """Body of such a process; never returns."""
         status = 1
         try:
             die_with_parent(parent)
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # a checkpoint that runs is finished
-            ours.close()
             self._let_go()
-            session = Session(journal, self._load)
-            add_fields(session.log_fields)
-            session.serve(control)
+            add_fields(fields)
+            serve()
             status = 0
         except Exception:
-            log.exception("session %s", journal.session_id)
+            log.exception("session %s", name)
         finally:
             logging.shutdown()
             os._exit(status)
@@ -323,10 +353,24 @@ class Agent:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         self._controls.pop(session_id).close()
+        if session_id.startswith(_STOP):
+            self._take_over_stops()
+            return
         path = self._runtime_dir / "sessions" / f"{session_id}.json"
         if status != 0 and path.exists():
             log.error("session %s ended with wait status %d; its journal is taken over", session_id, status)
             self._adopt(path)
+
+
+def _serve_stop(stopping: Stopping, control: socket.socket) -> None:
+    """Stop a container, then tell all who have asked for it; who asks later is told by another process."""
+    verdict = stopping.finish()
+    control.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            _, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)  # waits: no, it does not block
+            with socket.socket(fileno=fds[0]) as connection, contextlib.suppress(OSError):
+                connection.send(wire.encode_verdict(*verdict))
 
 
 def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> None:

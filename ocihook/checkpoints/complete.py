@@ -42,7 +42,7 @@ from ocihook.store.deduplicate import WORKER_BYTES, Taken, deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.lineage import lineage
 from ocihook.store.store import Store
-from ocihook.store.stored_manifest import StoredImage, StoredManifest, StoredRegion
+from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredImage, StoredManifest, StoredRegion
 
 log = logging.getLogger(__name__)
 
@@ -158,11 +158,14 @@ def _store(
 
     regions = _regions(moved)
     sources = {name: Source(partial(ImageFile, path), 0, job.sizes[name]) for name, path in job.images.items()}
+    belongings = sources.pop(BELONGINGS_NAME, None)
     packs = None
     if moved is not None:
         packs = open_packs(pending, moved)  # shared with the workers, who read it at their own places
         for region, packed in zip(regions, moved.regions, strict=True):
             sources[region.name] = Source(partial(PackedPages, packs, packed), 0, region.size_bytes)
+    if belongings is not None:
+        sources[BELONGINGS_NAME] = belongings
     newest = _newest(domain, job)
     ids = domain.new_ids_path(job.id)
     ids_fd = os.open(ids, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -196,12 +199,13 @@ def _store(
         seed=domain.seed,
         container=job.container,
         host=job.host,
-        images=tuple(StoredImage(name, size) for name, size in job.sizes.items()),
+        images=tuple(StoredImage(name, size) for name, size in job.sizes.items() if name != BELONGINGS_NAME),
         regions=regions,
         gpu=moved.gpu if moved else {},
         other_images=job.other_images,
         page_ids_digest=taken.ids_digest,
         added_bytes=sum(info.size_bytes for info in taken.new_packs),
+        belongings_bytes=job.belongings_bytes,
     )
     domain.commit(manifest, taken.layout, ids, replaced=newest.id if newest else None)
     log.info(

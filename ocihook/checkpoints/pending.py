@@ -20,7 +20,7 @@ from ocihook.model import ContainerRef
 from ocihook.packs.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
 from ocihook.packs.packed_manifest import OtherImage
 from ocihook.store.domain import Domain
-from ocihook.store.stored_manifest import CHECKPOINT_ID
+from ocihook.store.stored_manifest import BELONGINGS_NAME, CHECKPOINT_ID
 
 _MAX_BYTES = 64 << 20
 _MAX_FAILURE_BYTES = 1 << 20
@@ -36,7 +36,7 @@ class Job:
     created: str
     container: ContainerRef
     host: Mapping[str, str]
-    images: Mapping[str, Path]  # where each page image is
+    images: Mapping[str, Path]  # where each page image is, and BELONGINGS_NAME
     sizes: Mapping[str, int]
     other_images: tuple[OtherImage, ...]
     region_bytes: int = 0  # of memory that went past CRIU
@@ -47,6 +47,11 @@ class Job:
     def raw_bytes(self) -> int:
         """Bytes of all page images and regions."""
         return sum(self.sizes.values()) + self.region_bytes
+
+    @property
+    def belongings_bytes(self) -> int:
+        """Bytes of what the container had beside its processes; 0: they were not saved."""
+        return self.sizes.get(BELONGINGS_NAME, 0)
 
 
 class Failure(NamedTuple):

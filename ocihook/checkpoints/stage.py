@@ -23,6 +23,7 @@ from ocihook.packs.packed_manifest import PackedManifest, write_manifest
 from ocihook.store.domain import new_checkpoint_id
 from ocihook.store.lineage import lineage
 from ocihook.store.store import Store
+from ocihook.store.stored_manifest import BELONGINGS_NAME
 from ocihook.store.thin import Thin, read_thin, write_thin
 
 _TABLES_BYTES = 64 << 20  # what a place in memory needs beside the content of packs, with a 64th of that
@@ -107,6 +108,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
     host: Mapping[str, str],
     durable: bool,
     moved: MovedRegions | None = None,
+    with_belongings: bool = False,
     is_pushed: bool = False,
 ) -> Job:
     """Take page images out of `directory`, leaving a record of where they went.
@@ -120,6 +122,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
         host: recorded.
         durable: return only when the page images are on stable storage: of a container that is about to be killed.
         moved: memory that went into packs at the place; the checkpoint is complete only with it.
+        with_belongings: they are at the place, too.
         is_pushed: to the remote, once it is complete.
 
     Raises:
@@ -127,6 +130,8 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
     """
     pending = place.pending
     taken = {name: _take(directory / name, pending) for name in names}
+    if with_belongings:
+        taken[BELONGINGS_NAME] = pending / BELONGINGS_NAME
     if moved is not None:
         write_manifest(pending, record_of(moved, container), durable=durable)
     if durable:

@@ -9,10 +9,12 @@ from ocihook.checkpoints.complete import complete_pending
 from ocihook.cli.render import Seconds, json_option, print_json
 from ocihook.config import load_settings
 from ocihook.errors import OcihookError, UnsupportedError, plain, printable
+from ocihook.node import handlers
 from ocihook.node.install import (
     DRAIN_S,
     NODE,
     Change,
+    apply_change,
     apply_install,
     apply_uninstall,
     default_libexec,
@@ -37,22 +39,32 @@ _dry_run = click.option("--dry-run", is_flag=True, help="Show what would change,
 @click.command()
 @_root
 @_libexec
+@click.option("--runtime", "with_handler", is_flag=True, help="Put the runtime handler before runc and crun, too.")
 @_dry_run
 @json_option
-def install(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
+def install(*, root: Path, libexec: Path, with_handler: bool, dry_run: bool, as_json: bool) -> None:
     """Have CRIU call ocihook at every checkpoint and restore on this node.
 
     Writes a marked block into the CRIU configuration files that this node's runtimes read; every other line stays
     as it is. Installing again is harmless.
+
+    With --runtime, engines get a handler `ocihook` by a drop-in each: its containers are checkpointed when they are
+    stopped, and go on where they were when they are made again, as their annotations want it.
     """
     root = root.resolve()
     changes = plan_install(root, libexec)
+    handler = handlers.plan_handlers(root, libexec) if with_handler else []
     if not dry_run:
         _check_root(root)
         apply_install(changes, root)
+        for change in handler:
+            apply_change(change)
+    changes += handler
     _report(changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is installed already; nothing to change.")
     for path, script in other_action_scripts(root):
         click.echo(f"note: {path} also names {script}: it stays, and runs too", err=True)
+    for note in handlers.notes(root) if with_handler and not dry_run else ():
+        click.echo(f"note: {note}", err=True)
 
 
 @click.command()
@@ -64,17 +76,20 @@ def install(*, root: Path, libexec: Path, dry_run: bool, as_json: bool) -> None:
 def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_json: bool) -> None:
     """Take back what install changed; what was there before is left, byte for byte.
 
-    First CRIU's configuration: no new dump or restore calls ocihook. The rest goes when those that run have ended.
-    Then pending checkpoints are stored, as nothing does so afterwards. Those that cannot be are reported; they stay.
+    First the runtime handler, unless containers need it: nothing is taken back then. Then CRIU's configuration: no new
+    dump or restore calls ocihook. The rest goes when those that run have ended. Then pending checkpoints are stored, as
+    nothing does so afterwards. Those that cannot be are reported; they stay.
     """
     root = root.resolve()
+    handler = handlers.plan_removal(root, libexec)
     changes = plan_uninstall(root, libexec)
     if not dry_run:
         _check_root(root)
+        handlers.remove(handler, root)
         apply_uninstall(changes, root, libexec, timeout_s=timeout_s)
         if root == NODE:
             _complete_pending(timeout_s)
-    _report(changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is not installed; nothing to change.")
+    _report(handler + changes, dry_run=dry_run, as_json=as_json, nothing="ocihook is not installed; nothing to change.")
 
 
 def _complete_pending(timeout_s: float) -> None:

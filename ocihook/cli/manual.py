@@ -38,7 +38,7 @@ _SHELLS: Mapping[str, type[ShellComplete]] = {
     "fish/ocihook.fish": FishComplete,
 }
 _SETTING = re.compile(r"    (?P<key>\w+): \w+ = .*?(?:  # (?P<text>.*))?")
-_KINDS = {str: "string", int: "integer", float: "number"}
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 class Setting(NamedTuple):
@@ -61,7 +61,7 @@ def settings_of(settings: type[config.Policy | config.Settings]) -> Iterator[Set
     source = inspect.getsource(settings).splitlines()
     texts = {match["key"]: match["text"] for line in source if (match := _SETTING.fullmatch(line))}
     for field in dataclasses.fields(settings):
-        if field.name in config.TABLES:
+        if settings is config.Settings and field.name in config.TABLES:
             continue
         default = json.dumps(field.default)
         text = texts.get(field.name) or ""

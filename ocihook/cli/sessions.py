@@ -15,6 +15,7 @@ from ocihook.config import Settings, load_settings
 from ocihook.errors import AgentError, ConfigError, printable
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
+from ocihook.runtime.restoring import recover_restores
 from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.stages.recover import recover as recover_sessions
@@ -107,7 +108,7 @@ def recover(*, release_timeout_s: float, as_json: bool) -> None:
     Normally there is nothing to do: a restarted agent does this by itself. Exit status 7 if something could not be
     undone; what and why is shown, and the command can be repeated.
     """
-    recoveries = recover_sessions(settings=_settings(), release_timeout_s=release_timeout_s)
+    recoveries = recover_sessions(settings=_settings(), release_timeout_s=release_timeout_s) + recover_restores()
     if as_json:
         print_json({"sessions": [recovery._asdict() for recovery in recoveries]})
     elif not recoveries:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ocihook.config import OWNER_ANNOTATION
+from ocihook.config import MEMBER_ANNOTATION, OWNER_ANNOTATION
 from ocihook.errors import IdentificationError
 from ocihook.model import ContainerRef, short_id
 
@@ -20,14 +20,18 @@ class _Names(NamedTuple):
 
     pod_namespace: str  # is also the engine's mark
     pod_name: str
+    pod_uid: str
     name: str
 
 
 _ENGINES = {
     "containerd": _Names(
-        "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name", "io.kubernetes.cri.container-name"
+        "io.kubernetes.cri.sandbox-namespace",
+        "io.kubernetes.cri.sandbox-name",
+        "io.kubernetes.cri.sandbox-uid",
+        "io.kubernetes.cri.container-name",
     ),
-    "cri-o": _Names("io.kubernetes.pod.namespace", "io.kubernetes.pod.name", "io.kubernetes.container.name"),
+    "cri-o": _Names(*(f"io.kubernetes.{name}" for name in ("pod.namespace", "pod.name", "pod.uid", "container.name"))),
 }
 _MANAGERS = {"libpod": "podman", "cri-o": "cri-o"}
 _NAMESPACE = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 label
@@ -60,5 +64,5 @@ def container_ref(
     engine = engine_of(annotations)
     names = {field: annotations.get(key, "") for field, key in (_ENGINES[engine]._asdict() if marks else {}).items()}
     names["name"] = names.get("name") or name
-    owner = annotations.get(OWNER_ANNOTATION, "")
-    return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, owner=owner, **names)
+    names["owner"], names["member"] = annotations.get(OWNER_ANNOTATION, ""), annotations.get(MEMBER_ANNOTATION, "")
+    return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, **names)

@@ -25,7 +25,7 @@ def main() -> int:
     try:
         if os.geteuid() != 0:
             raise PermissionError("only root can checkpoint and restore containers with ocihook")
-        status, message = _ask(request.encode())
+        status, message = ask(request.encode())
     except (OSError, wire.ProtocolError) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
         status, message = _without_agent(stage, image_dir, why, is_at_work=isinstance(error, TimeoutError))
@@ -51,7 +51,7 @@ def _stay(request: wire.Request) -> None:
         os.setsid()
         criu = os.pidfd_open(request.criu_pid)
         try:
-            _ask(request.encode())
+            ask(request.encode())
         except TimeoutError:
             pass  # there is an agent
         except (OSError, wire.ProtocolError):
@@ -63,7 +63,13 @@ def _stay(request: wire.Request) -> None:
         os._exit(0)
 
 
-def _ask(packet: bytes) -> tuple[int, str]:
+def ask(packet: bytes) -> tuple[int, str]:
+    """Send the agent a request, and again if it dies over it; return its verdict.
+
+    Raises:
+        OSError: if there is no agent, or it gives none in time.
+        ProtocolError: if it is of another version.
+    """
     for _ in range(ATTEMPTS):
         connection = _connect()
         try:

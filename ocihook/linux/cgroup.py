@@ -16,6 +16,7 @@ from ocihook.errors import FreezeError
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 
+HELD = "ocihook-held"  # name of a cgroup, below a container's, of processes that do not run before they are started
 FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to go on
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V1_UNLIMITED_BYTES = 1 << 60
@@ -81,16 +82,24 @@ class Freezer:
         self.directory.mkdir(exist_ok=True)
         (self.directory / "cgroup.procs").write_text(str(pid))
 
+    def members(self) -> list[int]:
+        """Return the processes that are in this cgroup itself.
+
+        Raises:
+            OSError: if there is no such cgroup.
+        """
+        return [int(pid) for pid in (self.directory / "cgroup.procs").read_text().split()]
+
     def dissolve(self) -> None:
         """Move its processes into its parent, and remove it.
 
         Raises:
             OSError: if that is not possible.
         """
-        while pids := (self.directory / "cgroup.procs").read_text().split():
+        while pids := self.members():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    (self.directory.parent / "cgroup.procs").write_text(pid)
+                    (self.directory.parent / "cgroup.procs").write_text(str(pid))
         self.directory.rmdir()
 
     def _frozen_ancestor(self) -> Path | None:

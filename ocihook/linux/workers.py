@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 _PIPE_BUF = 4096  # writes up to this are atomic, so that all workers may share one pipe (pipe(7))
 _TOO_LATE = "the work was not done in time"
 _MAX_TEXT = 800  # characters of an error that cannot be passed as it is; at 4 bytes each they fit
-_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 2, 36  # linux/prctl.h
 # Keep freed memory instead of handing it back and faulting it in again for the next chunk: a quarter more
 # throughput with LZ4's buffers (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
 _MALLOPT = ((-1, 64 << 20), (-3, 32 << 20))
@@ -51,6 +51,13 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as `parent`, which forked it, is gone."""
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0 or os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans(*, wanted: bool) -> None:
+    """Be the parent of descendants whose own has ended, or let somebody further up be that again (prctl(2))."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 @contextlib.contextmanager

@@ -58,8 +58,8 @@ WANTED_BY = {
 PACKAGE_LIBEXEC = distribution.PACKAGE_PREFIX / distribution.LIBEXEC_BELOW_PREFIX
 DRAIN_S = 900.0  # as long as systemd lets sessions finish, too
 
-_SIGN = "Installed by `ocihook install`"  # what bears it is ours to replace and to remove
-_MADE = "# Directory made for it: "
+SIGN = "Installed by `ocihook install`"  # what bears it is ours to replace and to remove
+MADE = "# Directory made for it: "
 _MAX_LINKS = 40  # the kernel's own limit
 
 
@@ -104,21 +104,21 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     for path in (launcher, *map(Path, distribution.interpreters()), distribution.SITE, Path(distribution.command()[0])):
         _check_nameable(path)
     blocks = _blocks(root, launcher)
-    place = _below(root, launcher)
+    place = below(root, launcher)
     launchers = _launchers(root, libexec)
-    older = [Change(path, _read(path), None) for path in launchers if path != place]
+    older = [Change(path, read(path), None) for path in launchers if path != place]
     if libexec == PACKAGE_LIBEXEC and distribution.is_packaged():
         if not place.exists():
             raise UnsupportedError(f"{place} is missing; nothing was changed", hint="install the package in that tree")
-        changes = [*blocks, *older, *(Change(path, _read(path), None) for path in _signed_units(root))]
+        changes = [*blocks, *older, *(Change(path, read(path), None) for path in _signed_units(root))]
         return [change for change in changes if change.is_needed()]
-    units = [_written(_below(root, UNIT_DIR / unit.name), unit.read_text(), 0o644) for unit in _units(root)]
-    if (content := _read(place)) is not None and not _is_signed(content):
+    units = [_written(below(root, UNIT_DIR / unit.name), unit.read_text(), 0o644) for unit in _units(root)]
+    if (content := read(place)) is not None and not is_signed(content):
         raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="choose another --libexec")
     files = [place, *(c.path for c in (*units, *blocks) if c.after is not None)]
     links = _links(root) if units and root != NODE else []
-    directories = sorted({*_made_directories(launchers), *_missing_directories(root, (*files, *links))})
-    record = "".join(f"{_MADE}{directory}\n" for directory in directories)
+    directories = sorted({*made_directories(launchers), *missing_directories(root, (*files, *links))})
+    record = "".join(f"{MADE}{directory}\n" for directory in directories)
     template = (distribution.PACKAGE_DIR / "hook" / LAUNCHER_NAME).read_text()
     changes = [_written(place, template + record, 0o755), *units, *blocks, *older]
     return [change for change in changes if change.is_needed()]
@@ -130,7 +130,7 @@ def conf_names(root: Path) -> list[str]:
     crun reads crun.conf if there is one, else runc.conf: making crun.conf would hide the rest of runc.conf from it.
     """
     find = find_program if root == NODE else partial(find_program_in, root)
-    own = "crun.conf" if _below(root, CRIU_CONF_DIR / "crun.conf").exists() else "runc.conf"
+    own = "crun.conf" if below(root, CRIU_CONF_DIR / "crun.conf").exists() else "runc.conf"
     runc, crun = find("runc"), find("crun")
     if root != NODE and not runc and not crun:  # it may get any later: serve every one
         return list(dict.fromkeys(["runc.conf", own, "default.conf"]))
@@ -144,8 +144,8 @@ def other_action_scripts(root: Path) -> list[tuple[Path, str]]:
     """Return the action scripts of others in CRIU's configuration, with the file that names each: they run, too."""
     found = []
     for name in CONF_NAMES:
-        path = _below(root, CRIU_CONF_DIR / name)
-        content = _read(path) or b""
+        path = below(root, CRIU_CONF_DIR / name)
+        content = read(path) or b""
         found += [(path, script) for script in action_scripts(remove_block(content, where=str(path)))]
     return found
 
@@ -156,8 +156,8 @@ def plan_uninstall(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     Raises:
         ConfigError: if a block of ours in CRIU's configuration is damaged.
     """
-    changes = [_without_block(_below(root, CRIU_CONF_DIR / name)) for name in CONF_NAMES]
-    changes += [Change(path, _read(path), None) for path in (*_signed_units(root), *_launchers(root, libexec))]
+    changes = [_without_block(below(root, CRIU_CONF_DIR / name)) for name in CONF_NAMES]
+    changes += [Change(path, read(path), None) for path in (*_signed_units(root), *_launchers(root, libexec))]
     return [change for change in changes if change.is_needed()]
 
 
@@ -168,7 +168,7 @@ def apply_install(changes: list[Change], root: Path) -> None:
         UnsupportedError: if something cannot be written; what was done before can stay, installing again goes on.
     """
     for change in changes:
-        _apply(change)
+        apply_change(change)
     units = _units(root)
     hint = "checkpoints work without it: the hook then starts the agent itself"
     if distribution.is_packaged():  # which enables its own; only such of an installation before it may have gone
@@ -183,7 +183,7 @@ def apply_install(changes: list[Change], root: Path) -> None:
     elif units:
         for link in _links(root):
             with _explained(link), contextlib.suppress(FileExistsError):
-                _make_directories(link.parent)
+                make_directories(link.parent)
                 link.symlink_to(UNIT_DIR / link.name)
 
 
@@ -204,11 +204,11 @@ def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, 
         UnsupportedError: if something cannot be removed; uninstalling again goes on.
         AgentError: if dumps and restores that run do not end in time; uninstalling again goes on.
     """
-    directories = _made_directories(_launchers(root, libexec))
-    confs = {_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
+    directories = made_directories(_launchers(root, libexec))
+    confs = {below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
     for change in changes:
         if change.path in confs:
-            _apply(change)
+            apply_change(change)
     if root == NODE:
         wait_until_unused(timeout_s=timeout_s)
     hint = "CRIU no longer calls ocihook; uninstall again to remove the rest"
@@ -220,23 +220,28 @@ def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, 
             _remove(link)
     for change in changes:
         if change.path not in confs:
-            _apply(change)
+            apply_change(change)
     units = [UNIT_DIR / unit.name for unit in unit_templates()]
-    for path in (*confs, *(_below(root, path) for path in (*units, libexec / LAUNCHER_NAME))):
+    for path in (*confs, *(below(root, path) for path in (*units, libexec / LAUNCHER_NAME))):
         _remove(path.with_name(f"{path.name}.partial"))  # of an install that was killed in the middle of a file
     if has_units:
         _systemctl("daemon-reload", hint=hint)
     for directory in reversed(directories):
         with contextlib.suppress(OSError):  # not empty: not only ours
-            _below(root, directory).rmdir()
+            below(root, directory).rmdir()
 
 
-def _apply(change: Change) -> None:
+def apply_change(change: Change) -> None:
+    """Write a file or remove it.
+
+    Raises:
+        UnsupportedError: if that cannot be.
+    """
     with _explained(change.path):
         if change.after is None:
             change.path.unlink(missing_ok=True)
             return
-        _make_directories(change.path.parent)
+        make_directories(change.path.parent)
         old = change.path.stat() if change.mode is None and change.path.exists() else None
         replace_file(change.path, change.after, mode=stat.S_IMODE(old.st_mode) if old else change.mode or 0o644)
         new = change.path.stat()
@@ -255,9 +260,9 @@ def _plugin_dir(root: Path, libexec: Path) -> str:
 
     If an administrator has named a directory it stays.
     """
-    paths = [_below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES]
-    named = plugin_dir(*(remove_block(_read(path) or b"", where=str(path)) for path in paths))
-    return str(libexec) if not named and is_to_stay_out(partial(_below, root)) else ""
+    paths = [below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES]
+    named = plugin_dir(*(remove_block(read(path) or b"", where=str(path)) for path in paths))
+    return str(libexec) if not named and is_to_stay_out(partial(below, root)) else ""
 
 
 def _blocks(root: Path, launcher: Path) -> list[Change]:
@@ -265,8 +270,8 @@ def _blocks(root: Path, launcher: Path) -> list[Change]:
     wanted, plugins = conf_names(root), _plugin_dir(root, launcher.parent)
     changes = []
     for name in CONF_NAMES:
-        path = _below(root, CRIU_CONF_DIR / name)
-        before = _read(path)
+        path = below(root, CRIU_CONF_DIR / name)
+        before = read(path)
         others = _options(root, name, remove_block(before or b"", where=str(path)))
         old = read_block(before or b"", where=str(path))
         made_file = old.made_file if old else before is None
@@ -288,7 +293,7 @@ def _options(root: Path, name: str, foreign: bytes) -> tuple[str, ...]:
 
 
 def _without_block(path: Path) -> Change:
-    before = _read(path)
+    before = read(path)
     block = read_block(before or b"", where=str(path))
     after = remove_block(before or b"", where=str(path))
     is_to_go = before is None or (block and block.made_file and not after)
@@ -296,7 +301,7 @@ def _without_block(path: Path) -> Change:
 
 
 def _written(path: Path, template: str, mode: int) -> Change:
-    return Change(path, _read(path), render(template, _SIGN, distribution.SITE).encode(), mode)
+    return Change(path, read(path), render(template, SIGN, distribution.SITE).encode(), mode)
 
 
 def render(template: str, origin: str, site: Path) -> str:
@@ -316,24 +321,25 @@ def _launchers(root: Path, libexec: Path) -> list[Path]:
     """Return the launchers of ours that are there: in `libexec`, and wherever a block of ours names one."""
     named = [str(libexec / LAUNCHER_NAME)]
     for name in CONF_NAMES:
-        path = _below(root, CRIU_CONF_DIR / name)
-        block = read_block(_read(path) or b"", where=str(path))
+        path = below(root, CRIU_CONF_DIR / name)
+        block = read_block(read(path) or b"", where=str(path))
         named += [block.action_script] if block and block.action_script.startswith("/") else []
-    places = dict.fromkeys(_below(root, Path(launcher)) for launcher in named)
-    return [place for place in places if _is_signed(_read(place))]
+    places = dict.fromkeys(below(root, Path(launcher)) for launcher in named)
+    return [place for place in places if is_signed(read(place))]
 
 
-def _made_directories(launchers: Iterable[Path]) -> list[Path]:
+def made_directories(launchers: Iterable[Path]) -> list[Path]:
     """Return the directories that launchers record, the upper ones first, as paths below their root."""
-    lines = [line for launcher in launchers for line in (_read(launcher) or b"").decode().splitlines()]
-    return [Path(line.removeprefix(_MADE)) for line in lines if line.startswith(_MADE)]
+    lines = [line for launcher in launchers for line in (read(launcher) or b"").decode().splitlines()]
+    return [Path(line.removeprefix(MADE)) for line in lines if line.startswith(MADE)]
 
 
-def _missing_directories(root: Path, files: Iterable[Path]) -> set[Path]:
+def missing_directories(root: Path, files: Iterable[Path]) -> set[Path]:
+    """Return the directories that have to be made for files, as paths below their root."""
     return {NODE / parent.relative_to(root) for file in files for parent in file.parents if not parent.exists()}
 
 
-def _make_directories(directory: Path) -> None:
+def make_directories(directory: Path) -> None:
     """Make a directory that root's programs are run from: as open as usual and no more, whatever the umask is."""
     for parent in reversed([directory, *directory.parents]):
         if not parent.exists():
@@ -341,14 +347,15 @@ def _make_directories(directory: Path) -> None:
             parent.chmod(0o755)
 
 
-def _is_signed(content: bytes | None) -> bool:
-    return _SIGN.encode() in (content or b"")
+def is_signed(content: bytes | None) -> bool:
+    """Tell whether a file's content is of `ocihook install`."""
+    return SIGN.encode() in (content or b"")
 
 
 def _signed_units(root: Path) -> list[Path]:
     """Return the units that `ocihook install` has written; an administrator's and a package's are none of these."""
-    places = [_below(root, UNIT_DIR / unit.name) for unit in unit_templates()]
-    return [place for place in places if _is_signed(_read(place))]
+    places = [below(root, UNIT_DIR / unit.name) for unit in unit_templates()]
+    return [place for place in places if is_signed(read(place))]
 
 
 def unit_templates() -> list[Path]:
@@ -361,12 +368,12 @@ def _units(root: Path) -> list[Path]:
     if root == NODE:
         has_systemd = Path("/run/systemd/system").is_dir() and shutil.which("systemctl") is not None
     else:
-        has_systemd = _below(root, Path("/usr/lib/systemd/system")).is_dir()
+        has_systemd = below(root, Path("/usr/lib/systemd/system")).is_dir()
     return unit_templates() if has_systemd else []
 
 
 def _links(root: Path) -> list[Path]:
-    return [_below(root, UNIT_DIR / f"{target}.wants") / unit for unit, target in WANTED_BY.items()]
+    return [below(root, UNIT_DIR / f"{target}.wants") / unit for unit, target in WANTED_BY.items()]
 
 
 def _check_nameable(path: Path) -> None:
@@ -378,14 +385,15 @@ def _check_nameable(path: Path) -> None:
         )
 
 
-def _read(path: Path) -> bytes | None:
+def read(path: Path) -> bytes | None:
+    """Return a file's content, None if there is no such file."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _below(root: Path, path: Path) -> Path:
+def below(root: Path, path: Path) -> Path:
     """Return where `path` is for who has `root` as its root directory: no link leads out of a tree.
 
     Raises:

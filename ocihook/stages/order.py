@@ -8,8 +8,10 @@ from ocihook.session.participant import Participant
 from ocihook.stages.page_images import PageImages
 from ocihook.stages.quiesce import Quiesce
 from ocihook.stages.stored_pages import StoredPages
+from ocihook.stages.until_started import UntilStarted
 
 _ORDER: tuple[type[Participant], ...] = (
+    UntilStarted,  # freezes what is restored, and not started yet
     Standstill,  # thaws what the engine has frozen, so that the others can be asked; freezes it again
     Quiesce,  # the application comes to rest by itself
     StoredPages,  # CRIU's page images go to the node's store

@@ -32,6 +32,7 @@ from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.session.participant import Dump, Participant, Restore, SizeFacts
 from ocihook.stages.page_images import Rehydrated
+from ocihook.stages.stopped import is_stopped, save_belongings, want_store
 from ocihook.store.domain import Domain
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
@@ -134,11 +135,12 @@ class StoredPages(Participant):
 
     def refuse(self, dump: Dump) -> None:
         """Go to the engine's archive, or refuse the dump as the policy wants it, if the store cannot take it."""
+        further_bytes = want_store(dump) if is_stopped(dump) else 0
         call = dump.call()
         if call.policy.mode != "store":
             return
         try:
-            check_can_store(dump.store, dump.container, resident_bytes(dump.init_pid))
+            check_can_store(dump.store, dump.container, resident_bytes(dump.init_pid) + further_bytes)
         except (OcihookError, OSError) as error:
             if call.policy.on_pack_error == "fail":
                 raise
@@ -190,11 +192,14 @@ class StoredPages(Participant):
         check_page_images(dump.directory)
         discard_packs(dump.directory)
         names = list_packable(dump.directory)
-        if not names and dump.moved is None:
+        with_belongings = is_stopped(dump)
+        if not names and dump.moved is None and not with_belongings:
             return 0
         effect = effect or begin(dump.journal, dump.container, Path(dump.image_dir), dump.directory, dump.store)
         effect.names = names
         dump.journal.save()
+        if with_belongings:
+            save_belongings(dump, effect.place.pending, names)
         call = dump.call()
         job = stage(
             effect.place,
@@ -205,6 +210,7 @@ class StoredPages(Participant):
             host=host_facts(call.criu_version),
             durable=not call.leave_running,
             moved=dump.moved,
+            with_belongings=with_belongings,
             is_pushed=call.policy.push == "always",
         )
         dump.journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))

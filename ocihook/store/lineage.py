@@ -28,14 +28,23 @@ _INDICES = re.compile(r"(?:-[0-9]+)*$")
 def lineage(container: ContainerRef) -> str:
     """Return what checkpoints of the same member of the same owner have in common; within a domain it is its own."""
     if not container.pod_name:
-        return container.owner or (container.name if container.engine == "podman" else "") or container.id
+        named = container.name if container.engine == "podman" else ""
+        return container.member or container.owner or named or container.id
+    return f"{container.pod_namespace}/{container.member or _member_of_owner(container)}/{container.name}"
+
+
+def _member_of_owner(container: ContainerRef) -> str:
     member = _member(container.pod_name)
     if container.owner:
         indices = _INDICES.search(member)
-        member = container.owner + (indices[0] if indices else "")
-    elif len(container.pod_name) >= _LONGEST_NAME:
-        member = container.pod_name
-    return f"{container.pod_namespace}/{member}/{container.name}"
+        return container.owner + (indices[0] if indices else "")
+    return container.pod_name if len(container.pod_name) >= _LONGEST_NAME else member
+
+
+def has_identity(container: ContainerRef) -> bool:
+    """Tell whether a container is one of its own and not any replica of a Deployment."""
+    stem = _RANDOM.sub("", container.pod_name)
+    return stem == container.pod_name or not _HASH.search(stem)
 
 
 def _member(pod_name: str) -> str:

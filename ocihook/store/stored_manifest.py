@@ -26,7 +26,8 @@ from ocihook.packs.packed_manifest import (
 )
 
 CHECKPOINT_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
-VERSION = 1
+VERSION, VERSION_WITH_BELONGINGS = 1, 2  # what has none is written for earlier releases, too
+BELONGINGS_NAME = "belongings.tar"  # a part; what is in it: belongings/saving.py, checkpoints/belongings.py
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SEED = re.compile(r"[0-9a-f]{16}")
@@ -80,6 +81,7 @@ class StoredManifest:
     other_images: tuple[OtherImage, ...]
     page_ids_digest: str  # BLAKE2b-256 of the ids of all pages by `seed`, image after image
     added_bytes: int  # that its packs take, of pages that were nowhere before
+    belongings_bytes: int = 0  # of BELONGINGS_NAME: of a container that was checkpointed when it was stopped; 0: none
 
     @property
     def image_bytes(self) -> int:
@@ -88,13 +90,14 @@ class StoredManifest:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all its page images and regions."""
+        """Bytes of all its parts."""
         return sum(part.size_bytes for part in self.parts)
 
     @property
     def parts(self) -> tuple[StoredImage | StoredRegion, ...]:
         """Everything whose pages are in packs, in the order of its layout and of its page ids."""
-        return (*self.images, *self.regions)
+        belongings = [StoredImage(BELONGINGS_NAME, self.belongings_bytes)] if self.belongings_bytes else []
+        return (*self.images, *self.regions, *belongings)
 
 
 def digest(data: bytes) -> str:
@@ -122,7 +125,10 @@ def encode_stored(manifest: StoredManifest) -> bytes:
         "page_ids_digest": manifest.page_ids_digest,
         "added_bytes": manifest.added_bytes,
     }
-    return encode_frame("checkpoint", VERSION, json.dumps(body, separators=(",", ":")).encode())
+    version = VERSION
+    if manifest.belongings_bytes:
+        version, body["belongings_bytes"] = VERSION_WITH_BELONGINGS, manifest.belongings_bytes
+    return encode_frame("checkpoint", version, json.dumps(body, separators=(",", ":")).encode())
 
 
 def decode_stored(data: bytes) -> StoredManifest:
@@ -131,7 +137,7 @@ def decode_stored(data: bytes) -> StoredManifest:
     Raises:
         IntegrityError: if it is damaged, malformed or of an unknown version.
     """
-    _, body = decode_frame("checkpoint", (VERSION,), data)
+    _, body = decode_frame("checkpoint", (VERSION, VERSION_WITH_BELONGINGS), data)
     try:
         return _from_json(load_json(body))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -163,4 +169,5 @@ def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JS
         ),
         page_ids_digest=as_name(value["page_ids_digest"], _DIGEST),
         added_bytes=as_number(value["added_bytes"]),
+        belongings_bytes=as_page_number(value.get("belongings_bytes", 0)),
     )

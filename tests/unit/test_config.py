@@ -25,7 +25,7 @@ NUMBERS = [
     (table, field.name)
     for table, settings in (("policy", Policy), ("agent", Settings))
     for field in dataclasses.fields(settings)
-    if field.name not in TABLES and isinstance(field.default, int | float)
+    if field.name not in TABLES and type(field.default) in (int, float)
 ]
 
 
@@ -130,7 +130,7 @@ def test_mistakes_name_the_annotation_and_have_no_effect(name: str, text: str, m
     [
         ("ocihook.io/moed", "annotation ocihook.io/moed is not known here and has no effect; did you mean 'mode'?"),
         ("ocihook.io/workers", "known are: mode"),  # a pod does not decide about the node
-        ("ocihook.io/restore-from", "is not known here and has no effect"),  # of another release
+        ("ocihook.io/restore-into", "is not known here and has no effect"),  # of another release
     ],
 )
 def test_what_another_release_may_know_is_told_and_stops_nothing(name: str, message: str) -> None:

@@ -138,7 +138,7 @@ def test_interrupted_anywhere_it_can_be_repeated_or_taken_back(
 ) -> None:
     prepare(tmp_path)
     before = tree(tmp_path)
-    apply = install._apply
+    apply = install.apply_change
 
     def interrupt_after(number: int) -> None:
         left = iter(range(number))
@@ -148,19 +148,19 @@ def test_interrupted_anywhere_it_can_be_repeated_or_taken_back(
                 raise Killed
             apply(change)
 
-        monkeypatch.setattr(install, "_apply", apply_some)
+        monkeypatch.setattr(install, "apply_change", apply_some)
 
     interrupt_after(number)
     with contextlib.suppress(Killed):
         do_install(tmp_path)
     if goes_on:
-        monkeypatch.setattr(install, "_apply", apply)
+        monkeypatch.setattr(install, "apply_change", apply)
         do_install(tmp_path)
         assert plan_install(tmp_path) == []
     interrupt_after(number // 2)
     with contextlib.suppress(Killed):
         do_uninstall(tmp_path)
-    monkeypatch.setattr(install, "_apply", apply)
+    monkeypatch.setattr(install, "apply_change", apply)
     do_uninstall(tmp_path)
     assert tree(tmp_path) == before
 
@@ -168,7 +168,7 @@ def test_interrupted_anywhere_it_can_be_repeated_or_taken_back(
 def test_nothing_points_into_the_void_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_foreign_lines(tmp_path)
     launcher = tmp_path / LIBEXEC.relative_to("/") / "criu-action"
-    apply = install._apply
+    apply = install.apply_change
     seen = []
 
     def apply_and_look(change: install.Change) -> None:
@@ -176,7 +176,7 @@ def test_nothing_points_into_the_void_at_any_moment(tmp_path: Path, monkeypatch:
         is_named = any(b"BEGIN ocihook" in conf.read_bytes() for conf in (tmp_path / "etc/criu").iterdir())
         seen.append((is_named, launcher.exists()))
 
-    monkeypatch.setattr(install, "_apply", apply_and_look)
+    monkeypatch.setattr(install, "apply_change", apply_and_look)
     do_install(tmp_path)
     do_uninstall(tmp_path)
     assert {(False, True), (True, True), (False, False)} == set(seen)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from ocihook.node.handlers import HANDLER
+
 KUSTOMIZE = Path(__file__).parents[2] / "packaging/kustomize"
 INSTALLER = (KUSTOMIZE.parent / "image/installer").read_text()
 
@@ -25,3 +27,7 @@ def test_installer_knows_what_it_is_called_with() -> None:
     assert set(called) <= set(verbs)
     assert "hostPID: true" in base  # a dump that runs is seen
     assert "mountPath: /host\n" in base
+
+
+def test_the_class_names_the_handler_that_install_makes() -> None:
+    assert f"\nhandler: {HANDLER}\n" in (KUSTOMIZE / "runtime/runtimeclass.yaml").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 from ocihook.container.running import container_of, find_container
 from ocihook.criu.version import find_program
 from ocihook.errors import plain
-from ocihook.node.doctor import container, kernel_objects, machine, network, node, store
+from ocihook.node.doctor import container, handler, kernel_objects, machine, network, node, store
 from ocihook.node.doctor.finding import Finding, Repair, Status, without_commands
 from ocihook.node.doctor.workload import Workload, read_workload
 from ocihook.node.install import NODE, apply_install, default_libexec, listen, plan_install
@@ -19,7 +19,7 @@ _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
 
 def check_node() -> list[Finding]:
     """Run every check of the node; those that call programs run at the same time."""
-    return _run_all((*machine.CHECKS, *node.CHECKS, *network.CHECKS, *store.CHECKS))
+    return _run_all((*machine.CHECKS, *node.CHECKS, *network.CHECKS, *handler.CHECKS, *store.CHECKS))
 
 
 def check_container(name: str) -> list[Finding]:

@@ -1,0 +1,24 @@
+"""A podman with the runtime handler for each test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.runtime.engine import HandledPodman
+
+MakeHandled = Callable[[str], HandledPodman]
+
+
+@pytest.fixture
+def make_handled(scratch: Path, workload: Path) -> Iterator[MakeHandled]:
+    """Return a function that makes a podman for a runtime; all are removed after the test."""
+    made: list[HandledPodman] = []
+
+    def make(runtime: str) -> HandledPodman:
+        made.append(HandledPodman(scratch, runtime, workload))
+        return made[-1]
+
+    yield make
+    for podman in made:
+        podman.close()

@@ -1,0 +1,169 @@
+"""podman with the runtime handler before its runtime, as `ocihook install --runtime` would have it."""
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from integration.containerd.engine import Containerd
+from integration.namespace import wait_for
+from integration.podman.engine import IMAGE, SITE, Podman
+from ocihook.linux.procfs import parent_pid
+from ocihook.node.install import render
+
+# On a machine with hybrid cgroups crun's CRIU is to see the cgroup2 hierarchy alone, which is all that there is here.
+_PREFIX = "/usr/local/bin/ocihook-"
+_STALL = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = "$(cat /run/stall 2>/dev/null)" ] || exit 0
+touch /run/stall.there
+while [ -e /run/stall ]; do sleep 0.02; done
+"""
+_CRUN_CONF = "cgroup-dump-controller unified\n"
+
+
+class HandledPodman(Podman):
+    """One podman, whose containers are the handler's if an annotation says so."""
+
+    def __init__(self, scratch: Path, runtime: str, workload: Path) -> None:
+        super().__init__(scratch, runtime, workload)
+        if runtime == "crun":
+            self.namespace.path("/etc/criu/default.conf").write_text(_CRUN_CONF)
+        program = self.namespace.run("sh", "-c", f"command -v {runtime}").strip()
+        handler = scratch / f"ocihook-{runtime}"
+        handler.write_text(
+            render((SITE / "ocihook/hook/handler").read_text(), "Test", SITE).replace("@RUNTIME@", program)
+        )
+        handler.chmod(0o755)
+        self.handler = handler
+        self.runtime = str(handler)
+        self.install()
+
+    def options(self) -> list[str]:
+        """Keep containers by overlayfs: what one has changed is known then."""
+        return ["overlay" if option == "vfs" else option for option in super().options()]
+
+    def agent_log(self) -> str:
+        """Return what agent and handler have said."""
+        logs = [self.namespace.path(f"/run/ocihook/{name}.log") for name in ("agent", "handler")]
+        return "\n".join(log.read_text() for log in logs if log.exists())
+
+    def make(self, verb: str, name: str, *options: str, **annotations: str) -> None:
+        """Create or run a workload with annotations of ocihook, named without prefix."""
+        notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
+        words = ["--detach"] if verb == "run" else []
+        command = [verb, *words, "--name", name, "--network", "host", "--pids-limit", "0", "--stop-timeout", "60"]
+        self(*command, *options, *notes, IMAGE, "/workload", "4")
+
+    def counts(self, name: str) -> list[int]:
+        """Return all counts that a workload has printed, in their order."""
+        return [int(count) for count in re.findall(r"^count (\d+) checksum \w+\r?$", self("logs", name), re.MULTILINE)]
+
+    def wait_to_count(self, name: str, times: int = 3) -> None:
+        """Wait until a workload has printed so many counts more than now."""
+        there = len(self.counts(name))
+        wait_for(f"{name} to count", lambda: len(self.counts(name)) >= there + times)
+
+    def stop(self, name: str) -> int:
+        """Stop a container and remove it; return its last count."""
+        super().__call__("stop", name)
+        wait_for(f"{name} to be over", lambda: not self.is_running(name))
+        last = self.counts(name)[-1]
+        super().__call__("rm", name)
+        return last
+
+    def workloads(self) -> list[int]:
+        """Return the processes of all containers of this podman, whatever it knows of them."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_workload = (process / "cmdline").read_bytes().startswith(b"/workload\0")
+                if is_workload and str(self.scratch) in (process / "mountinfo").read_text():
+                    found.append(int(process.name))
+        return found
+
+    def init_pid(self, name: str) -> int:
+        """Return the pid of a container's first process."""
+        return int(self("inspect", "--format", "{{.State.Pid}}", name))
+
+    def file(self, name: str, path: str) -> str:
+        """Return the content of a file in a container, "" if there is none."""
+        place = Path(f"/proc/{self.init_pid(name)}/root") / path.lstrip("/")
+        return place.read_text() if place.exists() else ""
+
+    def write(self, name: str, path: str, text: str) -> None:
+        """Write a file in a container."""
+        place = Path(f"/proc/{self.init_pid(name)}/root") / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+
+    def stall(self) -> None:
+        """Have CRIU wait at the stage that /run/stall names, as long as it does."""
+        script = self.namespace.path("/etc/ocihook/stall")
+        script.write_text(_STALL)
+        script.chmod(0o755)
+        for conf in self.namespace.path("/etc/criu").glob("*.conf"):
+            conf.write_text(f"{conf.read_text()}action-script /etc/ocihook/stall\n")
+
+    def restore_killing(self, who: str, stage: str, name: str, **annotations: str) -> None:
+        """Run a container, and kill who restores it when CRIU has come to a stage."""
+        stalled, there = self.namespace.path("/run/stall"), self.namespace.path("/run/stall.there")
+        there.unlink(missing_ok=True)
+        stalled.write_text(stage)
+        notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
+        command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0", *notes, IMAGE]
+        running = self.namespace.spawn(
+            "podman", *self.options(), *command, "/workload", "4", log=self.scratch / "killed"
+        )
+        wait_for("CRIU to be there", there.exists)
+        os.kill(self._who(who), signal.SIGKILL)
+        stalled.unlink()
+        wait_for("podman to end", lambda: running.poll() is not None)
+        wait_for("the restore to be over", lambda: not self.namespace.pids("ocihook.hook.handler"))
+
+    def _who(self, who: str) -> int:
+        if who in ("worker", "caller"):
+            handlers = self.namespace.pids("ocihook.hook.handler")
+            return next(pid for pid in handlers if (parent_pid(pid) in handlers) == (who == "worker"))
+        return min(self.namespace.pids("criu: restore" if who == "criu" else " restore --detach "))
+
+
+class HandledContainerd(Containerd):
+    """One containerd, whose runtimes the handler stands before."""
+
+    def command(self) -> Sequence[str]:
+        """Put the handler before the runtimes; return what starts it."""
+        template = (SITE / "ocihook/hook/handler").read_text()
+        for runtime in ("runc", "crun"):
+            values = {"@ORIGIN@": "Test", "@PYTHONS@": "/usr/bin/python3", "@SITE@": "/opt/ocihook"}
+            text = template.replace("@RUNTIME@", f"{self.runtime_prefix}{runtime}")
+            for name, value in values.items():
+                text = text.replace(name, value)
+            self.write(f"{_PREFIX}{runtime}", text)
+            self.namespace.path(f"{_PREFIX}{runtime}").chmod(0o755)
+        self.write("/etc/criu/runc.conf", "")
+        self.write("/etc/criu/default.conf", _CRUN_CONF)
+        self.runtime_prefix = _PREFIX
+        return super().command()
+
+    def counts(self, container: str) -> list[int]:
+        """Return all counts that a workload has printed, in their order."""
+        return [int(count) for count in re.findall(r"count (\d+) checksum \w+$", self.log(container), re.MULTILINE)]
+
+    def stop(self, container: str) -> int:
+        """Stop a container and remove it with its pod; return its last count."""
+        self.call("StopContainer", container_id=container, timeout=60)
+        last = self.counts(container)[-1]
+        self.remove(container)
+        return last
+
+    def file(self, container: str, path: str) -> Path:
+        """Return a file of a container as this process can open it."""
+        return Path(f"/proc/{self.init_pid(container)}/root") / path.lstrip("/")
+
+    def write_in(self, container: str, path: str, text: str) -> None:
+        """Write a file in a container."""
+        place = self.file(container, path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)

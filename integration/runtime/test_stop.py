@@ -1,0 +1,158 @@
+"""A stop that becomes a checkpoint: whoever is killed meanwhile, a full disk, a short grace period, what is saved."""
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from integration.namespace import wait_for
+from integration.runtime.conftest import MakeHandled
+from integration.runtime.engine import HandledPodman
+from ocihook.linux.procfs import Process, descendants
+
+if TYPE_CHECKING:
+    import subprocess
+
+STOPPED = {"checkpoint_on_stop": "true"}
+AGAIN = {"restore_from": "latest", **STOPPED}
+WORDS = {"wrapper": "ocihook.hook.handler", "agent": "ocihook.agent.server"}
+_DUMPING = " checkpoint --image-path "
+
+
+class Stop:
+    """A `podman stop` whose CRIU waits at a stage."""
+
+    def __init__(self, podman: HandledPodman, stage: str, *, time_s: int = 60) -> None:
+        self.podman, self.init = podman, Process.find(podman.init_pid("job"))
+        self.stalled, there = (podman.namespace.path(f"/run/{name}") for name in ("stall", "stall.there"))
+        there.unlink(missing_ok=True)
+        self.stalled.write_text(stage)
+        command = ["podman", *podman.options(), "stop", "--time", str(time_s), "job"]
+        self.running: subprocess.Popen[bytes] = podman.namespace.spawn(*command, log=podman.scratch / "stop.log")
+        wait_for(f"CRIU to be at {stage}", there.exists)
+
+    def kill(self, who: str) -> None:
+        """Kill one of those who are at it."""
+        runtime = min(self.podman.namespace.pids(_DUMPING))
+        if who == "criu":
+            pid = next(p for p in descendants(runtime) if Path(f"/proc/{p}/comm").read_text().strip() == "criu")
+        else:
+            pid = min(self.podman.namespace.pids(WORDS[who])) if who in WORDS else runtime
+        os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Let CRIU go on, and wait until the container is gone."""
+        self.stalled.unlink()
+        wait_for("podman to end", lambda: self.running.poll() is not None)
+        if self.podman.is_running("job"):  # its own call was killed: an engine asks again
+            self.podman("stop", "--time", "60", "job")
+        wait_for("the end", lambda: not self.podman.is_running("job"))
+        assert self.init is not None
+        assert not self.init.is_alive()
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_whoever_is_killed_in_a_stop(make_handled: MakeHandled, runtime: str) -> None:
+    """It is checkpointed though its engine's call, or the agent, is killed; else it gets its signal."""
+    podman = make_handled(runtime)
+    podman.stall()
+    podman.make("run", "job", **AGAIN)
+    podman.wait_to_count("job")
+    saved = 0
+    for stage in ("pre-dump", "post-dump"):
+        for who in ("wrapper", "agent", "criu", runtime):
+            stop = Stop(podman, stage)
+            stop.kill(who)
+            stop.end()
+            last = podman.counts("job")[-1]
+            podman("rm", "job")
+            podman.make("run", "job", **AGAIN)
+            podman.wait_to_count("job")
+            first = podman.counts("job")[0]
+            if who in {"wrapper", "agent"}:
+                assert first == last + 1, (stage, who)
+            assert first in {last + 1, saved + 1}, (stage, who)
+            saved = first - 1
+
+
+def test_a_stop_that_takes_longer_than_the_engine_waits(make_handled: MakeHandled) -> None:
+    """KILL waits for the checkpoint, another TERM as well; what the runtime is asked afterwards is answered."""
+    podman = make_handled("runc")
+    podman.stall()
+    podman.make("run", "job", **AGAIN)
+    podman.wait_to_count("job")
+    container = podman("inspect", "--format", "{{.Id}}", "job").strip()
+    stop = Stop(podman, "post-dump", time_s=1)
+    calls = [
+        podman.namespace.spawn(podman.runtime, "kill", container, name, log=podman.scratch / "kill")
+        for name in ("9", "15")
+    ]
+    wait_for("them to wait", lambda: len(podman.namespace.pids("ocihook.hook.handler")) == 1 + len(calls))
+    assert stop.init is not None
+    assert stop.init.is_alive()
+    stop.end()
+    assert [call.wait() for call in calls] == [0, 0], (podman.scratch / "kill").read_text()
+    last = podman.counts("job")[-1]
+    podman("rm", "job")
+    podman.make("run", "job", **AGAIN)
+    podman.wait_to_count("job")
+    assert podman.counts("job")[0] == last + 1
+
+
+def test_what_cannot_be_saved_stops_with_its_signal(make_handled: MakeHandled) -> None:
+    """A full disk, too much in the rootfs: the container gets its signal, nothing is left, and why is told."""
+    podman = make_handled("runc")
+    podman.configure("[agent]\nidle_timeout_s = 2\nmax_rootfs_bytes = 1000\n")
+    podman.make("run", "job", **STOPPED)
+    podman.wait_to_count("job")
+    podman.write("job", "/state/file", "x" * 5000)
+    podman.stop("job")
+    assert "bytes in its rootfs are to be saved, and no more than 1000 may be" in podman.agent_log()
+
+    podman.configure("[agent]\nidle_timeout_s = 2\n")
+    podman.namespace.run("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", "/var/lib/ocihook")
+    podman.make("run", "job", **STOPPED)
+    podman.wait_to_count("job")
+    podman.stop("job")
+    assert "is stopped without a checkpoint: " in podman.agent_log().split("no more than 1000 may be")[1]
+    left = podman.namespace.run("find", "/var/lib/ocihook/store", "-name", "*.img")
+    assert left == ""
+    assert podman.namespace.run("podman", *podman.options(), "ps", "--all", "--quiet") == ""
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_what_a_container_had_beside_its_processes(make_handled: MakeHandled, runtime: str) -> None:
+    """Files that are open in a volume, at /dev/shm and in the rootfs are there again; what it removed is not."""
+    podman = make_handled(runtime)
+    podman.make("run", "base")
+    for path in ("/lib/removed", "/lib/tree/lower", "/lib/kept"):
+        podman.write("base", path, "of the image")
+    podman("commit", "--quiet", "base", "localhost/more")
+    podman.remove("base")
+    notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in AGAIN.items()]
+    options = ["--detach", "--name", "job", "--network", "host", "--pids-limit", "0", "--volume", "/cache", *notes]
+    run = ["run", *options, "localhost/more", "/workload", "4", "/cache/open", "/dev/shm/open", "/open"]
+    podman(*run)
+    podman.wait_to_count("job")
+    top = Path(f"/proc/{podman.init_pid('job')}/root")
+    (top / "lib/removed").unlink()
+    shutil.rmtree(top / "lib/tree")
+    (top / "lib/tree").mkdir()
+    podman.write("job", "/lib/tree/upper", "of the container")
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(top / "cache/socket"))
+    last = podman.stop("job")
+    podman(*run)
+    podman.wait_to_count("job")
+    assert podman.counts("job")[0] == last + 1
+    top = Path(f"/proc/{podman.init_pid('job')}/root")
+    assert sorted(path.name for path in (top / "lib").iterdir()) == ["kept", "tree"]
+    assert [path.name for path in (top / "lib/tree").iterdir()] == ["upper"]
+    assert [path.name for path in (top / "cache").iterdir()] == ["open"]
+    for path in ("cache/open", "dev/shm/open", "open"):
+        wait_for(path, lambda path=path: int.from_bytes((top / path).read_bytes(), sys.byteorder) > last)  # type: ignore[misc]

@@ -1,0 +1,292 @@
+"""Changes that a tar has (saving.py) are made in other trees, and taken out of them again.
+
+What undoes changes is changes, too. So whoever brings some writes down first what brings all back, in the same form.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ocihook.belongings.places import ROOTFS
+from ocihook.belongings.saving import BROUGHT, LABELS, OPAQUE, XATTR, Writer
+from ocihook.belongings.tree import (
+    DIRECTORY,
+    OVERLAY,
+    Entry,
+    Progress,
+    attribute_names,
+    closing,
+    copy,
+    opened,
+    opened_below,
+    status_of,
+)
+from ocihook.errors import IntegrityError, UnsupportedError
+from ocihook.linux.files import sync_file
+from ocihook.tar import READ_ERRORS, Tar
+
+INVERSE_NAME = "before.tar"  # in the directory of an undo
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Change(NamedTuple):
+    """What is to become of one name below a directory."""
+
+    info: tarfile.TarInfo
+    prefix: str  # what its name in the tar begins with
+    top: int  # descriptor of the directory
+    name: str  # below it; "" for itself
+    content: int  # descriptor of the tar
+
+    @property
+    def is_gone(self) -> bool:
+        """Tell whether nothing is to have the name."""
+        return self.info.ischr() and not self.info.devmajor and not self.info.devminor
+
+    @property
+    def is_opaque(self) -> bool:
+        """Tell whether it is a directory of which nothing that was in it stays."""
+        return self.info.isdir() and OPAQUE in self.info.pax_headers
+
+
+def read_members(path: Path) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Yield the members of a tar, each with a descriptor of the tar: its content begins at `offset_data`.
+
+    Raises:
+        IntegrityError: if it is damaged.
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file, path.open("rb") as content:  # which is sought in
+        try:
+            tar = Tar(file, is_stream=False)
+            while (info := tar.next()) is not None:
+                yield info, content.fileno()
+        except READ_ERRORS as error:
+            raise IntegrityError(f"{path} is damaged: {error}") from error
+
+
+def bring(path: Path, places: Mapping[str, Path], progress: Progress) -> None:
+    """Make the changes that a tar has. May run again after any interruption.
+
+    Args:
+        path: of the tar.
+        places: directories, by what the names begin with that are brought there; others are left out.
+        progress: told the bytes written.
+
+    Raises:
+        IntegrityError: if the tar is damaged.
+        UnsupportedError: if a link is where a directory must be.
+        OSError: from the file system, a full one included.
+    """
+    times: list[tuple[int, str, tarfile.TarInfo]] = []  # of directories, which what is brought into them changes
+    with _opened_all(places) as tops:
+        for change in _changes(path, tops):
+            _bring(change, progress)
+            if change.info.isdir():
+                times.append((change.top, change.name, change.info))
+        for top, name, info in reversed(times):
+            with contextlib.suppress(FileNotFoundError), opened_below(top, name) as fd:
+                os.utime(fd, ns=_times_ns(info))
+
+
+def write_inverse(path: Path, places: Mapping[str, Path], file: IO[bytes], progress: Progress) -> None:
+    """Write what brings back the state before the changes of a tar, which have not been made yet.
+
+    Args:
+        path: of the tar.
+        places: as for `bring`.
+        file: to write to.
+        progress: told the bytes written.
+
+    Raises:
+        IntegrityError: if the tar is damaged.
+        OSError: from the file system, a full one included.
+    """
+    writer = Writer(file, progress)
+    settled = ""  # what a name begins with of which everything is written already; it comes right after that
+    with _opened_all(places) as tops:
+        for change in _changes(path, tops):
+            if settled and change.info.name.startswith(settled):
+                continue
+            settled = f"{change.info.name}/" if _write_before(writer, change) else ""
+    writer.end()
+
+
+def _write_before(writer: Writer, change: Change) -> bool:
+    """Write what has a name now; tell whether that says everything of what is below it."""
+    parent_name, _, name = change.name.rpartition("/")
+    try:
+        with opened_below(change.top, parent_name) as parent:
+            status = status_of(parent, name or ".")
+            if status is None:
+                writer.add_gone(change.prefix, change.name)
+                return True
+            is_directory = stat.S_ISDIR(status.st_mode)
+            if is_directory and (change.is_opaque or not change.info.isdir()):
+                with closing(os.open(name or ".", DIRECTORY, dir_fd=parent)) as fd:
+                    writer.add_all(change.prefix, fd, change.name)
+                return True
+            writer.add(change.prefix, Entry(change.name, parent, name or ".", status))
+            return not is_directory
+    except (FileNotFoundError, NotADirectoryError):  # nothing can be there
+        return True
+
+
+def bring_reversibly(path: Path, places: Mapping[str, Path], undo: Path, progress: Progress) -> None:
+    """Make the changes that a tar has, so that `take_out` takes them back; after an interruption that must come first.
+
+    Containers of a pod share volumes: the first one brings what it had, and whoever comes later leaves it alone.
+
+    Args:
+        path: of the tar.
+        places: as for `bring`.
+        undo: a directory, where what brings all back is kept until nobody needs it.
+        progress: told the bytes written.
+
+    Raises:
+        IntegrityError: if the tar is damaged.
+        UnsupportedError: if a link is where a directory must be.
+        OSError: from the file system, a full one included.
+    """
+    free = {prefix: place for prefix, place in places.items() if prefix == ROOTFS or not _was_brought(place)}
+    unfinished = undo / f"{INVERSE_NAME}.partial"
+    with unfinished.open("wb") as file:
+        write_inverse(path, free, file, progress)
+    sync_file(unfinished)
+    unfinished.replace(undo / INVERSE_NAME)
+    bring(path, free, progress)
+    for prefix in free.keys() - {ROOTFS}:
+        os.setxattr(free[prefix], BROUGHT, b"1")
+
+
+def take_out(places: Mapping[str, Path], undo: Path, progress: Progress) -> None:
+    """Bring all back to what it was before `bring_reversibly`, as far as that came. May run any time.
+
+    Raises:
+        OSError: from the file system, a full one included.
+    """
+    inverse = undo / INVERSE_NAME
+    (undo / f"{INVERSE_NAME}.partial").unlink(missing_ok=True)
+    if inverse.exists():
+        bring(inverse, places, progress)
+        inverse.unlink()
+
+
+def _was_brought(place: Path) -> bool:
+    with opened(place) as fd:
+        return BROUGHT in attribute_names(fd)
+
+
+def _changes(path: Path, tops: Mapping[str, int]) -> Iterator[Change]:
+    for info, content in read_members(path):
+        for prefix, top in tops.items():
+            if info.name == prefix or info.name.startswith(f"{prefix}/"):
+                yield Change(info, prefix, top, _below(info.name, prefix), content)
+
+
+def _below(name: str, prefix: str) -> str:
+    """Return a member's name from the top of where it goes.
+
+    Raises:
+        IntegrityError: if it leads out of there.
+    """
+    inner = name.removeprefix(prefix).removeprefix("/")
+    if inner and any(part in {"", ".", ".."} for part in inner.split("/")):
+        raise IntegrityError(f"a member has the name {name!r}")
+    return inner
+
+
+@contextlib.contextmanager
+def _opened_all(places: Mapping[str, Path]) -> Iterator[dict[str, int]]:
+    with contextlib.ExitStack() as stack:
+        yield {prefix: stack.enter_context(opened(place)) for prefix, place in places.items()}
+
+
+def _bring(change: Change, progress: Progress) -> None:
+    parent_name, _, name = change.name.rpartition("/")
+    try:
+        with opened_below(change.top, parent_name) as parent:
+            if change.info.isdir():
+                _bring_directory(change, parent, name or ".")
+                return
+            _remove(parent, name)
+            if not change.is_gone:
+                _make(change, parent, name, progress)
+    except OSError as error:
+        if error.errno == errno.ENOENT and change.is_gone:
+            return  # with the directory that it was in
+        if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+            raise UnsupportedError(f"{change.info.name} cannot be brought: {error.strerror}") from error
+        error.filename = change.info.name
+        raise
+
+
+def _bring_directory(change: Change, parent: int, name: str) -> None:
+    status = status_of(parent, name)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        _remove(parent, name)
+        os.mkdir(name, 0o700, dir_fd=parent)
+    with closing(os.open(name, DIRECTORY, dir_fd=parent)) as fd:
+        if change.is_opaque:
+            for inner in os.listdir(fd):
+                _remove(fd, inner)
+        _dress(fd, change.info)
+
+
+def _make(change: Change, parent: int, name: str, progress: Progress) -> None:
+    info = change.info
+    if info.isreg():
+        with closing(os.open(name, _CREATE, 0o600, dir_fd=parent)) as fd:
+            os.ftruncate(fd, info.size)
+            copy(change.content, fd, at=(info.offset_data, 0), size_bytes=info.size, progress=progress)
+            _dress(fd, info)
+    elif info.islnk():
+        target_parent, _, target = _below(info.linkname, change.prefix).rpartition("/")
+        with opened_below(change.top, target_parent) as source:
+            os.link(target, name, src_dir_fd=source, dst_dir_fd=parent, follow_symlinks=False)
+    elif info.issym():
+        os.symlink(info.linkname, name, dir_fd=parent)
+        os.chown(name, info.uid, info.gid, dir_fd=parent, follow_symlinks=False)
+        os.utime(name, ns=_times_ns(info), dir_fd=parent, follow_symlinks=False)
+    else:
+        kind = stat.S_IFCHR if info.ischr() else stat.S_IFBLK if info.isblk() else stat.S_IFIFO
+        os.mknod(name, kind | 0o600, os.makedev(info.devmajor, info.devminor), dir_fd=parent)
+        os.chown(name, info.uid, info.gid, dir_fd=parent, follow_symlinks=False)
+        os.chmod(name, info.mode, dir_fd=parent)
+        os.utime(name, ns=_times_ns(info), dir_fd=parent)
+
+
+def _dress(fd: int, info: tarfile.TarInfo) -> None:
+    """Give an open file or directory its owner, its mode, its attributes and its time."""
+    os.fchown(fd, info.uid, info.gid)
+    os.fchmod(fd, info.mode)  # after the owner, whose change takes set-user-ID away
+    wanted = {key.removeprefix(XATTR): value for key, value in info.pax_headers.items() if key.startswith(XATTR)}
+    for name in attribute_names(fd):
+        if name not in wanted and not name.startswith(OVERLAY) and name not in LABELS:
+            os.removexattr(fd, name)
+    for name, value in wanted.items():
+        if not name.startswith(OVERLAY):
+            os.setxattr(fd, name, value.encode("utf-8", "surrogateescape"))
+    os.utime(fd, ns=_times_ns(info))
+
+
+def _times_ns(info: tarfile.TarInfo) -> tuple[int, int]:
+    """Return the times of access and change, both the latter."""
+    seconds, _, rest = info.pax_headers.get("mtime", str(info.mtime)).partition(".")
+    mtime_ns = int(seconds) * 10**9 + int(f"{rest:0<9.9}" or 0)
+    return mtime_ns, mtime_ns
+
+
+def _remove(parent: int, name: str) -> None:
+    """Remove whatever has a name, if anything has."""
+    status = status_of(parent, name)
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        shutil.rmtree(name, dir_fd=parent)
+    elif status is not None:
+        os.unlink(name, dir_fd=parent)

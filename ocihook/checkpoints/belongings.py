@@ -1,0 +1,152 @@
+"""What a container had when it was stopped, beside its memory: saved for the store, and laid out for a restore.
+
+No engine's archive is made then, so a checkpoint in the store has all of it in one tar, BELONGINGS_NAME:
+
+    facts.json      what of its bundle must be the same where it goes on (runtime/gate.py)
+    checkpoint/     CRIU's images, without page images
+    rootfs/         what it has changed in its rootfs
+    volumes/PLACE/  volumes that end with its pod, by where it has them, quoted as in a URL
+"""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ocihook.belongings.bringing import bring, read_members
+from ocihook.belongings.places import ROOTFS, Rootfs, find_rootfs, places_of
+from ocihook.belongings.saving import Writer
+from ocihook.belongings.tree import Entry, opened, tree_bytes
+from ocihook.config import Settings
+from ocihook.errors import IntegrityError, UnsupportedError
+from ocihook.linux.files import create_private
+from ocihook.packs.pages import ImageFile, Progress, make_image, no_progress
+from ocihook.store.assemble import Target, assemble
+from ocihook.store.domain import Domain
+from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
+from ocihook.store.thin import Thin, write_thin
+
+FACTS_NAME = "facts.json"
+IMAGES = "checkpoint"  # as engines call it in their archives
+IMAGES_DIR = "images"  # where they are laid out
+_MAX_FACTS_BYTES = 1 << 20
+
+
+def stopping_dir(store: Path, container_id: str) -> Path:
+    """Return where CRIU writes what it dumps of a container that is being stopped."""
+    return store / "stopping" / container_id
+
+
+class Belongings(NamedTuple):
+    """What is to be saved, and where it is."""
+
+    rootfs: Rootfs
+    volumes: Mapping[str, Path]  # by what their names begin with
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any], bundle: Path, criu_pid: int) -> "Belongings":
+        """Find what a container has.
+
+        Args:
+            spec: config.json of its bundle.
+            bundle: the bundle.
+            criu_pid: a process that sees its mounts.
+
+        Raises:
+            UnsupportedError: if it cannot be told what it has changed.
+            OSError: if something of it is not there.
+        """
+        seen = Path(f"/proc/{criu_pid}/root")
+        rootfs = find_rootfs(_seen(seen, places_of(spec, bundle)[ROOTFS]), Path(f"/proc/{criu_pid}/mountinfo"))
+        upper = rootfs.upper and _seen(seen, rootfs.upper)
+        places = places_of(spec, bundle)
+        volumes = {prefix: _seen(seen, path) for prefix, path in places.items() if prefix != ROOTFS}
+        return cls(Rootfs(rootfs.merged, upper), volumes)
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the bytes to be saved: of the rootfs, and of volumes.
+
+        Raises:
+            UnsupportedError: if a tree is too deep.
+            OSError: if something cannot be read.
+        """
+        rootfs_bytes = tree_bytes(self.rootfs.upper) if self.rootfs.upper else 0
+        return rootfs_bytes, sum(map(tree_bytes, self.volumes.values()))
+
+    def check_sizes(self, settings: Settings) -> None:
+        """Refuse what would take too long, or too much of the store.
+
+        Raises:
+            UnsupportedError: if there is more than the node's configuration allows; or as `sizes`.
+            OSError: as `sizes`.
+        """
+        bounds = (settings.max_rootfs_bytes, settings.max_volumes_bytes)
+        for name, size, bound in zip(("rootfs", "volumes"), self.sizes(), bounds, strict=True):
+            if size > bound:
+                raise UnsupportedError(
+                    f"{size} bytes in its {name} are to be saved, and no more than {bound} may be",
+                    hint=f"raise max_{name}_bytes in [agent], or keep them in a volume that does not end with the pod",
+                )
+
+    def save(self, target: Path, images: Path, names: list[str], facts: bytes, progress: Progress) -> int:
+        """Write all of it, and CRIU's images of these names, into a new file; return its bytes.
+
+        Raises:
+            OcihookError: if something of it cannot be saved.
+            OSError: from the file system, a full one included.
+        """
+        target.unlink(missing_ok=True)  # of an attempt that was interrupted
+        with create_private(target) as file:
+            writer = Writer(file, progress)
+            writer.add_bytes(FACTS_NAME, facts)
+            with opened(images) as directory:
+                for name in names:
+                    writer.add(IMAGES, Entry(name, directory, name, os.stat(name, dir_fd=directory)))
+            if self.rootfs.upper:
+                writer.add_tree(ROOTFS, self.rootfs.upper, self.rootfs.merged)
+            for prefix, path in self.volumes.items():
+                writer.add_tree(prefix, path)
+            writer.end()
+            os.fsync(file.fileno())
+        return target.stat().st_size
+
+
+def _seen(root: Path, path: Path) -> Path:
+    return root / str(path).lstrip("/")
+
+
+def lay_out(
+    domain: Domain, manifest: StoredManifest, directory: Path, *, workers: int, progress: Progress = no_progress
+) -> None:
+    """Write into an empty directory what a runtime restores from, without page images: these come when CRIU is called.
+
+    Args:
+        domain: where the checkpoint is.
+        manifest: of the checkpoint, which has belongings.
+        directory: gets IMAGES_DIR, BELONGINGS_NAME and FACTS_NAME.
+        workers: processes to use.
+        progress: told the bytes that are done.
+
+    Raises:
+        IntegrityError: naming what is missing or damaged.
+        OSError: from the file system, a full one included.
+    """
+    tar = directory / BELONGINGS_NAME
+    with domain.using(manifest.id):
+        make_image(tar, manifest.belongings_bytes)
+        targets = {BELONGINGS_NAME: Target(partial(ImageFile, tar, writable=True), 0)}
+        layout = domain.layout(manifest)
+        assemble(layout, domain.packs, targets, workers=workers, patience=domain.patience, progress=progress)
+    images = directory / IMAGES_DIR
+    images.mkdir(mode=0o700)
+    bring(tar, {IMAGES: images}, progress)
+    (directory / FACTS_NAME).write_bytes(_read_facts(tar))
+    write_thin(images, Thin(domain.name, manifest.id), durable=False)
+
+
+def _read_facts(tar: Path) -> bytes:
+    for info, content in read_members(tar):
+        if info.name == FACTS_NAME and info.size <= _MAX_FACTS_BYTES:
+            return os.pread(content, info.size, info.offset_data)
+    raise IntegrityError(f"{tar} is damaged: it has no {FACTS_NAME}")

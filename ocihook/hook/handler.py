@@ -1,0 +1,48 @@
+"""Answers an engine's call of the runtime for a container of ours; the `sh` beside it has found that it is one."""
+
+import logging
+import sys
+from pathlib import Path
+
+from ocihook import wire
+from ocihook.errors import OcihookError, plain
+from ocihook.hook import client
+from ocihook.log import set_up_logging
+from ocihook.runtime.call import Call
+
+LOG_NAME = "handler.log"  # of /run/ocihook: 0, 1 and 2 of `create` become the container's
+
+
+def main() -> None:
+    """Answer the call of our arguments: the runtime's path, and what it was called with."""
+    call = Call.parse(Path(sys.argv[1]), sys.argv[2:])
+    status = 1
+    try:
+        runtime_dir = Path(wire.RUNTIME_DIR)
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        set_up_logging(logging.INFO, runtime_dir / LOG_NAME)
+        status = _answer(call)
+    except (OcihookError, OSError) as error:
+        call.say(plain(error))
+    except Exception as error:
+        logging.getLogger(__name__).exception("%s", call.command)
+        call.say(f"defect in `{call.command}`, see /run/ocihook/{LOG_NAME}: {error!r}")
+    sys.exit(status)
+
+
+def _answer(call: Call) -> int:
+    match call.command:  # each loads what it needs alone
+        case "create":
+            from ocihook.runtime.create import create
+
+            return create(call)
+        case "start" | "state" as name:
+            from ocihook.runtime import held
+
+            return held.start(call) if name == "start" else held.state(call)
+        case "kill" | "delete" as name:
+            from ocihook.runtime import stop
+
+            return stop.kill(call, client.ask) if name == "kill" else stop.delete(call, client.ask)
+        case _:
+            return call.pass_on()

@@ -1,0 +1,112 @@
+"""Sees that all processes of a restored container are in the cgroup that its runtime has given it, and stand still.
+
+runc 1.1 lets CRIU put them into the cgroup that they were dumped in, of a container that is gone: limits and metrics
+would be of an empty one.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ocihook.errors import OcihookError
+from ocihook.linux.cgroup import HELD, Freezer
+from ocihook.linux.patience import ENDLESS
+from ocihook.linux.procfs import Process, descendants
+from ocihook.runtime.call import Call
+
+_MOUNT = Path("/sys/fs/cgroup")
+_MOST_ROUNDS = 20  # processes may fork meanwhile, unless they are frozen
+
+
+def cgroups_of(call: Call) -> list[Path]:
+    """Return the directories of the cgroups that the runtime says it has given a container.
+
+    Raises:
+        OcihookError: if it does not say.
+    """
+    try:
+        if call.is_crun:
+            path = str(json.loads((call.state_directory / "status").read_bytes())["cgroup-path"])
+            return list(_below_mounts(path))
+        paths = json.loads((call.state_directory / "state.json").read_bytes())["cgroup_paths"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OcihookError(
+            f"{call.runtime} does not tell the cgroup of container {call.container_id}: {error!r}"
+        ) from error
+    return [Path(path) for path in dict.fromkeys(_values(paths)) if Path(path, "cgroup.procs").exists()]
+
+
+def _values(paths: object) -> Iterator[str]:
+    if isinstance(paths, Mapping):
+        yield from (str(path) for path in paths.values() if path)
+
+
+def _below_mounts(path: str) -> Iterator[Path]:
+    """Yield where a path of crun's is: in the one hierarchy of v2, or in each of v1."""
+    for top in (_MOUNT, *(entry for entry in _MOUNT.iterdir() if entry.is_dir())):
+        directory = top / path.lstrip("/")
+        if (directory / "cgroup.procs").exists():
+            yield directory
+
+
+def mend(init: Process, cgroups: list[Path]) -> int:
+    """Move every process of a container that is elsewhere into its cgroups; return how many times one was moved.
+
+    A process in a cgroup below, which the container has made itself, stays there.
+
+    Raises:
+        OcihookError: if one cannot be moved.
+    """
+    moved = 0
+    for _ in range(_MOST_ROUNDS):
+        astray = [(pid, cgroup) for cgroup in cgroups for pid in sorted({*descendants(init.pid)} - _members(cgroup))]
+        if not astray:
+            return moved
+        for pid, cgroup in astray:
+            try:
+                with contextlib.suppress(ProcessLookupError):
+                    (cgroup / "cgroup.procs").write_text(str(pid))
+                    moved += 1
+            except OSError as error:
+                raise OcihookError(
+                    f"process {pid} cannot be moved into its cgroup {cgroup}: {error.strerror}"
+                ) from error
+    raise OcihookError(f"processes of the container keep leaving its cgroups {', '.join(map(str, cgroups))}")
+
+
+def _members(cgroup: Path) -> set[int]:
+    """Return the processes of a cgroup and of all below it; those that end meanwhile do not matter."""
+    found: set[int] = set()
+    for directory, _, _ in os.walk(cgroup):
+        with contextlib.suppress(OSError):
+            found.update(map(int, Path(directory, "cgroup.procs").read_text().split()))
+    return found
+
+
+def hold(call: Call) -> None:
+    """Freeze a container that was just restored in its own cgroup, where CRIU is no more.
+
+    Raises:
+        FreezeError: if it does not stand still in time.
+        OcihookError: if it has no cgroup that can be frozen.
+    """
+    freezer = freezer_of(call)
+    freezer.freeze(ENDLESS)
+    for path, names, _ in [*os.walk(freezer.directory)]:
+        if HELD in names:  # where it stood still while CRIU was at work
+            Freezer(Path(path, HELD), freezer.version).dissolve()
+
+
+def freezer_of(call: Call) -> Freezer:
+    """Return the freezer of a container's own cgroup.
+
+    Raises:
+        OcihookError: if there is none.
+    """
+    for directory in cgroups_of(call):
+        for version, name in ((2, "cgroup.freeze"), (1, "freezer.state")):
+            if (directory / name).exists():
+                return Freezer(directory, version)
+    raise OcihookError(f"container {call.container_id} is in no cgroup that can be frozen", hint="see `ocihook doctor`")

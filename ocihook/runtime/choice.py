@@ -1,0 +1,160 @@
+"""Which checkpoint a new container goes on from: the one that is named, or the newest of its member."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ocihook.checkpoints.complete import store_workers, wait_complete
+from ocihook.checkpoints.pending import pending_ids, read_job
+from ocihook.checkpoints.pulling import is_here, keep_in_use, pull
+from ocihook.checkpoints.remote_listing import RemoteCheckpoints
+from ocihook.config import ANY, LATEST, Policy, Settings
+from ocihook.errors import IntegrityError, NoCheckpoint, RemoteError, UnsupportedError
+from ocihook.linux.patience import Patience
+from ocihook.linux.workers import call_each
+from ocihook.model import ContainerRef
+from ocihook.packs.cipher import Keyring, KeySource
+from ocihook.runtime.containers import Kept
+from ocihook.runtime.stopping import is_stopping
+from ocihook.store.domain import Domain
+from ocihook.store.lineage import has_identity, lineage
+from ocihook.store.store import Store
+from ocihook.store.stored_manifest import StoredManifest
+from ocihook.store.thin import Thin
+
+STOP_S = 60.0  # that a checkpoint which is being made is waited for
+REMOTE_S = 60.0  # that a remote may take to say what it has: engines wait two minutes for the whole of `create`
+
+
+class Known(NamedTuple):
+    """A checkpoint as far as its choice goes."""
+
+    id: str
+    container: ContainerRef
+    created: str
+
+
+class Chosen(NamedTuple):
+    """The checkpoint that a container goes on from."""
+
+    thin: Thin
+    is_restart: bool  # it is of the same container, or pod: this one was restarted, and not made again
+
+
+def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience) -> Chosen:
+    """Return the checkpoint that is named, or the newest of the container's member, here or at the remote.
+
+    Raises:
+        NoCheckpoint: if there is none.
+        UnsupportedError: if the container has no identity by which the latest could be told.
+        RemoteError: if the remote, which may have a newer one, does not answer in time.
+        IntegrityError: if one is damaged.
+        GivenUp: if nobody waits for it any more.
+    """
+    store, wanted = Store.of(settings, patience), policy.restore_from
+    if wanted == LATEST and not has_identity(kept.container):
+        raise UnsupportedError(
+            f"pod {kept.container.pod_name} is one of many that are alike: nobody can tell which checkpoint is its own",
+            hint="name a checkpoint by its id, or a member by ocihook.io/member",
+        )
+    if wanted == LATEST:  # a new pod may be made before the old one has come to its end
+        patience.within(STOP_S).until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
+    names = [kept.domain] if wanted == LATEST else domains_of(kept.domain, store.names(), settings)
+    for name in names:
+        found = _find(_here(store, name), wanted, kept)
+        if settings.remote and (found is None or wanted == LATEST):
+            found = _find([*([found] if found else ()), *_ask_remote(settings, name, patience)], wanted, kept)
+        if found is not None:
+            return Chosen(Thin(name, found.id), is_restart(kept.container, found.container))
+    of = lineage(kept.container) if wanted == LATEST else wanted
+    remote = f", nor at {settings.remote}" if settings.remote else ""
+    raise NoCheckpoint(
+        f"there is no checkpoint {of} of a stopped container in domain {', '.join(names)} of this node's store{remote}",
+        hint="one is made when a container is stopped that has ocihook.io/checkpoint-on-stop",
+    )
+
+
+def _find(known: Iterable[Known], wanted: str, kept: Kept) -> Known | None:
+    if wanted == LATEST:
+        return newest(known, lineage(kept.container))
+    return next((one for one in known if one.id == wanted), None)
+
+
+def newest(known: Iterable[Known], of: str) -> Known | None:
+    """Return the newest checkpoint of a lineage, None if there is none."""
+    return max(
+        (one for one in known if lineage(one.container) == of), key=lambda one: (one.created, one.id), default=None
+    )
+
+
+def domains_of(own: str, there: Iterable[str], settings: Settings) -> list[str]:
+    """Return the domains that a container of a domain may have checkpoints of, its own first."""
+    rules = {*settings.restore_from.get(own, ()), *settings.restore_from.get(ANY, ())}
+    return [own, *sorted((rules | ({*there} if ANY in rules else set())) - {own, ANY})]
+
+
+def _here(store: Store, name: str) -> Iterable[Known]:
+    """Yield the stops' checkpoints of a domain, those that are still being stored, too."""
+    if name not in store.names():
+        return
+    domain = store.open(name)
+    for manifest in domain.checkpoints():
+        if manifest.belongings_bytes:
+            yield _known(manifest)
+    for checkpoint_id in pending_ids(domain):
+        with contextlib.suppress(IntegrityError):  # it was lost, and is told so elsewhere
+            job = read_job(domain, checkpoint_id)
+            if job is not None and job.belongings_bytes:
+                yield Known(job.id, job.container, job.created)
+
+
+def _known(manifest: StoredManifest) -> Known:
+    return Known(manifest.id, manifest.container, manifest.created)
+
+
+def _ask_remote(settings: Settings, name: str, patience: Patience) -> list[Known]:
+    """Return the stops' checkpoints of a domain at the remote. A process of its own asks: that may take any time."""
+
+    def ask(location: str) -> list[Known]:
+        checkpoints = RemoteCheckpoints(location, Keyring(KeySource.of(settings), name)).all()
+        return [_known(manifest) for manifest in checkpoints if manifest.belongings_bytes]
+
+    (outcome,) = call_each(ask, [settings.remote], patience.within(REMOTE_S))
+    if isinstance(outcome, TimeoutError):
+        raise RemoteError(f"{settings.remote} has not said in {REMOTE_S:g} s which checkpoints it has") from outcome
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain, StoredManifest]:
+    """Have a checkpoint in this node's store, complete: pull it, or wait until it is stored; it stays in use.
+
+    Raises:
+        OcihookError: if it cannot be had.
+        OSError: from the file system, a full one included.
+        GivenUp: if nobody waits for it any more; what has been pulled is kept for a while.
+    """
+    store = Store.of(settings, patience)
+    keep_in_use(store, chosen, is_pulled=bool(settings.remote))
+    if not is_here(store, chosen):
+
+        def bring(checkpoint_id: str) -> object:
+            return pull(store, chosen.domain, checkpoint_id, settings.remote)
+
+        (outcome,) = call_each(bring, [chosen.checkpoint_id], patience)
+        if isinstance(outcome, Exception):
+            raise outcome
+    domain = store.open(chosen.domain)
+    manifest = wait_complete(domain, chosen.checkpoint_id, workers=store_workers(settings), settings=settings)
+    if not manifest.belongings_bytes:
+        raise UnsupportedError(
+            f"checkpoint {manifest.id} was made by an engine, whose archive has the rest of it",
+            hint="restore it by its engine, or name one that was made when its container was stopped",
+        )
+    return domain, manifest
+
+
+def is_restart(now: ContainerRef, then: ContainerRef) -> bool:
+    """Tell whether a container is that of a checkpoint, or in the same pod: it was restarted, and not made again."""
+    return now.id == then.id or (bool(now.pod_uid) and now.pod_uid == then.pod_uid)

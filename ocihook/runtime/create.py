@@ -1,0 +1,130 @@
+"""`create`: a container whose annotations ask for a checkpoint is restored; another one is made by the runtime."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ocihook.checkpoints.stage import domain_name
+from ocihook.config import ANNOTATION_PREFIX, Policy, Settings, apply_annotations, load_settings
+from ocihook.container.conmon import conmon_name
+from ocihook.container.identity import container_ref
+from ocihook.errors import ConfigError, GivenUp, NoCheckpoint, OcihookError, plain
+from ocihook.linux.patience import ENDLESS
+from ocihook.runtime import containers
+from ocihook.runtime.call import Call
+from ocihook.runtime.choice import choose
+from ocihook.runtime.containers import Kept
+from ocihook.runtime.restoring import restore, settle
+
+log = logging.getLogger(__name__)
+
+_KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
+_KEYS = frozenset(
+    ("restore_from", "member", "checkpoint_on_stop", "on_no_checkpoint", "on_restore_error", "restore_on_restart")
+)
+
+
+def create(call: Call) -> int:
+    """Restore the container, or have the runtime make it, which does not return.
+
+    Raises:
+        OcihookError: if it is not to be made: its annotations are wrong, or it was to be restored or nothing.
+    """
+    config = _read_config(call)
+    notes = annotations_of(config)
+    settle(call.container_id)  # an earlier `create` may have been killed
+    containers.forget(call.container_id)
+    if any(notes.get(name) == "sandbox" for name in _KINDS):
+        call.pass_on()
+    settings = load_settings()
+    kept = _kept(call, notes)
+    policy = read_policy(settings, notes, in_pod=kept.container.is_in_pod)
+    if not (policy.restore_from or policy.checkpoint_on_stop):
+        call.pass_on()
+    containers.keep(kept)
+    try:
+        if policy.restore_from and _is_restored(call, kept, config, policy, settings):
+            return 0
+    except OcihookError:
+        containers.forget(call.container_id)
+        raise
+    if not policy.checkpoint_on_stop:
+        containers.forget(call.container_id)
+    return call.pass_on()
+
+
+def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Policy, settings: Settings) -> bool:
+    """Restore, if there is something to restore; False: it begins anew, and all is as if nothing had been tried."""
+    try:
+        chosen = choose(kept, policy, settings, ENDLESS)
+        if chosen.is_restart and not policy.restore_on_restart:
+            call.say(f"container {kept.container} was restarted in its pod, and begins anew", "info")
+            return False
+        restore(call, kept, config, chosen.thin, settings)
+    except GivenUp:
+        raise
+    except (OcihookError, OSError) as error:
+        is_to_fail = (policy.on_no_checkpoint if isinstance(error, NoCheckpoint) else policy.on_restore_error) == "fail"
+        why = plain(error).rstrip(".")
+        if is_to_fail:
+            raise OcihookError(f"container {kept.container} is not restored: {why}. Nothing was started") from error
+        told = f"container {kept.container} is not restored and begins anew: {why}"
+        log.warning(told)
+        call.say(told, "warning")
+        return False
+    return True
+
+
+def read_policy(settings: Settings, notes: Mapping[str, str], *, in_pod: bool) -> Policy:
+    """Return what is wanted of the handler.
+
+    Raises:
+        AdmissionError, ConfigError: if an annotation for it is wrong, or may not be set.
+    """
+    wanted = {name: text for name, text in notes.items() if _key(name) in _KEYS}
+    policy, refused, _ = apply_annotations(settings, wanted, in_pod=in_pod)
+    if refused:
+        raise refused[0]
+    return policy
+
+
+def _key(name: str) -> str:
+    """Return the key that an annotation sets, "" if it is none of ours."""
+    return name.removeprefix(ANNOTATION_PREFIX).replace("-", "_") if name.startswith(ANNOTATION_PREFIX) else ""
+
+
+def annotations_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the annotations of a bundle's config.json."""
+    found = config.get("annotations")
+    return {str(name): str(text) for name, text in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _read_config(call: Call) -> Mapping[str, Any]:
+    path = call.bundle / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{path} is not a JSON object")
+    return config
+
+
+def _kept(call: Call, notes: Mapping[str, str]) -> Kept:
+    """Return who the container is."""
+    container = container_ref(
+        notes,
+        container_id=call.container_id,
+        runtime=call.runtime,
+        bundle=str(call.bundle),
+        name=conmon_name(os.getpid(), call.container_id),
+    )
+    return Kept(
+        container=container,
+        bundle=call.bundle,
+        program=call.program,
+        prefix=call.prefix,
+        domain=domain_name(container),
+    )

@@ -1,0 +1,461 @@
+"""A restore in place of `create`: by a process that two watch, so that whoever is killed, nothing is left half done.
+
+The engine's own process waits, and a process of ours works. If the worker is killed the other one takes back what was
+done; if the other one is killed, as by an engine that has given up, the worker does. If both are, whoever is called
+next for this container does, or `ocihook recover`. What is to be taken back is on record before it is done.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ocihook.belongings.bringing import bring_reversibly, take_out
+from ocihook.belongings.places import places_of
+from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
+from ocihook.checkpoints.complete import store_workers
+from ocihook.config import Settings
+from ocihook.criu.conf import options
+from ocihook.criu.explain import explain
+from ocihook.errors import OcihookError, RestoreError, UnsupportedError, plain
+from ocihook.images.compatibility import check_host
+from ocihook.linux.files import make_directory, replace_file, try_lock
+from ocihook.linux.mounts import unmount
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process, command_line, descendants, parent_pid, pid_below
+from ocihook.linux.workers import adopt_orphans, die_with_parent
+from ocihook.model import short_id
+from ocihook.packs.pages import no_progress
+from ocihook.runtime import containers
+from ocihook.runtime.call import Call
+from ocihook.runtime.cgroups import cgroups_of, hold, mend
+from ocihook.runtime.choice import fetch
+from ocihook.runtime.gate import SpecFacts, check_spec, spec_facts
+from ocihook.session.journal import open_journals, read_journal
+from ocihook.session.record import from_json, to_json
+from ocihook.stages.recover import Recovery
+from ocihook.store.domain import Domain
+from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
+from ocihook.store.thin import Thin
+from ocihook.store.verify import verify_checkpoint
+from ocihook.wire import RESTORING_NAME
+
+MOST_ATTEMPTS = 2  # of one checkpoint on one node that may fail
+_ENDING_S = 30.0  # for CRIU, and the agent that served it, to be done once they were told to stop
+_LOOK_S = 0.5  # between looks at what CRIU may have left
+_TAIL = 400  # characters of a runtime's log
+_PIPE_BYTES = 4096
+_DONE = b"\0"
+_UNDO = "undo"
+_ORIGINAL = "config.json"  # as the engine wrote it
+_CRIU_CONFIG = "org.criu.config"
+_AGENT = "ocihook.agent.server"  # in the command line of one that the hook has started
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restoring:
+    """A restore that is under way, or was when all who were at it were killed."""
+
+    workers: tuple[Process, ...]
+    place: Path | None = None  # where the checkpoint is laid out, and what undoes that belongings were brought
+    places: Mapping[str, Path] = field(default_factory=dict)  # where they are brought, by their names in the tar
+
+    def is_attended(self) -> bool:
+        """Tell whether somebody else is at it, who is not the other worker."""
+        return any(worker.is_alive() for worker in self.workers if worker.pid not in (os.getpid(), os.getppid()))
+
+
+def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, settings: Settings) -> None:
+    """Restore a container; it is held then. If that fails, all is as if nothing had been tried.
+
+    Args:
+        call: `create`.
+        kept: the container.
+        config: of its bundle.
+        chosen: the checkpoint.
+        settings: the node's.
+
+    Raises:
+        OcihookError: if it cannot be restored.
+    """
+    with _claimed(kept, chosen, settings):
+        _check_attempts(chosen, settings)
+        adopt_orphans(wanted=True)
+        try:
+            failure = _watch(call, kept, config, chosen, settings)
+        finally:
+            adopt_orphans(wanted=False)
+    if failure is not None:
+        raise RestoreError(failure)
+
+
+def _watch(
+    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, settings: Settings
+) -> str | None:
+    """Have a worker restore; return why it could not. What one that was killed has left is taken back here."""
+    caller = Process.find(os.getpid())
+    assert caller is not None
+    reader, writer = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.close(reader)
+        _work(writer, caller, lambda patience: _restore(call, kept, config, chosen, settings, patience), kept)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        told = pipe.read()  # waits: for the worker, whose patience is with this process
+    os.waitpid(worker, 0)
+    if told == _DONE:
+        return None
+    if not told:
+        _end_descendants()
+        settle(kept.container.id)
+        return "the process that was restoring it was killed"
+    return told.decode(errors="replace")
+
+
+def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: containers.Kept) -> NoReturn:
+    """Body of the worker; never returns."""
+    told = _DONE
+    try:
+        adopt_orphans(wanted=True)
+        me = Process.find(os.getpid())
+        assert me is not None
+        _note(kept, Restoring(workers=(caller, me)))
+        act(Patience({"the engine's call": caller}))
+    except Exception as error:
+        told = plain(error).encode() or b"?"
+        if not isinstance(error, OcihookError | OSError):
+            log.exception("restore of container %s", kept.container)
+        try:
+            _end_descendants()
+            settle(kept.container.id)
+        except (OcihookError, OSError) as undo_error:
+            told += f". What was done could not be taken back: {plain(undo_error)}".encode()
+    finally:
+        with contextlib.suppress(OSError):  # nobody is there to be told
+            os.write(writer, told[:_PIPE_BYTES])
+        os._exit(0)
+
+
+def _restore(
+    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, settings: Settings, patience: Patience
+) -> None:
+    place = place_of(settings, kept.container.id)
+    domain, manifest = fetch(chosen, settings, patience)
+    shutil.rmtree(place, ignore_errors=True)
+    make_directory(place / _UNDO, within=Path(settings.store_dir))
+    noted = _read(kept.container.id)
+    assert noted is not None
+    places = places_of(config, call.bundle)
+    _note(kept, replace(noted, place=place, places=places))
+    lay_out(domain, manifest, place, workers=store_workers(settings))
+    _check(call, config, domain, manifest, place)
+    patience.check()
+    _count_attempt(chosen, settings)
+    bring_reversibly(place / BELONGINGS_NAME, places, place / _UNDO, lambda _: patience.check())
+    patience.check()
+    _use_own_criu_settings(call, kept, config)
+    init = _run(call, config, place, patience)
+    mend(init, cgroups_of(call))
+    hold(call)
+    containers.keep(replace(kept, checkpoint=chosen.checkpoint_id, init=init))
+    directory = containers.directory_of(kept.container.id)
+    (directory / containers.HELD_NAME).touch(mode=0o600)
+    patience.check()
+    attempts_path(settings, chosen).unlink(missing_ok=True)
+    (directory / RESTORING_NAME).unlink()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _check(call: Call, config: Mapping[str, Any], domain: Domain, manifest: StoredManifest, place: Path) -> None:
+    """Refuse what cannot go on here, before anything of the container is changed.
+
+    A runtime that was given a terminal has used its socket up when its restore fails, and nothing can begin anew: then
+    every byte is read twice, first here.
+    """
+    if manifest.container.runtime != call.runtime:
+        raise UnsupportedError(
+            f"checkpoint {manifest.id} was made by {manifest.container.runtime}, this container is {call.runtime}'s"
+        )
+    now = spec_facts(config, call.bundle)
+    check_spec(from_json(SpecFacts, json.loads((place / FACTS_NAME).read_bytes())), now)
+    check_host(manifest.host, "")
+    if now.has_terminal:
+        with domain.shared():
+            verify_checkpoint(domain, manifest)
+
+
+def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience) -> Process:
+    """Call the runtime's `restore`, whose 0, 1 and 2 become the container's; return the container's first process."""
+    work = place / "work"
+    work.mkdir(mode=0o700)
+    log_path = work / "runtime.log"
+    command = [
+        str(call.program),
+        *call.prefix_with_log(log_path),
+        *restore_words(call, config, place / IMAGES_DIR, work),
+    ]
+    parent = os.getpid()
+    runtime = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent))  # noqa: PLW1509 - one thread
+    pidfd = os.pidfd_open(runtime.pid)
+    try:
+        while not patience.within(_LOOK_S).ready(pidfd):
+            _end_left_of_criu(runtime.pid)
+    finally:
+        os.close(pidfd)
+    if runtime.wait() != 0:  # waits: no, it has ended
+        raise RestoreError(_why(work, log_path))
+    told = call.run("state", call.container_id)
+    init = Process.find(int(json.loads(told.stdout)["pid"])) if told.returncode == 0 else None
+    if init is None:
+        raise RestoreError(f"it has ended at once: {told.stderr.strip()}")
+    return init
+
+
+def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Path) -> list[str]:
+    """Return what a runtime is called with to restore in place of `create`."""
+    places = {"--image-path": images, "--work-path": work, "--bundle": call.bundle}
+    given = {name: call.options[name] for name in ("--pid-file", "--console-socket") if name in call.options}
+    words = ["restore", "--detach", "--tcp-established", "--file-locks"]  # as it was dumped (stopping.py)
+    words += [str(word) for option in (places | given).items() for word in option]
+    if not call.is_crun:
+        words.append("--no-subreaper")  # the engine's shim is one
+    process, linux = config.get("process") or {}, config.get("linux") or {}
+    if label := process.get("selinuxLabel"):
+        words += ["--lsm-profile", f"selinux:{label}"]
+    if label := linux.get("mountLabel"):
+        words += ["--lsm-mount-context", str(label)]
+    return [*words, call.container_id]
+
+
+def _why(work: Path, log_path: Path) -> str:
+    """Return why CRIU has failed, or else what the runtime says."""
+    with contextlib.suppress(OSError):
+        explanation = explain((work / "restore.log").read_text(errors="replace"))
+        if explanation is not None:
+            return explanation.what
+    with contextlib.suppress(OSError):
+        said = log_path.read_text(errors="replace").strip()
+        if said:
+            return said[-_TAIL:]
+    return "the runtime's restore failed, and it does not say why"
+
+
+def _use_own_criu_settings(call: Call, kept: containers.Kept, config: Mapping[str, Any]) -> None:
+    """Have runc's CRIU leave cgroups alone, by a file of the container's own: the node's is others', too.
+
+    Else it would make those of the container that was dumped. crun has its own way, and fails with ours.
+    """
+    if call.is_crun:
+        return
+    directory = containers.directory_of(kept.container.id)
+    notes = dict(config.get("annotations") or {})
+    named = notes.get(_CRIU_CONFIG, "/etc/criu/runc.conf")
+    content = Path(named).read_bytes() if Path(named).exists() else b""
+    if any(option.name == "manage-cgroups" for option in options(content)):
+        return
+    file, bundled = directory / "criu.conf", call.bundle / "config.json"
+    replace_file(file, content.rstrip(b"\n") + b"\nmanage-cgroups=ignore\n", mode=0o600, durable=False)
+    replace_file(directory / _ORIGINAL, bundled.read_bytes(), mode=0o600, durable=False)
+    own = {**config, "annotations": {**notes, _CRIU_CONFIG: str(file)}}
+    replace_file(bundled, json.dumps(own).encode(), mode=bundled.stat().st_mode & 0o777, durable=False)
+
+
+def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
+    """Take back what is left of a restore whose workers are gone; the container can begin anew then. May run any time.
+
+    Args:
+        container_id: whose restore.
+        wait_s: for who may still be taking it back.
+
+    Raises:
+        OcihookError: if somebody is still at it, or something cannot be taken back: it is tried again.
+    """
+    Patience(timeout_s=wait_s).until(lambda: not ((noted := _read(container_id)) and noted.is_attended()))
+    found, kept = _read(container_id), containers.read(container_id)
+    if found is None or kept is None:
+        return
+    if found.is_attended():
+        raise RestoreError(f"container {kept.container} is being restored", hint="wait, or end that process")
+    _end_sessions(container_id)
+    _delete(Call.parse(kept.program, [*kept.prefix, "delete", container_id]))
+    directory = containers.directory_of(container_id)
+    (directory / containers.HELD_NAME).unlink(missing_ok=True)
+    containers.keep(replace(kept, checkpoint="", init=None))
+    original = directory / _ORIGINAL
+    if original.exists():
+        bundled = kept.bundle / "config.json"
+        if bundled.exists():
+            replace_file(bundled, original.read_bytes(), mode=bundled.stat().st_mode & 0o777, durable=False)
+        original.unlink()
+    if found.place is not None:
+        places = {name: path for name, path in found.places.items() if path.exists()}
+        take_out(places, found.place / _UNDO, no_progress)
+        shutil.rmtree(found.place, ignore_errors=True)
+    (directory / RESTORING_NAME).unlink(missing_ok=True)
+
+
+def _delete(call: Call) -> None:
+    """Have the runtime forget a container; what it has of it may be busy until the last process is gone."""
+
+    def is_gone() -> bool:
+        unmount(call.state_directory / "criu-root")  # which a killed runc leaves mounted
+        call.run("delete", "--force", call.container_id)  # which fails if the runtime has nothing of it
+        return not call.state_directory.exists()
+
+    if not Patience(timeout_s=_ENDING_S).until(is_gone):
+        raise RestoreError(f"{call.runtime} does not delete container {call.container_id}", hint="see its log")
+
+
+def recover_restores() -> list[Recovery]:
+    """Take back every restore whose workers were killed, with what is kept of its container; those that run stay."""
+    return [_recover(path.parent.name) for path in sorted(containers.root().glob(f"*/{RESTORING_NAME}"))]
+
+
+def _recover(container_id: str) -> Recovery:
+    name = container_id
+    try:
+        noted, kept = _read(container_id), containers.read(container_id)
+        name = str(kept.container if kept else name)
+        if noted and noted.is_attended():
+            return Recovery(short_id(container_id), name, "running", "it is being restored")
+        settle(container_id, wait_s=0)
+        containers.forget(container_id)
+    except (OcihookError, OSError) as error:
+        return Recovery(short_id(container_id), name, "failed", plain(error))
+    return Recovery(short_id(container_id), name, "undone", "a restore by the runtime handler")
+
+
+def _end_sessions(container_id: str) -> None:
+    """End the CRIU of a restore, with what it has made, and wait for the agent to undo its part."""
+    for _, criu in _sessions_of(container_id):
+        if criu.is_alive():
+            _kill(descendants(criu.pid))
+    if not Patience(timeout_s=_ENDING_S).until(lambda: not _sessions_of(container_id)):
+        raise RestoreError(f"the restore of container {container_id} is still being undone", hint="`ocihook ps`")
+
+
+def _sessions_of(container_id: str) -> list[tuple[Path, Process]]:
+    """Return the journals of a container's open sessions, with their CRIU."""
+    found = []
+    for path in open_journals():
+        with contextlib.suppress(OcihookError, OSError):
+            journal = read_journal(path)
+            if (journal["container"] or {}).get("id") == container_id:
+                found.append((path, Process(*journal["criu"])))
+    return found
+
+
+def _end_descendants() -> None:
+    """Kill what descends from this process, and has been left to it; an agent that the hook has started is not ours."""
+    ended = Patience(timeout_s=_ENDING_S)
+
+    def is_done() -> bool:
+        left = _without_agents(os.getpid())
+        _kill(left)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        return not left
+
+    if not ended.until(is_done):
+        raise RestoreError("processes of the restore do not end", hint="see the kernel's log")
+
+
+def _end_left_of_criu(runtime: int) -> None:
+    """Kill what a killed CRIU has left: its other processes keep the connection open which the runtime reads.
+
+    CRIU itself is a child of the runtime, and so is the container's first process, in a PID namespace of its own.
+    """
+    left = [pid for pid in descendants(os.getpid())[1:] if (command_line(pid) or [""])[0].startswith("criu")]
+    if not any(parent_pid(pid) == runtime and "/" not in pid_below(os.getpid(), pid) for pid in left):
+        _kill(left)
+
+
+def _without_agents(pid: int) -> list[int]:
+    agents = [child for child in descendants(pid)[1:] if any(_AGENT in word for word in command_line(child))]
+    theirs = {below for agent in agents for below in descendants(agent)}
+    return [child for child in descendants(pid)[1:] if child not in theirs and Process.find(child)]
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _claimed(kept: containers.Kept, chosen: Thin, settings: Settings) -> Iterator[None]:
+    """Be the only container that is restored from a checkpoint, and that runs from it. Forked processes share that."""
+    root = Path(settings.store_dir) / "restoring"
+    make_directory(root, within=Path(settings.store_dir))
+    lock = os.open(root / f"{chosen.checkpoint_id}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if not try_lock(lock, fcntl.LOCK_EX):
+            raise RestoreError(f"checkpoint {chosen.checkpoint_id} is being restored as another container")
+        for other in containers.all_kept():
+            is_other = other.container.id != kept.container.id and other.checkpoint == chosen.checkpoint_id
+            if is_other and other.init is not None and other.init.is_alive():
+                raise RestoreError(
+                    f"checkpoint {chosen.checkpoint_id} runs already, as container {other.container}",
+                    hint="stop that one first: two must not go on from the same state",
+                )
+        yield
+    finally:
+        os.close(lock)
+
+
+def attempts_path(settings: Settings, chosen: Thin) -> Path:
+    """Return the file that counts the restores of a checkpoint that have failed on this node."""
+    return Path(settings.store_dir) / "restoring" / f"{chosen.checkpoint_id}.attempts"
+
+
+def _check_attempts(chosen: Thin, settings: Settings) -> None:
+    made = _attempts(attempts_path(settings, chosen))
+    if made >= MOST_ATTEMPTS:
+        raise RestoreError(
+            f"checkpoint {chosen.checkpoint_id} could not be restored {made} times and is not tried again",
+            hint=f"remove the cause, then {attempts_path(settings, chosen)}",
+        )
+
+
+def _attempts(path: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
+
+
+def _count_attempt(chosen: Thin, settings: Settings) -> None:
+    """Count an attempt before it is made: whoever makes it may be killed."""
+    path = attempts_path(settings, chosen)
+    replace_file(path, str(_attempts(path) + 1).encode(), mode=0o600)
+
+
+def place_of(settings: Settings, container_id: str) -> Path:
+    """Return where a checkpoint is laid out for a container."""
+    return Path(settings.store_dir) / "restoring" / container_id
+
+
+def _note(kept: containers.Kept, restoring: Restoring) -> None:
+    path = containers.directory_of(kept.container.id) / RESTORING_NAME
+    replace_file(path, json.dumps(to_json(restoring)).encode(), mode=0o600, durable=False)
+
+
+def _read(container_id: str) -> Restoring | None:
+    path = containers.directory_of(container_id) / RESTORING_NAME
+    try:
+        return from_json(Restoring, json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RestoreError(f"{path} cannot be read: {error!r}", hint="remove the container") from error

@@ -1,0 +1,124 @@
+"""What the engine is told of a container that is stopped: `kill` becomes a checkpoint, and the rest fits to it.
+
+Engines ask once for a stop and take a `kill` that has failed for the end of it. So `kill` ends well whatever becomes
+of the checkpoint, and the agent is at it (stopping.py), whom nobody kills with the engine's own call. crun forgets a
+container that was checkpointed, and engines do not understand what it says of that: so we say what it would.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+
+from ocihook import wire
+from ocihook.config import apply_annotations, load_settings
+from ocihook.errors import OcihookError
+from ocihook.runtime import containers
+from ocihook.runtime.call import Call
+from ocihook.runtime.restoring import settle
+from ocihook.runtime.stopping import Stop, is_stop_signal, read_config, read_stop, write_stop
+
+Ask = Callable[[bytes], tuple[int, str]]  # sends a request to the agent, and returns its verdict
+_KILL = frozenset(("9", "KILL"))
+
+
+def kill(call: Call, ask: Ask) -> int:
+    """Have a container checkpointed in place of the signal that stops it; hold KILL back while that is under way.
+
+    Args:
+        call: `kill`.
+        ask: asks the agent.
+
+    Raises:
+        OcihookError: if the container is named as no runtime would take it.
+    """
+    kept = containers.read(call.container_id)
+    directory = containers.directory_of(call.container_id)
+    if kept is None or (directory / containers.HELD_NAME).exists():
+        call.pass_on()
+    if (directory / containers.ENDED_NAME).exists():
+        return 0
+    name = signal_of(call)
+    is_to_stop = name not in _KILL and _is_wanted(name, kept)
+    is_joined = _is_under_way(call.container_id)
+    if not is_to_stop and not (name in _KILL and is_joined):
+        call.pass_on()
+    if not is_joined:
+        write_stop(call.container_id, Stop(words=call.words))
+    if _is_gone(call, ask) or not is_joined:
+        return 0  # if it is not gone the agent has delivered the signal
+    return call.pass_on()
+
+
+def _is_under_way(container_id: str) -> bool:
+    stop = read_stop(container_id)
+    return stop is not None and not stop.is_over
+
+
+def _is_gone(call: Call, ask: Ask) -> bool:
+    """Wait until the stop is over; tell whether the container was checkpointed."""
+    try:
+        status, message = ask(wire.Request(wire.STOP_STAGE, call.pid, 0, call.container_id).encode())
+    except (OSError, wire.ProtocolError) as error:
+        call.say(
+            f"container {call.container_id} is stopped without a checkpoint, there is no agent: {error}", "warning"
+        )
+        call.pass_on()
+    is_gone = status == 0 or containers.read(call.container_id) is None  # it may be deleted by now
+    if not is_gone:
+        call.say(message, "warning")
+    return is_gone
+
+
+def signal_of(call: Call) -> str:
+    """Return the signal of a `kill`, by number or by name without SIG."""
+    return call.positional[1].upper().removeprefix("SIG") if len(call.positional) > 1 else "TERM"
+
+
+def _is_wanted(name: str, kept: containers.Kept) -> bool:
+    """Tell whether a signal stops a container that is to be checkpointed then; what is wrong was told at `create`."""
+    try:
+        config = read_config(kept)
+        notes = config.get("annotations") or {}
+        policy = apply_annotations(load_settings(), notes, in_pod=kept.container.is_in_pod).policy
+    except (OcihookError, OSError):
+        return False
+    return policy.checkpoint_on_stop and policy.mode != "off" and is_stop_signal(name, config)
+
+
+def state(call: Call) -> int:
+    """Tell of a container that was checkpointed away what OCI says of one that has ended."""
+    kept = containers.read(call.container_id)
+    if kept is None:
+        call.pass_on()
+    told = {
+        "ociVersion": "1.0.2",
+        "id": call.container_id,
+        "pid": 0,
+        "status": "stopped",
+        "bundle": str(kept.bundle),
+    }
+    json.dump(told, sys.stdout)
+    return 0
+
+
+def delete(call: Call, ask: Ask) -> int:
+    """Delete a container, whatever its runtime still knows of it.
+
+    Args:
+        call: `delete`.
+        ask: asks the agent.
+
+    Raises:
+        OcihookError: if what a restore has done cannot be taken back.
+    """
+    settle(call.container_id)
+    if _is_under_way(call.container_id):
+        _is_gone(call, ask)
+    is_ended = (containers.directory_of(call.container_id) / containers.ENDED_NAME).exists()
+    words = ["delete", "--force", call.container_id] if is_ended else call.words[len(call.prefix) :]
+    done = call.run(*words)
+    if done.returncode == 0 or is_ended:
+        containers.forget(call.container_id)
+        return 0
+    sys.stderr.write(done.stderr)
+    return done.returncode

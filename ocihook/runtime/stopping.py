@@ -1,0 +1,332 @@
+"""A container is checkpointed in place of the signal that stops it: the agent's part, which no engine can kill.
+
+What is wanted is on record before the agent is asked, and what came of it before anybody is told. So an agent that was
+killed is followed by one that goes on: it waits for the runtime that is dumping, or begins. A checkpoint that fails is
+taken back, and the container gets its signal.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, Belongings, stopping_dir
+from ocihook.checkpoints.complete import claimed
+from ocihook.checkpoints.pending import directory_of, pending_ids
+from ocihook.checkpoints.stage import discard_staged, pins_of
+from ocihook.config import Settings
+from ocihook.criu.explain import explain
+from ocihook.errors import OcihookError, UnsupportedError, plain
+from ocihook.linux.files import make_directory, replace_file
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process, command_line, descendants
+from ocihook.runtime import containers
+from ocihook.runtime.call import Call
+from ocihook.runtime.gate import spec_facts
+from ocihook.session.journal import open_journals, read_journal
+from ocihook.session.record import from_json, to_json
+from ocihook.store.lineage import lineage
+from ocihook.store.store import Store
+from ocihook.store.thin import Thin, read_thin
+
+STOP_NAME = "stop.json"  # in the directory of a container
+CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
+_TERM = frozenset(("15", "TERM"))
+_STOP_SIGNAL = "org.opencontainers.image.stopSignal"  # an annotation that podman writes
+_ENDING_S = 60.0  # for CRIU to be done once its runtime was killed
+_LOG_NAME = "runtime.log"
+_LOG_BYTES = 64 << 10  # of CRIU's log, at its end
+_TAIL_CHARACTERS = 400  # of the runtime's own words
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # runc finds CRIU by it
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A stop that was asked for."""
+
+    words: tuple[str, ...]  # what the runtime was called with: run if the checkpoint fails
+    init: Process | None = None  # of the container
+    outcome: str = ""  # CHECKPOINTED or SIGNALLED; "": it is under way
+    message: str = ""  # why it was not checkpointed
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether nothing is to be done any more."""
+        return bool(self.outcome)
+
+
+def record_of(container_id: str) -> Path:
+    """Return where a stop is on record."""
+    return containers.directory_of(container_id) / STOP_NAME
+
+
+def read_stop(container_id: str) -> Stop | None:
+    """Return the last stop that was asked for; None if none was, or its record is damaged."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return from_json(Stop, json.loads(record_of(container_id).read_bytes()))
+    return None
+
+
+def write_stop(container_id: str, stop: Stop) -> None:
+    """Put a stop on record."""
+    data = json.dumps(to_json(stop)).encode()
+    replace_file(record_of(container_id), data, mode=0o600, durable=False)
+
+
+def stops_under_way() -> Iterator[str]:
+    """Yield the ids of containers whose stop is under way, or was when the agent was killed."""
+    for path in sorted(containers.root().glob(f"*/{STOP_NAME}")):
+        stop = read_stop(path.parent.name)
+        if stop is not None and not stop.is_over:
+            yield path.parent.name
+
+
+def is_stopping(domain: str, member: str) -> bool:
+    """Tell whether a container of a lineage is being checkpointed, as it is stopped."""
+    kept = (containers.read(container_id) for container_id in stops_under_way())
+    return any(each and each.domain == domain and lineage(each.container) == member for each in kept)
+
+
+def is_stop_signal(name: str, config: Mapping[str, Any]) -> bool:
+    """Tell whether a signal, by number or by name without SIG, begins a stop of a container."""
+    named = str((config.get("annotations") or {}).get(_STOP_SIGNAL, "")).upper().removeprefix("SIG")
+    return name in _TERM or (bool(named) and name == named)
+
+
+def read_config(kept: containers.Kept) -> Mapping[str, Any]:
+    """Return the config.json of a container's bundle.
+
+    Raises:
+        UnsupportedError: if it cannot be read.
+    """
+    path = kept.bundle / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise UnsupportedError(f"{path} is not a JSON object")
+    return found
+
+
+class Stopping:
+    """The stop of one container."""
+
+    def __init__(self, container_id: str, load: Callable[[], Settings]) -> None:
+        """Take it up.
+
+        Raises:
+            OcihookError: if there is no such container of ours, or none that is to be stopped.
+        """
+        kept, stop = containers.read(container_id), read_stop(container_id)
+        if kept is None or stop is None:
+            raise OcihookError(f"container {container_id} is none that is to be stopped")
+        self._kept, self._stop = kept, stop
+        self._load = load
+        self._id = container_id
+
+    def log_fields(self) -> dict[str, str]:
+        """Return what the journal is told with every record of it."""
+        container = self._kept.container
+        fields = {"OCIHOOK_CONTAINER": container.id, "OCIHOOK_CONTAINER_NAME": container.name}
+        fields |= {"OCIHOOK_POD": container.pod_name, "OCIHOOK_NAMESPACE": container.pod_namespace}
+        return {name: value for name, value in fields.items() if value}
+
+    def finish(self) -> tuple[int, str]:
+        """Checkpoint the container, or deliver the signal: return 0, or 1 and why."""
+        if not self._stop.is_over:
+            try:
+                self._checkpoint()
+            except (OcihookError, OSError) as error:
+                return self._deliver(plain(error))
+            except Exception as error:
+                log.exception("stop of container %s", self._kept.container)
+                return self._deliver(f"{type(error).__name__}: {error} (a defect in ocihook)")
+        return int(self._stop.outcome != CHECKPOINTED), self._stop.message
+
+    def _note(self, **changes: Any) -> None:  # noqa: ANN401 - fields of a stop
+        self._stop = replace(self._stop, **changes)
+        write_stop(self._id, self._stop)
+
+    def _checkpoint(self) -> None:
+        settings = self._load()
+        place = stopping_dir(Path(settings.store_dir), self._id)
+        runtime = _dumping(place)  # that an agent before this one has called
+        if runtime is not None:
+            self._await(runtime, settings)
+        elif self._stop.init is None or (self._stop.init.is_alive() and read_thin(place / IMAGES_DIR) is None):
+            self._begin(settings, place)
+            self._dump(settings, place)
+        self._conclude(settings, place)
+
+    def _begin(self, settings: Settings, place: Path) -> None:
+        """Look whether it can be checkpointed, before anything is done to it."""
+        told = self._call("state", self._id)
+        state = json.loads(told.stdout) if told.returncode == 0 else {}
+        init = Process.find(int(state.get("pid") or 0))
+        if state.get("status") != "running" or init is None:
+            raise UnsupportedError(f"it is {state.get('status', 'not known to its runtime')}")
+        config = read_config(self._kept)
+        Belongings.of(config, self._kept.bundle, os.getpid()).check_sizes(settings)
+        self._note(init=init)
+        shutil.rmtree(place, ignore_errors=True)  # of an attempt whose agent was killed
+        make_directory(place / IMAGES_DIR, within=Path(settings.store_dir).parent)
+        facts = json.dumps(to_json(spec_facts(config, self._kept.bundle))).encode()
+        replace_file(place / FACTS_NAME, facts, mode=0o600, durable=False)
+
+    def _dump(self, settings: Settings, place: Path) -> None:
+        """Call the runtime.
+
+        Raises:
+            OcihookError: if it is not done in time.
+        """
+        call = Call.parse(self._kept.program, [*self._kept.prefix, "checkpoint"])
+        words = [
+            "--image-path",
+            str(place / IMAGES_DIR),
+            "--work-path",
+            str(place),
+            "--tcp-established",
+            "--file-locks",
+        ]
+        command = [str(call.program), *call.prefix_with_log(place / _LOG_NAME), "checkpoint", *words, self._id]
+        with (place / _LOG_NAME).open("ab") as output:
+            running = subprocess.Popen(  # which outlives an agent that is killed
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={"PATH": _PATH}
+            )
+        try:
+            running.wait(settings.stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            criu = descendants(running.pid)
+            running.kill()
+            running.wait()  # waits: no, it was killed
+            self._wait_for_end([process for pid in criu if (process := Process.find(pid))])
+            raise OcihookError(
+                f"its checkpoint was not done in {settings.stop_timeout_s:g} s", hint="raise [agent] stop_timeout_s"
+            ) from None
+
+    def _wait_for_end(self, processes: list[Process]) -> None:
+        """Wait until CRIU, whose runtime was killed, and the session that served it are done."""
+        patience = Patience(timeout_s=_ENDING_S)
+        if not patience.until(lambda: not any(process.is_alive() for process in processes)):
+            log.warning("container %s: CRIU does not end", self._kept.container)
+        patience.until(lambda: not self._has_session())
+
+    def _has_session(self) -> bool:
+        for path in open_journals():
+            with contextlib.suppress(OcihookError, OSError):  # it ends just now
+                if (read_journal(path).get("container") or {}).get("id") == self._id:
+                    return True
+        return False
+
+    def _await(self, runtime: Process, settings: Settings) -> None:
+        """Wait for a runtime that another agent has called."""
+        if not Patience(timeout_s=settings.stop_timeout_s).until(lambda: not runtime.is_alive()):
+            runtime.send(signal.SIGKILL)
+        self._wait_for_end([])
+
+    def _conclude(self, settings: Settings, place: Path) -> None:
+        """See what came of the dump.
+
+        Raises:
+            OcihookError: if the container is not checkpointed.
+        """
+        if not self._is_gone():
+            self._wait_for_end([])  # of a runtime that was killed CRIU may still be at it
+        thin, is_gone = read_thin(place / IMAGES_DIR), self._is_gone()
+        if thin is not None and is_gone:
+            (containers.directory_of(self._id) / containers.ENDED_NAME).touch(mode=0o600)
+            self._note(outcome=CHECKPOINTED)
+            log.info("container %s was checkpointed as it was stopped: %s", self._kept.container, thin.checkpoint_id)
+            shutil.rmtree(place, ignore_errors=True)
+            return
+        if thin is not None:
+            withdraw(settings, thin)
+        if is_gone:
+            raise OcihookError("it has ended before it was checkpointed")
+        raise OcihookError(_why(place))
+
+    def _is_gone(self) -> bool:
+        return self._stop.init is None or not self._stop.init.is_alive()
+
+    def _deliver(self, why: str) -> tuple[int, str]:
+        """Deliver the signal that was to be delivered; return 1 and why."""
+        message = f"container {self._kept.container} is stopped without a checkpoint: {why}"
+        log.error("%s", message)
+        self._wait_for_end([])
+        done = subprocess.run(
+            [str(self._kept.program), *self._stop.words],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            env={"PATH": _PATH},
+        )
+        self._note(outcome=SIGNALLED, message=message)
+        with contextlib.suppress(OcihookError):
+            shutil.rmtree(stopping_dir(Path(self._load().store_dir), self._id), ignore_errors=True)
+        return 1, message if done.returncode == 0 else f"{message}. {done.stderr.strip()}"
+
+    def _call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(self._kept.program), *self._kept.prefix, *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, env={"PATH": _PATH}
+        )
+
+
+def remove_stale(settings: Settings) -> None:
+    """Remove what was dumped of containers that nobody stops any more, as after a boot. For an agent that starts."""
+    for place in stopping_dir(Path(settings.store_dir), "x").parent.glob("*"):
+        stop = read_stop(place.name)
+        if stop is None or stop.is_over:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def withdraw(settings: Settings, thin: Thin) -> None:
+    """Remove a checkpoint of a container that runs on: nobody may take it for what it was when it was stopped.
+
+    Raises:
+        OcihookError: if it cannot be removed.
+    """
+    domain = Store.of(settings, Patience(timeout_s=_ENDING_S)).open(thin.domain)
+    pending = directory_of(domain, thin.checkpoint_id)
+    while thin.checkpoint_id in pending_ids(domain):
+        with claimed(pending) as is_ours:
+            if is_ours:
+                discard_staged(pending, pins_of(thin.checkpoint_id))
+        if domain.patience.is_over:
+            raise OcihookError(f"checkpoint {thin.checkpoint_id} is of a container that ran on", hint="remove it")
+        domain.patience.sleep(0.1)
+    if thin.checkpoint_id in domain.checkpoint_ids():
+        with domain.alone():
+            domain.remove([thin.checkpoint_id])
+
+
+def _dumping(place: Path) -> Process | None:
+    """Return the runtime that dumps into a place, by its command line; None if none does."""
+    images = str(place / IMAGES_DIR)
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    found = (Process.find(pid) for pid in pids if images in command_line(pid))
+    return next(filter(None, found), None)
+
+
+def _why(place: Path) -> str:
+    """Return why the runtime failed: by CRIU's log if that tells, else in its own words."""
+    with contextlib.suppress(OSError):
+        text = (place / "dump.log").read_text(errors="replace")[-_LOG_BYTES:]
+        explanation = explain(text)
+        if explanation is not None:
+            return explanation.what
+    with contextlib.suppress(OSError):
+        if words := (place / _LOG_NAME).read_text(errors="replace").strip():
+            return words[-_TAIL_CHARACTERS:]
+    return "its runtime was killed"

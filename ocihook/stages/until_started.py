@@ -1,0 +1,47 @@
+"""A container that the runtime handler restores in place of `create` stands still until its engine starts it."""
+
+import logging
+
+from ocihook import wire
+from ocihook.errors import FreezeError
+from ocihook.linux.cgroup import HELD, Freezer, find_freezer
+from ocihook.linux.procfs import descendants
+from ocihook.session.participant import Participant, Restore
+
+log = logging.getLogger(__name__)
+
+
+class UntilStarted(Participant):
+    """Freezes what the runtime handler restores, in its own cgroup; in one below where runc has CRIU in it, too.
+
+    No effect in the journal says so: the handler has a record of the restore, answers for the container, and freezes
+    its own cgroup in any case when CRIU is gone.
+    """
+
+    def about_to_run(self, restore: Restore) -> None:
+        """Freeze the container before it runs at all, unless its GPUs need that it does."""
+        if restore.checkpoint is None or not restore.checkpoint.gpu:
+            _hold(restore)
+
+    def running(self, restore: Restore) -> None:
+        """Freeze it when it has its GPUs."""
+        _hold(restore)
+
+
+def _hold(restore: Restore) -> None:
+    container = restore.journal.container
+    if container is None or "/" in container.id:
+        return
+    directory = restore.journal.path.parents[1] / wire.CONTAINERS_NAME / container.id
+    if not (directory / wire.RESTORING_NAME).exists():
+        return
+    try:
+        for pid in descendants(restore.init_pid):
+            freezer = find_freezer(pid)
+            if freezer is not None and freezer.directory.name != HELD:
+                if restore.criu_pid in freezer.members():
+                    freezer = Freezer(freezer.directory / HELD, freezer.version)
+                    freezer.enclose(pid)
+                freezer.freeze(None)
+    except (FreezeError, OSError) as error:  # it is frozen a moment later, when it has begun to run
+        log.warning("container %s runs before it is started: %s", container, error)

@@ -1,0 +1,166 @@
+"""Whether a new container goes on from a checkpoint, and from which: decisions alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ocihook.config import Settings
+from ocihook.errors import AdmissionError, ConfigError, OcihookError, UnsupportedError
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.runtime import cgroups
+from ocihook.runtime.call import Call
+from ocihook.runtime.choice import Known, domains_of, is_restart, newest
+from ocihook.runtime.create import read_policy
+from ocihook.runtime.gate import check_spec, spec_facts
+from ocihook.runtime.restoring import restore_words
+from ocihook.store.lineage import has_identity, lineage
+
+ID = "20261123T120000Z-0123abcd"
+
+
+def pod(name: str, uid: str = "u1", member: str = "") -> ContainerRef:
+    return ContainerRef(id=name, name="main", pod_name=name, pod_namespace="team", pod_uid=uid, member=member)
+
+
+def test_the_newest_of_the_member_counts() -> None:
+    known = [
+        Known("a", pod("train-0-abcde".replace("abcde", "bcdfg")), "2026-11-23T12:00:00Z"),
+        Known("b", pod("train-0-xyzzz".replace("xyzzz", "zzxww")), "2026-11-23T12:00:01Z"),
+        Known("c", pod("train-1-bcdfg"), "2026-11-23T12:00:02Z"),
+    ]
+    assert newest(known, lineage(pod("train-0-vvvvv"))) == known[1]
+    assert newest(known, lineage(pod("train-2-vvvvv"))) is None
+
+
+def test_a_member_may_be_named() -> None:
+    assert lineage(pod("anything", member="rank-3")) == lineage(pod("other", member="rank-3"))
+    assert lineage(pod("anything", member="rank-3")) != lineage(pod("other", member="rank-4"))
+    one = ContainerRef(id="1", engine="podman", name="x", member="m")
+    assert lineage(one) == lineage(ContainerRef(id="2", engine="podman", name="y", member="m")) == "m"
+
+
+def test_replicas_of_a_deployment_have_no_identity() -> None:
+    assert not has_identity(pod("web-5d78c9869d-bcdfg"))
+    assert has_identity(pod("train-0-bcdfg"))
+    assert has_identity(pod("db-0"))
+    assert has_identity(ContainerRef(id="1", name="job"))
+
+
+def test_only_what_is_made_again_is_restored() -> None:
+    assert is_restart(pod("a", "u1"), pod("a", "u1"))
+    assert not is_restart(pod("a", "u2"), pod("b", "u1"))
+    assert is_restart(ContainerRef(id="1"), ContainerRef(id="1"))
+    assert not is_restart(ContainerRef(id="1"), ContainerRef(id="2"))
+
+
+def test_whose_checkpoints_a_container_may_have() -> None:
+    rules: dict[str, tuple[str, ...]] = {"b": ("a",), "c": ("*",)}
+    settings = Settings(restore_from=rules)
+    assert domains_of("a", ["a", "b", "c"], settings) == ["a"]
+    assert domains_of("b", ["a", "b", "c"], settings) == ["b", "a"]
+    assert domains_of("c", ["a", "b", "c"], settings) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("restore-from", "../../etc", "restore_from must be the id of a checkpoint.*or 'latest', not '../../etc'"),
+        ("restore-from", f"{ID}/..", "must be the id"),
+        ("restore-from", "newest", "must be the id"),
+        ("member", "a b", "member must be up to 63 letters, digits"),
+        ("member", "a/b", "member must be"),
+        ("checkpoint-on-stop", "yes", "checkpoint_on_stop must be true or false, not 'yes'"),
+        ("on-restore-error", "retry", "must be one of 'start', 'fail'"),
+    ],
+)
+def test_a_wrong_annotation_is_an_error_that_names_it(key: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"annotation ocihook.io/{key}: .*{message}"):
+        read_policy(Settings(), {f"ocihook.io/{key}": value}, in_pod=True)
+
+
+def test_annotations_say_what_is_wanted() -> None:
+    notes = {"ocihook.io/restore-from": ID, "ocihook.io/checkpoint-on-stop": "true", "ocihook.io/mode": "nonsense"}
+    policy = read_policy(Settings(), notes, in_pod=True)
+    assert (policy.restore_from, policy.checkpoint_on_stop, policy.restore_on_restart) == (ID, True, False)
+    with pytest.raises(AdmissionError, match="may not set"):
+        read_policy(Settings(allowed={**Settings().allowed, "restore_from": False}), notes, in_pod=True)
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    return {
+        "process": {"user": {"uid": 1, "gid": 2, "additionalGids": [3]}, "terminal": False},
+        "mounts": [{"destination": "/proc"}, {"destination": "/data/", "source": "/x"}],
+        "linux": {"namespaces": [{"type": "pid"}, {"type": "network", "path": "/n"}], "devices": [{"path": "/dev/x"}]},
+        "annotations": {"io.kubernetes.cri.image-name": "a@sha256:1"},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"annotations": {"io.kubernetes.cri.image-name": "b"}}, "image was 'a@sha256:1', is 'b'"),
+        ({"process": {"user": {"uid": 0, "gid": 2}}}, "user was '1:2:3', is '0:2'"),
+        ({"mounts": [{"destination": "/proc"}]}, "mounts that are missing: /data"),
+        ({"mounts": [*spec()["mounts"], {"destination": "/new"}]}, "mounts that are new: /new"),
+        ({"linux": {"devices": [{"path": "/dev/x"}]}}, "namespaces that are missing: network, pid"),
+        ({"linux": {**spec()["linux"], "devices": []}}, "devices that are missing: /dev/x"),
+        ({"process": {**spec()["process"], "terminal": True}}, "terminal was False, is True"),
+    ],
+)
+def test_the_gate_names_what_has_changed(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    then = spec_facts(spec(), tmp_path)
+    check_spec(then, spec_facts(spec(), tmp_path / "elsewhere"))
+    with pytest.raises(UnsupportedError, match=message):
+        check_spec(then, spec_facts(spec(**changes), tmp_path))
+
+
+def test_the_image_of_podman_is_in_its_storage(tmp_path: Path) -> None:
+    bundle = tmp_path / "overlay-containers" / ("a" * 64) / "userdata"
+    (tmp_path / "overlay-containers").mkdir()
+    (tmp_path / "overlay-containers/containers.json").write_text(f'[{{"id": "{"a" * 64}", "image": "i1"}}]')
+    assert spec_facts(spec(annotations={}), bundle).image == "i1"
+    assert spec_facts(spec(annotations={}), bundle.parent / "userdata" / "x").image == ""
+
+
+@pytest.mark.parametrize("broken", [{"mounts": [{}]}, {"mounts": 3}, {"process": [1]}, {"linux": "x"}])
+def test_a_config_that_is_none_is_an_error(tmp_path: Path, broken: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"config\.json is none that a runtime takes"):
+        spec_facts({**spec(), **broken}, tmp_path)
+
+
+def test_what_a_runtime_is_asked_for() -> None:
+    words = ["create", "--bundle", "/b", "--pid-file", "/p", "--console-socket", "/c", "--no-pivot", "id"]
+    config = {"process": {"selinuxLabel": "l1"}, "linux": {"mountLabel": "l2"}}
+    asked = restore_words(Call.parse(Path("/usr/sbin/runc"), words), config, Path("/i"), Path("/w"))
+    assert asked == [
+        *("restore", "--detach", "--tcp-established", "--file-locks"),
+        *("--image-path", "/i", "--work-path", "/w", "--bundle", "/b"),
+        *("--pid-file", "/p", "--console-socket", "/c", "--no-subreaper"),
+        *("--lsm-profile", "selinux:l1", "--lsm-mount-context", "l2", "id"),
+    ]
+    assert "--no-subreaper" not in restore_words(Call.parse(Path("crun"), words), {}, Path("/i"), Path("/w"))
+
+
+def test_processes_are_brought_into_the_container_s_own_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    procs, below = tmp_path / "cgroup.procs", tmp_path / "below/cgroup.procs"
+    procs.write_text("10\n")
+    below.write_text("11\n")
+    monkeypatch.setattr(cgroups, "descendants", lambda _pid: [10, 11, 12])
+    written: list[str] = []
+
+    def write(path: Path, text: str) -> None:
+        written.append(text)
+        with path.open("a") as file:
+            file.write(f"{text}\n")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert cgroups.mend(Process(10, 1), [tmp_path]) == 1
+    assert written == ["12"]
+    monkeypatch.setattr(Path, "write_text", lambda *_: None)
+    monkeypatch.setattr(cgroups, "descendants", lambda _pid: [13])
+    with pytest.raises(OcihookError, match="keep leaving"):
+        cgroups.mend(Process(13, 1), [tmp_path])

@@ -1,0 +1,249 @@
+"""A restore of which anybody may be killed at any step: what is left is a held container, or nothing at all."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ocihook import wire
+from ocihook.belongings.saving import Writer
+from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
+from ocihook.config import Settings
+from ocihook.errors import RestoreError
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process, command_line
+from ocihook.model import ContainerRef
+from ocihook.packs.pages import no_progress
+from ocihook.runtime import containers, restoring
+from ocihook.runtime.call import Call
+from ocihook.runtime.gate import spec_facts
+from ocihook.session.record import to_json
+from ocihook.store.stored_manifest import BELONGINGS_NAME
+from ocihook.store.thin import Thin
+
+ID = "c" * 64
+CHECKPOINT = Thin("_node", "20261123T120000Z-0123abcd")
+# Its container is a `sleep` that nobody waits for, whose pid is its state.
+RUNTIME = """#!/bin/sh
+state=@STATE@
+case " $* " in
+    *" restore "*) [ ! -e $state.fails ] || { sleep 1000 & exit 1; }; sleep 1000 & echo $! > $state ;;
+    *" state "*) [ -e $state ] || exit 1; echo "{\\"pid\\": $(cat $state)}" ;;
+    *" delete "*) [ ! -e $state ] || kill -9 "$(cat $state)"; rm -f $state ;;
+esac
+"""
+STEPS = (
+    "fetch",
+    "lay_out",
+    "_check",
+    "bring_reversibly",
+    "_use_own_criu_settings",
+    "_run",
+    "cgroups_of",
+    "mend",
+    "hold",
+)
+
+
+class Manifest:
+    id = CHECKPOINT.checkpoint_id
+    host: dict[str, str] = {}  # noqa: RUF012
+    container = ContainerRef(id="before", runtime="runc")
+
+
+class Node:
+    """A node with a runtime that only plays one."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.bundle, self.rootfs = path / "bundle", path / "bundle/rootfs"
+        self.rootfs.mkdir(parents=True)
+        (self.rootfs / "kept").write_text("of the image")
+        (self.bundle / "config.json").write_text(json.dumps({"root": {"path": "rootfs"}}))
+        self.program = path / "runc"
+        self.program.write_text(RUNTIME.replace("@STATE@", str(path / "state")))
+        self.program.chmod(0o755)
+        self.settings = Settings(store_dir=str(path / "store"))
+        self.call = Call.parse(
+            self.program, ["--root", str(path / "runc-root"), "create", "--bundle", str(self.bundle), ID]
+        )
+        container = ContainerRef(id=ID, runtime="runc")
+        self.kept = containers.Kept(
+            container=container, bundle=self.bundle, program=self.program, prefix=self.call.prefix, domain="_node"
+        )
+        monkeypatch.setattr(wire, "RUNTIME_DIR", str(path / "run"))
+        monkeypatch.setattr(restoring, "open_journals", list)
+        monkeypatch.setattr(restoring, "fetch", lambda *_: (None, Manifest()))
+        monkeypatch.setattr(restoring, "lay_out", self._lay_out)
+        monkeypatch.setattr(restoring, "cgroups_of", lambda _: [])
+        monkeypatch.setattr(restoring, "hold", lambda _: None)
+        containers.keep(self.kept)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.bundle / "config.json").read_bytes())
+        return config
+
+    def _lay_out(self, _domain: object, _manifest: object, place: Path, **_: object) -> None:
+        (place / IMAGES_DIR).mkdir()
+        (place / FACTS_NAME).write_text(json.dumps(to_json(spec_facts(self.config, self.bundle))))
+        changed = place / "changed"
+        changed.mkdir()
+        (changed / "kept").write_text("changed")
+        (changed / "new").write_text("new")
+        with (place / BELONGINGS_NAME).open("wb") as file:
+            writer = Writer(file, no_progress)
+            writer.add_tree("rootfs", changed)
+            writer.end()
+
+    def restore(self) -> None:
+        restoring.restore(self.call, self.kept, self.config, CHECKPOINT, self.settings)
+
+    def processes(self) -> list[int]:
+        """Return the container's processes, which are called as no others are."""
+        found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [pid for pid in found if command_line(pid) == ["sleep", "1000"] and self._is_ours(pid)]
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            return os.readlink(f"/proc/{pid}/cwd") == str(Path.cwd()) and Process.find(pid) is not None
+        except OSError:
+            return False
+
+    def assert_as_before(self) -> None:
+        assert Patience(timeout_s=20).until(lambda: not self.processes())
+        assert {path.name: path.read_text() for path in self.rootfs.iterdir()} == {"kept": "of the image"}
+        assert self.config == {"root": {"path": "rootfs"}}
+        assert not restoring.place_of(self.settings, ID).exists()
+        assert not (containers.directory_of(ID) / wire.RESTORING_NAME).exists()
+        assert not (containers.directory_of(ID) / containers.HELD_NAME).exists()
+
+    def attempts(self) -> int:
+        path = restoring.attempts_path(self.settings, CHECKPOINT)
+        return int(path.read_text()) if path.exists() else 0
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.chdir(tmp_path)
+    node = Node(tmp_path, monkeypatch)
+    yield node
+    for pid in node.processes():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_is_restored_is_held_and_on_record(node: Node) -> None:
+    node.restore()
+    kept = containers.read(ID)
+    assert kept is not None
+    assert kept.checkpoint == CHECKPOINT.checkpoint_id
+    assert kept.init is not None
+    assert [kept.init.pid] == node.processes()
+    assert (containers.directory_of(ID) / containers.HELD_NAME).exists()
+    assert (node.rootfs / "new").read_text() == "new"
+    assert node.attempts() == 0
+    restoring.settle(ID)
+    assert kept.init.is_alive()  # there is nothing to take back
+
+
+def test_two_never_run_from_one_checkpoint(node: Node) -> None:
+    node.restore()
+    again = containers.Kept(
+        container=ContainerRef(id="d" * 64), bundle=node.bundle, program=node.program, prefix=(), domain="_node"
+    )
+    with pytest.raises(RestoreError, match=rf"{CHECKPOINT.checkpoint_id} runs already, as container c{{12}}"):
+        restoring.restore(node.call, again, node.config, CHECKPOINT, node.settings)
+    assert len(node.processes()) == 1
+
+
+def test_a_checkpoint_that_failed_twice_is_not_tried_again(node: Node) -> None:
+    (node.path / "state.fails").touch()
+    for number in (1, 2):
+        with pytest.raises(RestoreError, match="does not say why"):
+            node.restore()
+        node.assert_as_before()
+        assert node.attempts() == number
+    with pytest.raises(RestoreError, match="could not be restored 2 times and is not tried again"):
+        node.restore()
+    assert node.attempts() == 2
+
+
+def die(who: str, caller: int) -> None:
+    """Kill the worker, the engine's call, or both, from within the worker."""
+    if who != "worker":
+        os.kill(caller, signal.SIGKILL)
+        assert Patience(timeout_s=20).until(lambda: Process.find(caller) is None)
+    if who != "caller":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(step: Callable[..., Any], who: str, moment: str, caller: int, *arguments: Any, **options: Any) -> Any:
+    if moment == "before":
+        die(who, caller)
+    result = step(*arguments, **options)
+    if moment == "after":
+        die(who, caller)
+    return result
+
+
+def recovered() -> list[str]:
+    return [recovery.outcome for recovery in restoring.recover_restores()]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("who", ["worker", "caller", "both"])
+@pytest.mark.parametrize("step", STEPS)
+def test_whoever_is_killed_nothing_is_left(
+    node: Node, monkeypatch: pytest.MonkeyPatch, step: str, who: str, moment: str
+) -> None:
+    caller = os.fork()
+    if caller == 0:
+        try:
+            real = getattr(restoring, step)
+            monkeypatch.setattr(restoring, step, partial(dying, real, who, moment, os.getpid()))
+            node.restore()
+        except RestoreError as error:
+            os._exit(3 if "killed" in str(error) else 4)
+        finally:
+            os._exit(5)
+    _, status = os.waitpid(caller, 0)
+    assert status == (3 << 8 if who == "worker" else signal.SIGKILL)
+    record = containers.directory_of(ID) / wire.RESTORING_NAME
+    if who == "caller":
+        assert Patience(timeout_s=20).until(lambda: not record.exists())
+    if who == "both":
+        assert Patience(timeout_s=20).until(lambda: recovered() == ["undone"])
+        assert recovered() == []
+    node.assert_as_before()
+    assert node.attempts() == (STEPS.index(step) > STEPS.index("_check"))
+
+
+def test_what_is_being_restored_is_nobody_else_s(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for the same container, as of an engine that tries again, leaves it to those who are at it."""
+    reader, writer = os.pipe()
+    caller = os.fork()
+    if caller == 0:
+        os.close(writer)
+        monkeypatch.setattr(restoring, "fetch", lambda *_: (os.read(reader, 1), Manifest()))
+        try:
+            node.restore()
+        finally:
+            os._exit(0)
+    os.close(reader)
+    try:
+        record = containers.directory_of(ID) / wire.RESTORING_NAME
+        assert Patience(timeout_s=20).until(record.exists)
+        assert recovered() == ["running"]
+        with pytest.raises(RestoreError, match="is being restored"):
+            restoring.settle(ID, wait_s=0.05)
+        with pytest.raises(RestoreError, match="is being restored as another container"):
+            node.restore()
+    finally:
+        os.close(writer)
+    os.waitpid(caller, 0)
+    assert (containers.directory_of(ID) / containers.HELD_NAME).exists()

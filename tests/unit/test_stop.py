@@ -1,0 +1,227 @@
+"""`kill`, `state` and `delete` of containers that the handler stops, and the agent's part in it."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from ocihook import wire
+from ocihook.checkpoints.belongings import stopping_dir
+from ocihook.checkpoints.complete import wait_complete
+from ocihook.config import Settings
+from ocihook.errors import OcihookError
+from ocihook.model import ContainerRef
+from ocihook.runtime import containers, stop
+from ocihook.runtime.call import Call
+from ocihook.runtime.stopping import (
+    CHECKPOINTED,
+    SIGNALLED,
+    Stop,
+    Stopping,
+    is_stop_signal,
+    is_stopping,
+    read_stop,
+    record_of,
+    remove_stale,
+    stops_under_way,
+    withdraw,
+    write_stop,
+)
+from ocihook.store.lineage import lineage
+from ocihook.store.store import Store
+from ocihook.store.thin import Thin
+from tests.unit.test_stored_belongings import stop as stop_in_store
+
+ID = "c" * 64
+CONTAINER = ContainerRef(id=ID, engine="podman", runtime="runc", name="job")
+
+
+class PassedOn(Exception):
+    """The runtime itself was called."""
+
+
+@pytest.fixture(autouse=True)
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node with one container of ours and a runtime that notes what it is called with."""
+    monkeypatch.setattr(wire, "RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(stop, "load_settings", lambda: settings(tmp_path))
+
+    def pass_on(_call: Call) -> NoReturn:
+        raise PassedOn
+
+    monkeypatch.setattr(Call, "pass_on", pass_on)
+    program = tmp_path / "runc"
+    program.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/called\n[ "$1" != state ] || exit 1\n')
+    program.chmod(0o755)
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    config = {"annotations": {"ocihook.io/checkpoint-on-stop": "true"}, "root": {"path": "rootfs"}}
+    (bundle / "config.json").write_text(json.dumps(config))
+    kept = containers.Kept(container=CONTAINER, bundle=bundle, program=program, prefix=(), domain="_node")
+    containers.keep(kept)
+    return tmp_path
+
+
+def settings(node: Path) -> Settings:
+    return Settings(store_dir=str(node / "store"), workers=1)
+
+
+def call(node: Path, *words: str) -> Call:
+    return Call.parse(node / "runc", [*words])
+
+
+def called(node: Path) -> list[str]:
+    path = node / "called"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def answer(status: int, message: str = "") -> Callable[[bytes], tuple[int, str]]:
+    def ask(packet: bytes) -> tuple[int, str]:
+        assert wire.Request.decode(packet).image_dir == ID
+        assert wire.Request.decode(packet).stage == wire.STOP_STAGE
+        return status, message
+
+    return ask
+
+
+def never(_packet: bytes) -> tuple[int, str]:
+    raise AssertionError("nobody is to be asked")
+
+
+def no_agent(_packet: bytes) -> tuple[int, str]:
+    raise ConnectionError("nobody listens")
+
+
+@pytest.mark.parametrize("signal", [(), ("15",), ("TERM",), ("SIGTERM",)])
+def test_the_stop_signal_becomes_a_checkpoint(node: Path, signal: tuple[str, ...]) -> None:
+    assert stop.kill(call(node, "kill", ID, *signal), answer(0)) == 0
+    assert read_stop(ID) == Stop(words=("kill", ID, *signal))
+    assert list(stops_under_way()) == [ID]
+    assert is_stopping("_node", lineage(CONTAINER))
+    assert not is_stopping("team", lineage(CONTAINER))
+    assert called(node) == []
+
+
+def test_kill_ends_well_though_the_checkpoint_failed(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stop.kill(call(node, "kill", ID, "15"), answer(1, "the disk is full")) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("signal", ["9", "HUP", "USR1", "0"])
+def test_other_signals_are_the_runtimes(node: Path, signal: str) -> None:
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, signal), never)
+
+
+def test_a_container_that_is_held_or_not_ours_or_does_not_want_it(node: Path) -> None:
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", "other", "15"), never)
+    held = containers.directory_of(ID) / containers.HELD_NAME
+    held.touch()
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, "15"), never)
+    held.unlink()
+    for notes in ({}, {"ocihook.io/checkpoint-on-stop": "true", "ocihook.io/mode": "off"}):
+        (node / "bundle/config.json").write_text(json.dumps({"annotations": notes}))
+        with pytest.raises(PassedOn):
+            stop.kill(call(node, "kill", ID, "15"), never)
+
+
+def test_kill_waits_for_a_stop_that_is_under_way(node: Path) -> None:
+    write_stop(ID, Stop(words=("kill", ID, "15")))
+    assert stop.kill(call(node, "kill", ID, "9"), answer(0)) == 0
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, "9"), answer(1, "failed"))
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, "HUP"), never)
+    write_stop(ID, Stop(words=("kill", ID, "15"), outcome=SIGNALLED))
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, "9"), never)
+
+
+def test_without_an_agent_the_signal_is_delivered(node: Path) -> None:
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, "15"), no_agent)
+
+
+def test_what_has_ended_is_answered_for(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (containers.directory_of(ID) / containers.ENDED_NAME).touch()
+    assert stop.kill(call(node, "kill", ID, "9"), never) == 0
+    assert stop.state(call(node, "state", ID)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["id"], told["status"], told["pid"]) == (ID, "stopped", 0)
+    assert stop.delete(call(node, "delete", ID), never) == 0
+    assert called(node) == [f"delete --force {ID}"]
+    assert containers.read(ID) is None
+
+
+def test_what_runs_is_deleted_by_the_runtime(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (node / "runc").write_text("#!/bin/sh\necho it runs >&2; exit 1\n")
+    assert stop.delete(call(node, "delete", ID), never) == 1
+    assert capsys.readouterr().err == "it runs\n"
+    assert containers.read(ID) is not None
+    (node / "runc").write_text("#!/bin/sh\n")
+    write_stop(ID, Stop(words=("kill", ID, "15")))
+    assert stop.delete(call(node, "delete", "--force", ID), answer(0)) == 0
+    assert containers.read(ID) is None
+
+
+def test_the_signal_that_an_image_wants_is_a_stop() -> None:
+    config = {"annotations": {"org.opencontainers.image.stopSignal": "SIGQUIT"}}
+    assert is_stop_signal("QUIT", config)
+    assert is_stop_signal("15", config)
+    assert not is_stop_signal("QUIT", {})
+    assert not is_stop_signal("", {})
+
+
+def test_the_agent_delivers_the_signal_if_it_cannot_checkpoint(node: Path) -> None:
+    write_stop(ID, Stop(words=("kill", ID, "15")))
+    stopping = Stopping(ID, lambda: settings(node))
+    status, message = stopping.finish()
+    assert (status, message) == (
+        1,
+        "container job (cccccccccccc) is stopped without a checkpoint: it is not known to its runtime",
+    )
+    assert called(node) == [f"state {ID}", f"kill {ID} 15"]
+    found = read_stop(ID)
+    assert found is not None
+    assert found.outcome == SIGNALLED
+    assert Stopping(ID, lambda: settings(node)).finish() == (1, message)  # asked again, nothing is done twice
+    assert len(called(node)) == 2
+    assert not stopping_dir(node / "store", ID).exists()
+
+
+def test_a_stop_that_is_over_is_told_again(node: Path) -> None:
+    write_stop(ID, Stop(words=("kill", ID, "15"), outcome=CHECKPOINTED))
+    assert Stopping(ID, lambda: settings(node)).finish() == (0, "")
+    assert list(stops_under_way()) == []
+
+
+def test_none_that_is_to_be_stopped(node: Path) -> None:
+    with pytest.raises(OcihookError, match="none that is to be stopped"):
+        Stopping(ID, lambda: settings(node))
+    record_of(ID).write_text("{")
+    assert read_stop(ID) is None
+
+
+def test_what_a_boot_has_left_is_removed(node: Path) -> None:
+    for name in (ID, "gone", "over"):
+        stopping_dir(node / "store", name).mkdir(parents=True)
+    write_stop(ID, Stop(words=("kill", ID, "15")))
+    remove_stale(settings(node))
+    assert [path.name for path in (node / "store/stopping").iterdir()] == [ID]
+    remove_stale(Settings(store_dir=str(node / "none")))
+
+
+def test_a_checkpoint_of_what_ran_on_is_withdrawn(node: Path) -> None:
+    upper = node / "upper"
+    upper.mkdir()
+    (upper / "file").write_bytes(os.urandom(5000))
+    domain, manifest = stop_in_store(Store(node / "store"), node / "images", upper)
+    wait_complete(domain, manifest.id, workers=1)
+    withdraw(settings(node), Thin(domain.name, manifest.id))
+    assert domain.checkpoint_ids() == []
+    withdraw(settings(node), Thin(domain.name, manifest.id))
