@@ -247,25 +247,29 @@ def put_back(directory: Path) -> None:
     """Put pagemaps back that were cut, and remove the page images that were made for these alone. May run any time.
 
     A cut pagemap that a new dump has overwritten since is left. One that is no pagemap at all has not come through a
-    power loss.
+    power loss. An engine may be removing all of it meanwhile.
 
     Raises:
         OSError: from the file system.
     """
-    for name, saved in _saved(directory):
-        path = directory / name
-        now = read_bounded(path) if path.exists() else b""
-        try:
-            pages_name = parse_pagemap(now).pages_name
-        except ImageError:
-            saved.replace(path)
-            continue
-        if not saved.name.endswith(f"-{_digest(now)}.pack"):
-            saved.unlink()
-            continue
-        if pages_name != parse_pagemap(read_bounded(saved)).pages_name:
-            (directory / pages_name).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        for name, saved in _saved(directory):
+            _put_back(directory / name, saved)
+
+
+def _put_back(path: Path, saved: Path) -> None:
+    now = read_bounded(path) if path.exists() else b""
+    try:
+        pages_name = parse_pagemap(now).pages_name
+    except ImageError:
         saved.replace(path)
+        return
+    if not saved.name.endswith(f"-{_digest(now)}.pack"):
+        saved.unlink()
+        return
+    if pages_name != parse_pagemap(read_bounded(saved)).pages_name:
+        path.with_name(pages_name).unlink(missing_ok=True)
+    saved.replace(path)
 
 
 def is_cut(directory: Path) -> bool:

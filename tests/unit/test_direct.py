@@ -1,5 +1,6 @@
 """Pagemaps that a restore has cut come back, whatever has happened since."""
 
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,23 @@ def test_a_cut_pagemap_that_a_power_loss_has_spoilt_is_replaced(tmp_path: Path, 
         (tmp_path / "pagemap-1.img").write_bytes(left)
     put_back(tmp_path)
     assert contents(tmp_path) == before
+
+
+def test_an_engine_may_remove_the_directory_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    make_process(images, (0, PAGES, PLAIN))
+    cut_pagemaps(images, plan(images, ["pages-1.img"]), ENDLESS)
+
+    def remove_first(data: bytes) -> str:
+        shutil.rmtree(images)
+        return digest(data)
+
+    digest = direct._digest
+    monkeypatch.setattr(direct, "_digest", remove_first)
+    put_back(images)
+    assert not images.exists()
+    put_back(images)
 
 
 def test_a_page_image_that_ends_early_is_an_error(tmp_path: Path) -> None:
