@@ -21,8 +21,8 @@ from ocihook.belongings.tree import Entry, opened, tree_bytes
 from ocihook.config import Settings
 from ocihook.errors import IntegrityError, UnsupportedError
 from ocihook.linux.files import create_private
-from ocihook.packs.pages import ImageFile, Progress, make_image, no_progress
-from ocihook.store.assemble import Target, assemble
+from ocihook.packs.pages import ImageFile, Progress, Target, make_image, no_progress
+from ocihook.store.assemble import assemble
 from ocihook.store.domain import Domain
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
 from ocihook.store.thin import Thin, write_thin

@@ -140,11 +140,14 @@ def test_what_the_kernel_tells(workload: "subprocess.Popen[str]") -> None:
     assert Survey.of([workload.pid]).connections == []  # type: ignore[union-attr]
 
 
-def test_unix_sockets_know_their_peers() -> None:
+def test_unix_sockets_know_their_peers_and_what_nobody_has_read() -> None:
     one, other = socket.socketpair()
     with one, other:
-        peers = netlink.unix_peers(NetNamespace.of(os.getpid()))
-        assert peers[os.fstat(one.fileno()).st_ino] == os.fstat(other.fileno()).st_ino
+        one.send(b"unread")
+        found = netlink.unix_sockets(NetNamespace.of(os.getpid()))
+        end = found[os.fstat(one.fileno()).st_ino]
+        assert end.peer == os.fstat(other.fileno()).st_ino
+        assert end.unread_bytes > 0
 
 
 def test_options_are_put_back_and_what_cannot_be_is_named() -> None:
