@@ -22,6 +22,10 @@ from ocihook.tcp_policy import parse
 CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
 OWNER_ANNOTATION = ANNOTATION_PREFIX + "owner"  # says whose a container is, nothing of what to do with it
+GANG_ANNOTATION = ANNOTATION_PREFIX + "gang"  # the job that it is a part of; likewise
+GANG_SIZE_ANNOTATION = ANNOTATION_PREFIX + "gang-size"  # how many containers are
+GANG_INDEX_ANNOTATION = ANNOTATION_PREFIX + "gang-index"  # which of them it is, if its name may change
+_IDENTITY = (OWNER_ANNOTATION, GANG_ANNOTATION, GANG_SIZE_ANNOTATION, GANG_INDEX_ANNOTATION)
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
@@ -31,6 +35,8 @@ _REMOTE = re.compile(r"/|s3://[^/?#]|oci://[^/?#]")
 _METRICS_ADDRESS = re.compile(r"|(?:127\.0\.0\.1|\[::1\]):[0-9]{1,5}|unix:/[^:]{1,100}")
 _LEAST_BOUND_BYTES = 256 << 20
 _AGENT_BYTES, _WORKER_BYTES = 48 << 20, 52 << 20  # as packs/packing.py and, for the larger kind, deduplicate.py have it
+_COORDINATOR = re.compile(r"|https://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
+_PATHS = {"store_dir", "archive_dir", "history_dir", "gang_dir", "tls_dir", "key_file"}
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 ANY = "*"  # in [restore_from]: every container, every domain
 _DOMAIN = re.compile(r"\*|_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # as packs/domain_names.py has it
@@ -53,6 +59,7 @@ class Policy:
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
     tcp: str = "auto"  # what becomes of connections: auto, established, close, refuse, and rules (docs/connections.md)
+    gang_timeout_s: float = 60.0  # that a member of a gang waits for the others, at each of their meetings
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
 
 
@@ -75,6 +82,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "address_map": False,
         "on_gpu_restore_error": ("kill", "keep"),
         "tcp": True,
+        "gang_timeout_s": 110.0,
         "push": ("never",),
     }
 )
@@ -103,6 +111,9 @@ class Settings:
     store_dir: str = "/var/lib/ocihook/store"  # the store of mode store; quickest on the disk where the engine writes
     history_dir: str = "/var/lib/ocihook/history"  # ended sessions, for `ocihook timeline` and `ocihook metrics`
     history_kept: int = 100  # ended sessions of which the record is kept; their totals stay
+    coordinator: str = ""  # of gangs: https://HOST:PORT; "": this node's agent, for gangs that are on this node only
+    tls_dir: str = "/etc/ocihook/tls"  # tls.crt, tls.key and ca.crt: of this node, or of the coordinator
+    gang_dir: str = "/var/lib/ocihook/gangs"  # what a coordinator keeps of each gang's dumps and restores
     metrics_address: str = ""  # 127.0.0.1:9748 or unix:/run/ocihook/metrics.sock: the agent stays and serves metrics
 
     @property
@@ -132,6 +143,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 RANGES: Mapping[str, tuple[float, float]] = {
     "quiesce_timeout_s": (0.1, 600),
     "gpu_lock_timeout_s": (0.1, 3600),
+    "gang_timeout_s": (0.1, 3600),
     "idle_timeout_s": (1, 86400),
     "memory_bound_bytes": (64 << 20, 1 << 50),
     "workers": (0, 1024),
@@ -236,7 +248,7 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_
     refused: list[AdmissionError | ConfigError] = []
     unknown = []
     for name, text in annotations.items():
-        if not name.startswith(ANNOTATION_PREFIX) or name == OWNER_ANNOTATION:
+        if not name.startswith(ANNOTATION_PREFIX) or name in _IDENTITY:
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
         if key not in _POLICY_KEYS:
@@ -362,7 +374,9 @@ def _check_form(key: str, value: object, where: str) -> None:
     """Check what is not any text."""
     if key == "quiesce_ack" and not (isinstance(value, str) and value.startswith("/") and ".." not in value.split("/")):
         raise ConfigError(f"{where}: {key} must be an absolute path without '..', not {value!r}")
-    if key in {"store_dir", "archive_dir", "history_dir", "key_file"} and not str(value or "/").startswith("/"):
+    if key == "coordinator" and not _COORDINATOR.fullmatch(str(value)):
+        raise ConfigError(f"{where}: {key} must be https://HOST:PORT, not {value!r}")
+    if key in _PATHS and not str(value or "/").startswith("/"):
         raise ConfigError(f"{where}: {key} must be an absolute path, not {value!r}")
     if key == "remote" and value and not _REMOTE.match(str(value)):
         raise ConfigError(

@@ -9,6 +9,7 @@ Verdict: "0" (go on) or "1" (veto), message.
 VERSION = b"1"
 RUNTIME_DIR = "/run/ocihook"
 SOCKET_NAME = "agent.sock"
+GANG_SOCKET_NAME = "gang.sock"  # of this node's coordinator of gangs, which speaks HTTP; not for the hook
 PACKET_BYTES = 16384
 
 # Without the inventory, which CRIU writes last, it unlocks the network of a dump that has failed. Nothing is done then

@@ -88,6 +88,7 @@ def _move(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
     with journal.phase("move sockets"):
         own = _own_addresses(sockets, namespace, note)
         peers = parse_pairs(filter(None, restore.policy.address_map.split(",")), "address_map")
+        peers |= _addresses_of_gang(restore, own)
         policy = asked(parse(restore.policy.tcp, "tcp"), call.options)
         plan = make_plan(
             sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys()
@@ -106,6 +107,13 @@ def _move(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
         )
     )
     return _told(restore, plan)
+
+
+def _addresses_of_gang(restore: Restore, own: AddressMap) -> dict[IPAddress, IPAddress]:
+    """Tell the other members of the gang where this one is, and return where they are."""
+    mine = [f"{old}={new}" for old, new in own.pairs.items()]
+    told = restore.gang.meet("addresses", mine)
+    return parse_pairs((pair for pairs in told.values() if pairs != mine for pair in pairs or ()), "the gang")
 
 
 def _own_addresses(
@@ -195,6 +203,7 @@ def release_sockets(restore: Restore) -> str:
     if facts.to_destroy and facts.network is not None:
         places = set(facts.to_destroy)
         destroy(facts.network, [s for s in inet_sockets(facts.network, [socket.IPPROTO_TCP]) if _place_of(s) in places])
+    restore.gang.meet("restored")
     restore.journal.note(replace(facts, released_at=time.time()))
     release(restore.journal)
     return f"container {restore.journal.container}: not restored: {', '.join(lost)}" if lost else ""
