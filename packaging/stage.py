@@ -78,10 +78,33 @@ KEPT: dict[str, tuple[str, ...]] = {
     "protobuf": ("google/protobuf/*", "google/_upb/*"),
     "pycparser": (),  # cffi's, for declarations in C
     "pygments": (),  # rich's, for source code
+    "pyroute2": (  # a sixth of it: messages. Python needs no __init__ of it, and that would import all the rest
+        "pyroute2/common.py",
+        "pyroute2/process.py",
+        "pyroute2/statsd.py",
+        "pyroute2/config/*",
+        "pyroute2/netns/__init__.py",
+        "pyroute2/requests/__init__.py",
+        "pyroute2/requests/main.py",
+        "pyroute2/netlink/__init__.py",
+        "pyroute2/netlink/core.py",
+        "pyroute2/netlink/coredata.py",
+        "pyroute2/netlink/exceptions.py",
+        "pyroute2/netlink/marshal.py",
+        "pyroute2/netlink/nlsocket.py",
+        "pyroute2/netlink/rt_files.py",
+        "pyroute2/netlink/diag/__init__.py",
+        "pyroute2/netlink/rtnl/__init__.py",
+        "pyroute2/netlink/rtnl/ifaddrmsg.py",
+        "pyroute2/netlink/rtnl/ifinfmsg/*",
+        "pyroute2/netlink/rtnl/iw_event.py",
+        "pyroute2/netlink/rtnl/rtmsg.py",
+    ),
     "python-dateutil": ("dateutil/*",),
     "rich": ("rich/*",),
     "six": ("six.py",),
     "urllib3": ("urllib3/*",),
+    "win-inet-pton": (),  # pyroute2's, for Windows
     "xxhash": ("xxhash/*",),
 }
 DROPPED = (

@@ -96,12 +96,13 @@ def test_a_pod_of_another_namespace_gets_nothing_unless_a_rule_allows_it(contain
 
 @pytest.mark.parametrize("conf", ["runc.conf", "crun.conf"])
 def test_crun_of_today_reads_a_configuration_of_its_own(make_containerd: MakeContainerd, conf: str) -> None:
-    """It reads crun.conf if there is one, else runc.conf; `install` knows, and default.conf is not needed."""
+    """It reads crun.conf if there is one, else runc.conf; `install` knows, and default.conf names no script."""
     containerd = make_containerd()
     directory = containerd.namespace.path("/etc/criu")
     (directory / conf).touch()
     containerd.install()
-    assert not (directory / "default.conf").exists()
+    assert action_scripts((directory / conf).read_bytes())
+    assert not action_scripts((directory / "default.conf").read_bytes())
     doctor = containerd.ocihook("doctor")
     assert "A checkpoint will work here." in doctor
     assert "pod_annotations" not in doctor

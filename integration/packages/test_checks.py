@@ -22,6 +22,10 @@ from cuda.bindings import driver
 import pynvml
 from ocihook.cli.render import print_table, progress_bar
 from ocihook.container.engine_archive import zstd
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.netlink import destroy, inet_sockets, links, routes, unix_peers
+here = NetNamespace.at("/proc/self/ns/net")
+links(here), routes(here), unix_peers(here), destroy(here, inet_sockets(here)[:0])
 print_table(["A"], [["b"]])
 driver.CUcheckpointRestoreArgs().gpuPairs
 import rich.progress

@@ -19,9 +19,10 @@ _MARK = re.compile(rb"^# (BEGIN|END) ocihook", re.MULTILINE)
 class Block(NamedTuple):
     """What the block in a file says."""
 
-    action_script: str
+    action_script: str  # "": none
     made_file: bool
     plugin_dir: str = ""  # where CRIU is to look for plugins; "": where it does anyway
+    others: tuple[str, ...] = ()  # lines with further options
 
 
 class Option(NamedTuple):
@@ -39,8 +40,10 @@ def add_block(content: bytes, block: Block, *, where: str) -> bytes:
         ConfigError: if a block in it is damaged.
     """
     made = b" made-file" * block.made_file
-    lines = [f"action-script {block.action_script}\n", f"libdir {block.plugin_dir}\n" * bool(block.plugin_dir)]
-    return b"# BEGIN ocihook%s\n%s%s" % (made, "".join(lines).encode(), _END) + remove_block(content, where=where)
+    named = (("action-script", block.action_script), ("libdir", block.plugin_dir))
+    lines = [*(f"{name} {value}" for name, value in named if value), *block.others]
+    body = "".join(f"{line}\n" for line in lines).encode()
+    return b"# BEGIN ocihook%s\n%s%s" % (made, body, _END) + remove_block(content, where=where)
 
 
 def remove_block(content: bytes, *, where: str) -> bytes:
@@ -62,9 +65,11 @@ def read_block(content: bytes, *, where: str) -> Block | None:
     match = _find(content, where)
     if match is None:
         return None
-    scripts = action_scripts(match["body"])
-    named = plugin_dir(match["body"])
-    return Block(scripts[0] if scripts else "", b"made-file" in match["made"].split(), named)
+    found = options(match["body"])
+    values = {option.name: option.value for option in found}
+    others = tuple(f"{o.name} {o.value}".rstrip() for o in found if o.name not in ("action-script", "libdir"))
+    made_file = b"made-file" in match["made"].split()
+    return Block(values.get("action-script", ""), made_file, values.get("libdir", ""), others)
 
 
 def _find(content: bytes, where: str) -> re.Match[bytes] | None:

@@ -10,6 +10,8 @@ from ocihook.criu.version import crun_reads_its_conf, find_program
 
 _KIB = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _GHOST_LIMIT_BYTES = 1 << 20  # criu/include/cr_options.h, DEFAULT_GHOST_LIMIT
+# What runtimes say to CRIU in every dump, so that default.conf has no effect; the file that they name has.
+OVERRULED = {"runc": ("tcp-established", "skip-in-flight"), "crun": ("tcp-established",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
                 scanned.append(option.value)
             elif option.name.startswith("no-"):
                 names.discard(option.name.removeprefix("no-"))
-            else:
+            elif path.name != "default.conf" or option.name not in OVERRULED.get(runtime, ()):
                 names.add(option.name)
     return CriuOptions(
         file=str(paths[-1] if paths else CRIU_CONF_DIR / "default.conf"),

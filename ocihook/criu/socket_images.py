@@ -25,6 +25,7 @@ FILES_NAME = "files.img"
 _FILES_MAGIC = 0x56303138
 _TCP_STREAM_MAGIC = 0x51465506
 _MAX_FILES_BYTES = 64 << 20  # some 400,000 open files
+_STREAM_BYTES = 4096  # magics and entry of a stream; the queues come behind, and are not read
 _WORD_BYTES = 4
 _WORDS = {socket.AF_INET: 1, socket.AF_INET6: 4}
 _MAX_NAME = 15  # of an interface (IFNAMSIZ)
@@ -211,8 +212,8 @@ def _address(words: Iterable[int], family: int, position: int) -> bytes:
     return struct.pack(f"={len(found)}I", *found)
 
 
-def _name(name: str, position: int) -> str:
-    if len(name) > _MAX_NAME or printable(name) != name:
+def _name(name: str | bytes, position: int) -> str:
+    if isinstance(name, bytes) or len(name) > _MAX_NAME or printable(name) != name:
         raise ImageError(f"{FILES_NAME} is damaged at byte {position}: no interface has such a name")
     return name
 
@@ -248,9 +249,6 @@ def read_stream(directory: Path, sock: InetSocket) -> Stream | None:
     entry = decode("tcp_stream_entry", encoded, name, position)
     first, unsent = entry.outq_seq - entry.outq_len, entry.outq_seq - entry.unsq_len  # type: ignore[attr-defined]
     return Stream(first % _U32, entry.outq_len, unsent % _U32, entry.inq_seq)  # type: ignore[attr-defined]
-
-
-_STREAM_BYTES = 4096  # magics and entry; the queues come behind, and are not read
 
 
 def _first(data: bytes) -> bytes:

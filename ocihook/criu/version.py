@@ -19,6 +19,8 @@ _LIBRARY_DIRS = ("usr/local/lib", "usr/local/lib64", "usr/lib", "usr/lib64", "us
 # The first crun that hands /etc/criu/{crun,runc}.conf to libcriu (17f23ac2), if that knows the call (from CRIU 4.2 on).
 _CRUN_READS_CONF = (1, 26)
 _LIBCRIU_CALL = b"criu_set_config_file"
+_NFTABLES = "libnftables.so.1"
+_NFTABLES_FEATURE, _IS_SUPPORTED = "network_lock_nftables", "is supported"  # criu/cr-check.c
 
 
 class Program(NamedTuple):
@@ -86,6 +88,16 @@ def libcriu_reads_conf(root: Path = Path("/")) -> bool | None:
         for library in root.glob(f"{directory}/libcriu.so.2"):
             return _LIBCRIU_CALL in library.read_bytes()
     return None
+
+
+def locks_by_nftables(root: Path = Path("/")) -> bool:
+    """Tell whether CRIU can lock a network by nftables; of another root, whether it is built so, with the library."""
+    if root == Path("/"):
+        criu = find_program("criu")
+        return criu is not None and _IS_SUPPORTED in run_output(criu.path, "check", "--feature", _NFTABLES_FEATURE)
+    criu = find_program_in(root, "criu")
+    has_library = any(any(root.glob(f"{directory}/{_NFTABLES}")) for directory in _LIBRARY_DIRS)
+    return criu is not None and has_library and _NFTABLES.encode() in (root / criu.path.lstrip("/")).read_bytes()
 
 
 def crun_reads_its_conf(crun: Program, root: Path = Path("/")) -> bool:

@@ -67,6 +67,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
     began: float  # seconds since 1970
     locks: tuple[str, ...] = ()  # of CRIU, that were there before
     waiting: tuple[Waiting, ...] = ()  # to be woken when traffic passes
+    is_open: bool = False  # it passes our table again; CRIU's lock may still be there
 
     def undo(self, journal: Journal, _patience: Patience) -> None:
         """Let it pass: our table goes, and what a CRIU that was killed, or failed, has left of its own."""
@@ -77,7 +78,8 @@ class TrafficHeld(Effect, kind="traffic-held"):
             if not journal.criu.is_alive():
                 self._remove_locks(journal)
             kick(self.namespace, [_sender(one) for one in self.waiting])
-        journal.add_phase("network held", self.began)
+        if not self.is_open:
+            journal.add_phase("network held", self.began)
 
     def _remove_locks(self, journal: Journal) -> None:
         left = [name for name in criu_locks(self.namespace) if name not in self.locks]
@@ -113,12 +115,20 @@ def hold(journal: Journal, namespace: NetNamespace, *, with_loopback: bool = Fal
 
 
 def release(journal: Journal) -> None:
-    """Let traffic pass: nothing is left of the hold."""
+    """Let traffic pass our table. Should CRIU be killed, or fail, before `forget_hold`, its lock goes, too."""
     held = journal.find(TrafficHeld)
-    if held is not None:
+    if held is not None and not held.is_open:
         with contextlib.suppress(FileNotFoundError):
             remove_table(held.namespace, table_of(journal))
+        held.is_open = True
         journal.add_phase("network held", held.began)
+        journal.save()
+
+
+def forget_hold(journal: Journal) -> None:
+    """Forget a hold that is over: CRIU has taken its own lock away, too."""
+    held = journal.find(TrafficHeld)
+    if held is not None and held.is_open:
         journal.forget(held)
 
 

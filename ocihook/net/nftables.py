@@ -10,7 +10,7 @@ from functools import cache
 from ocihook.errors import UnsupportedError
 from ocihook.net.namespace import NetNamespace
 
-_LIBRARY = "libnftables.so.1"
+LIBRARY = "libnftables.so.1"
 _TABLE = re.compile(r"^table (\w+) (\S+)$", re.MULTILINE)
 
 
@@ -22,7 +22,7 @@ class RulesRefused(UnsupportedError):
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(_LIBRARY)
+    library = ctypes.CDLL(LIBRARY)
     for name in ("nft_ctx_buffer_output", "nft_ctx_buffer_error", "nft_ctx_free"):
         getattr(library, name).argtypes = [ctypes.c_void_p]
     for name in ("nft_ctx_get_output_buffer", "nft_ctx_get_error_buffer"):
@@ -33,7 +33,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def is_available() -> bool:
+def has_nftables() -> bool:
     """Tell whether the library is there."""
     try:
         _library()
@@ -52,7 +52,7 @@ def run(namespace: NetNamespace, commands: str) -> str:
     try:
         library = _library()
     except OSError as error:
-        raise RulesRefused(f"{_LIBRARY} is not there", hint="install libnftables, or the package nftables") from error
+        raise RulesRefused(f"{LIBRARY} is not there", hint="install libnftables, or the package nftables") from error
     status, output, said = namespace.run(lambda: _run(library, commands))
     if status != 0:
         raise RulesRefused(f"rules for network namespace {namespace.inode} were refused: {said.strip()}")

@@ -20,13 +20,14 @@ from ocihook.criu.socket_images import FilesImage, InetSocket, plain_address, re
 from ocihook.criu.socket_patch import Move, patch_sockets
 from ocihook.linux.procfs import descendants
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
-from ocihook.net.hold import hold, release
+from ocihook.net.hold import forget_hold, hold, release
 from ocihook.net.kick import Sender, kick
 from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket as NetlinkSocket
 from ocihook.net.netlink import destroy, inet_sockets, links
+from ocihook.net.nftables import RulesRefused
 from ocihook.net.note import NetworkNote, read_note
 from ocihook.net.old_addresses import carriers
 from ocihook.net.policy import IPAddress, asked, parse
@@ -94,7 +95,7 @@ def _move(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
             sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys()
         )
         if namespace and not namespace.is_ours and any(sock.is_connection for sock in sockets):
-            hold(journal, namespace, with_loopback=True)
+            _hold(restore, namespace, plan)
         patch_sockets(journal.criu, plan.moves)
     journal.note(
         NetworkFacts(
@@ -114,6 +115,16 @@ def _addresses_of_gang(restore: Restore, own: AddressMap) -> dict[IPAddress, IPA
     mine = [f"{old}={new}" for old, new in own.pairs.items()]
     told = restore.gang.meet("addresses", mine)
     return parse_pairs((pair for pairs in told.values() if pairs != mine for pair in pairs or ()), "the gang")
+
+
+def _hold(restore: Restore, namespace: NetNamespace, plan: Plan) -> None:
+    """Hold traffic; connections that end would do so too early without that, others get by with CRIU's own lock."""
+    try:
+        hold(restore.journal, namespace, with_loopback=True)
+    except RulesRefused as error:
+        if plan.closed:
+            raise
+        log.warning("container %s: its traffic is not held: %s", restore.journal.container, error)
 
 
 def _own_addresses(
@@ -241,6 +252,7 @@ def _plain(address: str) -> str:
 def wake_senders(restore: Restore) -> None:
     """Wake connections that wait for a timer; measure how long they have stood still; tell what has old addresses."""
     journal = restore.journal
+    forget_hold(journal)
     facts = journal.facts(NetworkFacts)
     for carrier in carriers(restore.init_pid, facts.moved_addresses) if restore.init_pid else ():
         log.warning("container %s: %s", journal.container, carrier)

@@ -17,9 +17,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ocihook.criu.conf import CRIU_CONF_DIR, Block, action_scripts, add_block, plugin_dir, read_block, remove_block
+from ocihook.criu.conf import (
+    CRIU_CONF_DIR,
+    Block,
+    action_scripts,
+    add_block,
+    options,
+    plugin_dir,
+    read_block,
+    remove_block,
+)
 from ocihook.criu.plugin import is_to_stay_out
-from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in
+from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in, locks_by_nftables
 from ocihook.errors import UnsupportedError
 from ocihook.linux.files import replace_file
 from ocihook.node import distribution
@@ -29,6 +38,13 @@ NODE = Path("/")
 LIBEXEC = Path("/usr/local/libexec/ocihook")
 LAUNCHER_NAME = "criu-action"
 CONF_NAMES = ("runc.conf", "crun.conf", "default.conf")
+# What runtimes overrule in every other file: with these no open connection makes a dump fail; what becomes of it is
+# decided in the restore. crun says nothing about skip-in-flight.
+_KEPT_CONNECTIONS = {
+    "runc.conf": ("tcp-established", "skip-in-flight"),
+    "crun.conf": ("tcp-established", "skip-in-flight"),
+    "default.conf": ("skip-in-flight",),
+}
 UNIT_DIR = Path("/etc/systemd/system")
 # What is enabled, with the target that wants it: the agent listens, prunes once a day, and looks after a boot for
 # what the one before left.
@@ -87,12 +103,7 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     launcher = libexec / LAUNCHER_NAME
     for path in (launcher, *map(Path, distribution.interpreters()), distribution.SITE, Path(distribution.command()[0])):
         _check_nameable(path)
-    wanted = conf_names(root)
-    confs = {name: _below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
-    plugins = _plugin_dir(root, libexec)
-    blocks = [
-        _with_block(path, launcher, plugins) if name in wanted else _without_block(path) for name, path in confs.items()
-    ]
+    blocks = _blocks(root, launcher)
     place = _below(root, launcher)
     launchers = _launchers(root, libexec)
     older = [Change(path, _read(path), None) for path in launchers if path != place]
@@ -249,11 +260,31 @@ def _plugin_dir(root: Path, libexec: Path) -> str:
     return str(libexec) if not named and is_to_stay_out(partial(_below, root)) else ""
 
 
-def _with_block(path: Path, launcher: Path, plugins: str) -> Change:
-    before = _read(path)
-    old = read_block(before or b"", where=str(path))
-    block = Block(str(launcher), old.made_file if old else before is None, plugins)
-    return Change(path, before, add_block(before or b"", block, where=str(path)))
+def _blocks(root: Path, launcher: Path) -> list[Change]:
+    """Return what is to be changed in CRIU's configuration files."""
+    wanted, plugins = conf_names(root), _plugin_dir(root, launcher.parent)
+    changes = []
+    for name in CONF_NAMES:
+        path = _below(root, CRIU_CONF_DIR / name)
+        before = _read(path)
+        others = _options(root, name, remove_block(before or b"", where=str(path)))
+        old = read_block(before or b"", where=str(path))
+        made_file = old.made_file if old else before is None
+        if name in wanted:
+            block = Block(str(launcher), made_file, plugins, (*others, *_KEPT_CONNECTIONS[name]))
+        elif others:
+            block = Block("", made_file, others=others)
+        else:
+            changes.append(_without_block(path))
+            continue
+        changes.append(Change(path, before, add_block(before or b"", block, where=str(path))))
+    return changes
+
+
+def _options(root: Path, name: str, foreign: bytes) -> tuple[str, ...]:
+    """Return what is to be set for every dump: in default.conf alone, as elsewhere it crashes CRIU up to 4.2."""
+    is_set = any(option.name == "network-lock" for option in options(foreign))
+    return ("network-lock nftables",) if name == "default.conf" and not is_set and locks_by_nftables(root) else ()
 
 
 def _without_block(path: Path) -> Change:

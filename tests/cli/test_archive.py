@@ -17,8 +17,12 @@ from click.testing import CliRunner, Result
 
 from ocihook.cli.main import cli
 from ocihook.cli.render import format_bytes
+from ocihook.criu.socket_images import FilesImage
 from ocihook.errors import IntegrityError, OutputExists, printable
+from ocihook.net.netlink import Link
+from ocihook.net.note import NetworkNote, read_note, write_note
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
+from tests.fakes.sockets import files_image, make_socket
 
 MEMORY = {1: mixed_pages(100), 5: mixed_pages(20, seed=2)}
 
@@ -201,3 +205,71 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: int, stat
         process.send_signal(number)
         assert process.wait(30) == status
     assert list(place.iterdir()) == []
+
+
+def make_connected(tmp_path: Path, *, is_packed: bool) -> Path:
+    """Write an archive of a container with a note about its network, a listener and two connections."""
+    images = tmp_path / "images"
+    make_image_set(images, {1: mixed_pages(20)})
+    peers = ["10.0.0.2", "192.0.2.7"]
+    found = [make_socket(1, "10.0.0.1"), *(make_socket(n, "10.0.0.1", peer) for n, peer in enumerate(peers, 2))]
+    (images / "files.img").write_bytes(files_image(found))
+    link = Link("eth0", 2, "", "veth", 1500, is_up=True, is_loopback=False, addresses=("10.0.0.1/8",))
+    write_note(images, NetworkNote(links=(link,)))
+    make_archive(tmp_path / "plain.tar", images)
+    if not is_packed:
+        return tmp_path / "plain.tar"
+    assert run("pack", tmp_path / "plain.tar", tmp_path / "packed.tar").exit_code == 0
+    return tmp_path / "packed.tar"
+
+
+def test_inspect_says_what_becomes_of_each_connection(tmp_path: Path) -> None:
+    archive = make_connected(tmp_path, is_packed=False)
+    assert run_json("inspect", archive)["sockets"] == [
+        {"socket": "TCP 10.0.0.1:5001 LISTEN", "fate": "moves"},
+        {"socket": "TCP 10.0.0.1:5002 -> 10.0.0.2:80 ESTABLISHED", "fate": "closed"},
+        {"socket": "TCP 10.0.0.1:5003 -> 192.0.2.7:80 ESTABLISHED", "fate": "closed"},
+    ]
+    assert "10.0.0.1:5003 -> 192.0.2.7:80 ESTABLISHED" in run("inspect", archive).output
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_an_archive_moves_to_other_addresses(tmp_path: Path, *, is_packed: bool) -> None:
+    archive, moved = make_connected(tmp_path, is_packed=is_packed), tmp_path / "moved.tar"
+    before = archive.read_bytes()
+    addresses = ["--address", "10.0.0.1=10.9.0.1", "--address", "10.0.0.2=10.9.0.2"]
+    done = run_json("move", archive, moved, *addresses, "--close-others")
+    assert (done["moved"], done["closed"]) == (2, 1)
+    assert archive.read_bytes() == before
+    shown = [(one["socket"], one["fate"]) for one in run_json("inspect", moved)["sockets"]]
+    assert shown == [
+        ("TCP 10.9.0.1:5001 LISTEN", "moves"),
+        ("TCP 10.9.0.1:5002 -> 10.9.0.2:80 ESTABLISHED", "closed"),
+        ("TCP 127.0.0.1:5003 -> 127.0.0.2:80 ESTABLISHED", "stays"),
+    ]
+    assert run("verify", moved).exit_code == 0
+    back = run_json("move", moved, tmp_path / "back.tar", "--address", "10.9.0.1=10.0.0.1")
+    assert (back["moved"], back["closed"]) == (2, 0)
+
+
+def test_a_move_that_cannot_be_leaves_nothing(tmp_path: Path) -> None:
+    archive, moved = make_connected(tmp_path, is_packed=True), tmp_path / "moved.tar"
+    for addresses, text in (
+        (["10.7.0.1=10.9.0.1"], "no socket and no interface has 10.7.0.1"),
+        (["10.0.0.1"], "must be OLD=NEW"),
+        (["10.0.0.1=10.9.0.1", "10.0.0.2=10.9.0.1"], "cannot both become"),
+    ):
+        result = run("move", archive, moved, *(word for pair in addresses for word in ("--address", pair)))
+        assert result.exit_code != 0
+        assert text in str(result.exception) + result.output
+    assert run("move", archive, "--address", "10.0.0.1=10.9.0.1").exit_code == 2
+
+
+def test_an_image_directory_moves_where_it_is(tmp_path: Path) -> None:
+    make_connected(tmp_path, is_packed=False)
+    done = run_json("move", tmp_path / "images", "--address", "10.0.0.1=10.9.0.1")
+    assert (done["moved"], done["closed"]) == (3, 0)
+    assert str(FilesImage.read(tmp_path / "images").sockets[0].local) == "10.9.0.1"
+    note = read_note(tmp_path / "images")
+    assert note is not None
+    assert note.links[0].addresses == ("10.9.0.1/8",)

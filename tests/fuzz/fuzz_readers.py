@@ -20,8 +20,11 @@ with atheris.instrument_imports(include=["ocihook"]):
     from ocihook.archive.repack import inspect_archive, verify_archive
     from ocihook.criu.images import parse_dump_stats, parse_pagemap, parse_processes
     from ocihook.criu.proto import message_class
+    from ocihook.criu.socket_images import FilesImage
     from ocihook.errors import OcihookError
     from ocihook.model import ContainerRef
+    from ocihook.net.note import decode_note
+    from ocihook.packs.frame import encode_frame
     from ocihook.packs.pack import PAGE_BYTES, PackFile, PackInfo
     from ocihook.packs.packed_manifest import PackedImage, PackedManifest, Segment, decode_manifest, encode_manifest
     from ocihook.packs.packing import pack_images
@@ -38,6 +41,7 @@ with atheris.instrument_imports(include=["ocihook"]):
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from tests.fakes.images import make_archive, make_image_set
+from tests.fakes.sockets import files_image, make_socket
 
 _TRAILER = struct.Struct("<8sQQII")
 _work = Path()  # set in `main`: where a target may keep files
@@ -114,6 +118,22 @@ def criu_images(data: bytes) -> None:
                 continue
 
 
+def sockets(data: bytes) -> None:
+    """Take the bytes as files.img, whose magics are put right, and as a note about a network, likewise sealed."""
+    try:
+        image = FilesImage(struct.pack("<II", 0x54564319, 0x56303138) + data)
+        same = {sock.id: sock.ends for sock in image.sockets}
+        if FilesImage(image.moved(same)).sockets != image.sockets:
+            raise AssertionError("sockets that were written are not read again as they were")
+    except OcihookError:
+        pass
+    for candidate in (data, encode_frame("network", 1, data)):
+        try:
+            decode_note(candidate)
+        except OcihookError:
+            continue
+
+
 def layout(data: bytes) -> None:
     """Take the bytes as an image in a tar, as the index of a layout, and as a manifest that an index names rightly."""
     named = Blob.of(data)
@@ -160,6 +180,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "manifest": manifest,
     "packs": packs,
     "criu_images": criu_images,
+    "sockets": sockets,
     "layout": layout,
     "archive": archive,
 }
@@ -198,6 +219,11 @@ def write_seeds(directory: Path) -> None:
     }.items():
         framed = [struct.pack("<I", len(m)) + m for m in (message.SerializeToString(), entry.SerializeToString())]
         (directory / "criu_images" / name).write_bytes(b"".join(framed))
+    found = [make_socket(1, "10.0.0.1", "10.0.0.2"), make_socket(2, "fd00::1", "fd00::2", device="eth0")]
+    (directory / "sockets" / "image").write_bytes(files_image(found)[8:])
+    (directory / "sockets" / "note").write_bytes(
+        b'{"links": [["eth0", 2, "", "veth", 1500, true, false, ["10.0.0.1/8"]]]}'
+    )
     layer = Blob.of(b"a layer")
     image_of = make_image(layer, "none", layer.digest, annotations={}, architecture="amd64", created="")
     write_layout_archive(image_of, directory / "layout" / "tar", "example.org/job:1", lambda _: None)

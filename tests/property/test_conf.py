@@ -26,9 +26,10 @@ CONTENT = st.one_of(
 ).filter(lambda content: b"ocihook" not in content)
 BLOCKS = st.builds(
     Block,
-    st.sampled_from(["/usr/local/libexec/ocihook/criu-action", "/opt/a b/criu-action"]),
+    st.sampled_from(["/usr/local/libexec/ocihook/criu-action", "/opt/a b/criu-action", ""]),
     made_file=st.booleans(),
     plugin_dir=st.sampled_from(["", "/usr/local/libexec/ocihook"]),
+    others=st.sampled_from([(), ("tcp-established", "skip-in-flight"), ("network-lock nftables",)]),
 )
 
 

@@ -562,9 +562,10 @@ def test_network_lock(programs: dict[str, Program], monkeypatch: pytest.MonkeyPa
     (tmp_path / "iptables-restore").touch(mode=0o755)
     assert only(machine._check_network_lock()).status is Status.OK
     (tmp_path / "default.conf").write_text("network-lock nftables\n")
+    monkeypatch.setattr(machine, "has_nftables", lambda: False)
     assert only(machine._check_network_lock()).remedy == "install nftables"
     monkeypatch.setattr(machine, "left_network_locks", lambda *_: "chain CRIU")
-    (tmp_path / "nft").touch(mode=0o755)
+    monkeypatch.setattr(machine, "has_nftables", lambda: True)
     assert only(machine._check_network_lock()).check == "network-lock-left"
 
 
@@ -652,11 +653,13 @@ def test_podmans_own_options_for_connections_are_named(
     monkeypatch.setattr("os.geteuid", lambda: 0)
     workload = read_workload(os.getpid(), found)
     connected = Socket(1, 2, socket.AF_INET, socket.SOCK_STREAM, 6, False, True, 0, "10.0.0.1")
-    for names in (frozenset[str](), frozenset({"tcp-established"})):
-        chosen = dataclasses.replace(workload, options=criu_files.CriuOptions(names=names), sockets=(connected,))
-        remedy = only(kernel_objects._about_socket(connected, chosen)).remedy
-        assert ("podman: `container checkpoint --tcp-established`" in remedy) is is_named
-        assert ("--tcp-close" in remedy) is is_named
+    chosen = dataclasses.replace(workload, options=criu_files.CriuOptions(), sockets=(connected,))
+    remedy = only(kernel_objects._about_socket(connected, chosen)).remedy
+    assert remedy.startswith("ocihook install")
+    assert ("podman: `container checkpoint --tcp-established`" in remedy) is is_named
+    assert ("--tcp-close" in remedy) is is_named
+    established = criu_files.CriuOptions(names=frozenset({"tcp-established"}))
+    assert list(kernel_objects._about_socket(connected, dataclasses.replace(chosen, options=established))) == []
 
 
 def test_what_containers_name_gives_no_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,3 +47,36 @@ def test_what_is_kept_of_botocore(stage: ModuleType, tmp_path: Path) -> None:
     command = [sys.executable, "-ISB", "-c", _USE, str(tmp_path), *others]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert "X-Amz-Signature=" in done.stdout or "Signature=" in done.stdout, done.stderr
+
+
+_ASK = """
+import os, sys
+sys.path[:0] = sys.argv[1:]
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.netlink import destroy, inet_sockets, links, routes, unix_peers
+here = NetNamespace.of(os.getpid())
+assert [link.name for link in links(here) if link.is_loopback] == ["lo"]
+routes(here), unix_peers(here), destroy(here, inet_sockets(here)[:0])
+import pyroute2
+assert all(path.startswith(sys.argv[1]) for path in pyroute2.__path__), pyroute2.__path__
+"""
+
+
+def test_what_is_kept_of_pyroute2(stage: ModuleType, tmp_path: Path) -> None:
+    """Messages alone: its __init__ would import all the rest."""
+    for file in importlib.metadata.files("pyroute2") or []:
+        if stage.is_kept("pyroute2", str(file)):
+            place = tmp_path / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(file.read_binary())
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.py")) < 400 << 10
+    assert not (tmp_path / "pyroute2/__init__.py").exists()
+    project = str(_STAGE.parents[1])
+    done = subprocess.run(
+        [sys.executable, "-ISB", "-c", _ASK, str(tmp_path), project],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 
 from ocihook.container.identity import engine_of
@@ -20,6 +21,7 @@ from ocihook.linux.sockets import Socket, hides_socket_options
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import unix_peers
 from ocihook.node.doctor.finding import Finding, Status
+from ocihook.node.doctor.network import about_connection
 from ocihook.node.doctor.workload import Workload
 
 _ANONYMOUS = "anon_inode:"
@@ -165,27 +167,15 @@ def _about_socket(sock: Socket, workload: Workload) -> Iterator[Finding]:
     elif is_ip and sock.kind != socket.SOCK_RAW and sock.protocol not in _PROTOCOLS:
         detail = f"{who} has a socket of protocol {sock.protocol}, which CRIU cannot dump"
         yield Finding("socket-kind", Status.FAIL, detail, "have the application close it before the dump")
-    elif sock.is_connected and not options.has("tcp-established", "tcp-close"):
-        detail = f"{who} has an established TCP connection, and no option says what is to become of it"
-        remedy = f"{options.add('tcp-close')}, or tcp-established where the address stays{_by_podman(workload)}"
-        yield Finding("tcp-established", Status.FAIL, detail, remedy)
-    elif sock.is_connected and options.has("tcp-close"):
-        detail = f"{who} has an established TCP connection; it is closed by the restore (tcp-close)"
-        yield Finding("tcp-established", Status.OK, detail)
     elif sock.is_connected:
-        detail = (
-            f"{who} has an established TCP connection; a restore needs the address {sock.address} (tcp-established)"
-        )
-        yield Finding(
-            "tcp-established",
-            Status.WARN,
-            detail,
-            f"tcp-close closes connections and needs no address{_by_podman(workload)}",
-        )
+        yield from about_connection(sock, workload, _by_podman(workload))
     elif sock.waiting and not options.has("skip-in-flight"):
         detail = f"{who} has not accepted {sock.waiting} connections yet"
         yield Finding("tcp-in-flight", Status.FAIL, detail, options.add("skip-in-flight"))
-    elif sock.is_listening and sock.address not in ("0.0.0.0", "::") and not _is_loopback(sock.address):  # noqa: S104
+    elif sock.waiting:
+        detail = f"{who} has not accepted {sock.waiting} connections yet: they are lost by a restore"
+        yield Finding("tcp-in-flight", Status.WARN, detail, "have it accept them before the dump")
+    elif sock.is_listening and workload.container is None and not _is_everywhere(sock.address):
         detail = f"{who} listens on {sock.address}, which a restore elsewhere does not have"
         yield Finding("address-gone", Status.WARN, detail, "have it listen on all addresses")
 
@@ -200,8 +190,9 @@ def _by_podman(workload: Workload) -> str:
     )
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+def _is_everywhere(address: str) -> bool:
+    """Tell whether each network has an address: that of all interfaces, and those of the loopback device."""
+    return ip_address(address).is_unspecified or ip_address(address).is_loopback
 
 
 def _about_unix(workload: Workload) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from ocihook.gpu.processes import read_node
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import command_line
 from ocihook.linux.sockets import hides_socket_options
+from ocihook.net.nftables import LIBRARY, has_nftables
 from ocihook.node.doctor.finding import Finding, Status
 
 REMOVE_LOCK = "nft flush chain ip filter CRIU, or nft delete table inet CRIU-PID; no dump may be going on"
@@ -32,7 +33,7 @@ _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}
 _ENGINES = ("podman", "crio", "containerd")
 _KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
 _MANY_ARCHIVES = 20
-_LOCKING = {"iptables": "iptables-restore", "nftables": "nft"}  # by what method CRIU calls which program
+_IPTABLES = "iptables-restore"  # which CRIU calls
 
 
 def image_set_places(engine: str) -> tuple[str, ...]:
@@ -79,9 +80,13 @@ def _check_network_lock() -> Iterator[Finding]:
     method = "iptables"
     for option in options(content("default.conf")):
         method = option.value if option.name == "network-lock" else method
-    program = _LOCKING.get(method, "")
-    if program and not shutil.which(program, path=_SBIN):
-        detail = f"{program} is not there: containers with a network of their own cannot be dumped"
+    missing = ""
+    if method == "iptables" and not shutil.which(_IPTABLES, path=_SBIN):
+        missing = _IPTABLES
+    elif method == "nftables" and not has_nftables():
+        missing = LIBRARY
+    if missing:
+        detail = f"{missing} is not there: containers with a network of their own cannot be dumped"
         yield Finding("no-network-lock", Status.WARN, detail, f"install {method}")
     elif left := left_network_locks():
         detail = f"a killed CRIU left the network locked ({left}): nothing comes through"

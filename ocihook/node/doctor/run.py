@@ -8,7 +8,7 @@ from pathlib import Path
 from ocihook.container.running import container_of, find_container
 from ocihook.criu.version import find_program
 from ocihook.errors import plain
-from ocihook.node.doctor import container, kernel_objects, machine, node, store
+from ocihook.node.doctor import container, kernel_objects, machine, network, node, store
 from ocihook.node.doctor.finding import Finding, Repair, Status, without_commands
 from ocihook.node.doctor.workload import Workload, read_workload
 from ocihook.node.install import NODE, apply_install, default_libexec, listen, plan_install
@@ -19,7 +19,7 @@ _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
 
 def check_node() -> list[Finding]:
     """Run every check of the node; those that call programs run at the same time."""
-    return _run_all((*machine.CHECKS, *node.CHECKS, *store.CHECKS))
+    return _run_all((*machine.CHECKS, *node.CHECKS, *network.CHECKS, *store.CHECKS))
 
 
 def check_container(name: str) -> list[Finding]:
@@ -46,7 +46,8 @@ def check_process(pid: int) -> list[Finding]:
 
 def _check_workload(workload: Workload) -> list[Finding]:
     """Run every check; of what many processes have, name a few."""
-    findings = _run_all(partial(check, workload) for check in (*container.CHECKS, *kernel_objects.CHECKS))
+    checks = (*container.CHECKS, *kernel_objects.CHECKS, *network.WORKLOAD_CHECKS)
+    findings = _run_all(partial(check, workload) for check in checks)
     findings = list(map(without_commands, findings))
     kinds: dict[tuple[str, Status], list[Finding]] = {}
     for finding in findings:
