@@ -40,7 +40,8 @@ class Coordinator:
         Raises:
             GangError: if the request is none, or nothing can be made durable.
         """
-        until = time.monotonic() + LONGEST_WAIT_S
+        wait_s = request.get("wait_s", LONGEST_WAIT_S)
+        until = time.monotonic() + min(LONGEST_WAIT_S, float(wait_s) if isinstance(wait_s, int | float) else 0.0)
         with self._changed:
             try:
                 gang = self._gang(str(request["namespace"]), str(request["gang"]))

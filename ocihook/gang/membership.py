@@ -50,12 +50,12 @@ class GangJoined(Effect, kind="gang-joined"):
             reason = verdict[1]
         with_reason = {"verb": "leave", "reason": journal.to_json().get("error") or reason}
         try:
-            self.ask(with_reason, Patience(timeout_s=_LEAVE_S))
+            self.ask(with_reason, Patience(), _LEAVE_S)
         except (OcihookError, OSError) as error:  # the others wait in vain, up to their limit
             log.warning("container %s: gang %s does not hear that it has left: %s", journal.container, self.gang, error)
 
-    def ask(self, request: Mapping[str, Any], patience: Patience) -> Answer:
-        """Ask the coordinator as this member; until it can be reached, or the deadline.
+    def ask(self, request: Mapping[str, Any], patience: Patience, timeout_s: float) -> Answer:
+        """Ask the coordinator as this member, until it can be reached, or for so long.
 
         Raises:
             GangError: if it cannot be reached, or refuses.
@@ -68,16 +68,17 @@ class GangJoined(Effect, kind="gang-joined"):
             "session": self.session,
             "epoch": self.epoch,
         }
+        limit = patience.within(timeout_s)
         while True:
             try:
-                answer = self.link.ask({**who, **request}, patience)
+                answer = self.link.ask({**who, **request, "wait_s": limit.left_s}, patience)
                 return Answer(**{**answer, "state": State(answer["state"])})
             except (KeyError, TypeError, ValueError) as error:
                 raise GangError(f"{self.link} gave an answer that is none: {error!r}") from error
             except OSError as error:
-                if patience.is_over:
+                if limit.is_over:
                     raise unreachable(self.link, error) from error
-            patience.sleep(_RETRY_S)
+            limit.sleep(_RETRY_S)
 
 
 class Attendance:
@@ -118,10 +119,10 @@ class Attendance:
         self._journal.forget(self._effect)
 
     def _wait(self, request: Mapping[str, Any], phase: str) -> Answer:
-        patience = self._patience.within(self._effect.timeout_s)
+        limit = self._patience.within(self._effect.timeout_s)
         while True:
-            answer = self._effect.ask(request, patience)
-            if answer.state is State.WAIT and patience.is_over:
+            answer = self._effect.ask(request, self._patience, limit.left_s)
+            if answer.state is State.WAIT and limit.is_over:
                 answer = self._give_up(phase, answer)
             if answer.state is State.OVER:
                 raise GangError(
@@ -135,7 +136,7 @@ class Attendance:
         """End the attempt, unless all have come in this very moment."""
         limit = f"{self._effect.timeout_s:g} s (gang_timeout_s)"
         reason = f"{', '.join(answer.missing)} did not come to '{phase}' within {limit}"
-        return self._effect.ask({"verb": "leave", "reason": reason}, Patience(timeout_s=_LEAVE_S))
+        return self._effect.ask({"verb": "leave", "reason": reason}, Patience(), _LEAVE_S)
 
 
 def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link: Link, timeout_s: float) -> Attendance:
@@ -148,7 +149,7 @@ def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link:
     session = f"{_BOOT_ID.read_text().strip()}/{journal.session_id}"
     effect = journal.add(GangJoined(gang=gang, link=link, session=session, timeout_s=timeout_s))
     wanted = to_json(Join(act, gang.size, gang.epoch))
-    answer = effect.ask({"verb": "join", "join": wanted}, patience.within(timeout_s))
+    answer = effect.ask({"verb": "join", "join": wanted}, patience, timeout_s)
     if answer.state is not State.MET:
         raise GangError(f"gang {gang}: {answer.reason}")
     effect.epoch = answer.epoch

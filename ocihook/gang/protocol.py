@@ -173,7 +173,12 @@ class Gang:
         """Let a member take part in the attempt that is open, or open one.
 
         Whoever comes with what does not fit the open attempt shows that it cannot succeed any more: it ends.
+
+        Raises:
+            ValueError: if nobody can want that.
         """
+        if wanted.act not in PHASES or wanted.size < 2:
+            raise ValueError(f"a {wanted.act} of {wanted.size} members")
         if claim.session in self._over:
             return Answer(State.OVER, reason=self._over[claim.session])
         if self.attempt is not None and _has_seat(self.attempt, claim):  # it has asked before

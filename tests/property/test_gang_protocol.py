@@ -1,4 +1,4 @@
-"""The protocol of gangs, explored: every order of messages, lost, late and repeated; deaths; coordinators begun anew."""
+"""The protocol of gangs, explored: messages in every order, lost, late and repeated; deaths; coordinators anew."""
 
 import copy
 from collections.abc import Iterator
@@ -154,18 +154,13 @@ class Explorer:
         return gang.meet(claim, Phase(what))
 
     def heard(self, player: Player, answer: Answer) -> Player:
-        if answer.state is State.OVER:
-            return player._replace(end="over")
         if answer.state is State.WAIT:
             return player
-        if player.is_leaving:
-            return player._replace(end="met")
         if answer.state is State.AGAIN:
-            if answer.ballot > self.ballots:
-                return player._replace(end="dead")  # as far as is looked
-            return player._replace(ballot=answer.ballot, votes_aye=False)
-        if player.place == self.last:
-            return player._replace(end="met")
+            is_far = answer.ballot > self.ballots  # as far as is looked
+            return player._replace(ballot=answer.ballot, votes_aye=False, end="dead" if is_far else "")
+        if answer.state is State.OVER or player.is_leaving or player.place == self.last:
+            return player._replace(end="over" if answer.state is State.OVER else "met")
         return player._replace(place=player.place + 1, epoch=answer.epoch)
 
     def check(self, state: Model) -> None:
