@@ -16,7 +16,7 @@ from ocihook.session.record import from_json, to_json
 
 GANG_NAME = "ocihook-gang.img"
 _KIND, _VERSION = "gang", 1
-_MAX_BYTES = 16 << 20  # 65,536 members
+MAX_NOTE_BYTES = 16 << 20  # 65,536 members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def read_note(directory: Path) -> GangNote | None:
     Raises:
         IntegrityError: if it is damaged.
     """
-    data = read_record(directory / GANG_NAME, _MAX_BYTES, "note about the gang")
+    data = read_record(directory / GANG_NAME, MAX_NOTE_BYTES, "note about the gang")
     return None if data is None else decode_note(data)
 
 

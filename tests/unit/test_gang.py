@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-
 from ocihook.container.identity import gang_ref
 from ocihook.errors import ConfigError, GangError, IntegrityError
 from ocihook.gang.certificates import client_tls, server_tls
