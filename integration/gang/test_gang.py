@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
     with ThreadPoolExecutor() as pool:  # one whose CRIU is killed while it waits
         waiting = pool.submit(node.checkpoint, "client", pair.archives["client"])
         wait_for("the client to arrive", lambda: "client" in json.dumps(status(node).get("attempt", {})))
-        node.run("sh", "-c", "kill -9 $(pidof criu)")
+        for pid in node.namespace.pids("criu swrk"):
+            os.kill(pid, signal.SIGKILL)
         with pytest.raises(CommandError):
             waiting.result(_LIMIT_S)
     pair.assert_flows()
