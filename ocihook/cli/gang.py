@@ -81,7 +81,7 @@ def verify(*, archives: tuple[Path, ...]) -> None:
 
 def _tell(found: gangs.GangCheckpoint, what: str) -> None:
     ref = found.note.gang
-    members = ", ".join(found.note.members)
+    members = ", ".join(found.archives)
     text = f"gang {ref}, epoch {ref.epoch}: {what}; members {members}; {found.connections} connections between them"
     click.echo(printable(text))
 

@@ -99,15 +99,16 @@ def _ask(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
     if verb == "vote":
         return gang.vote(claim, int(request["ballot"]), is_locked=request["is_locked"] is True)
     if verb == "leave":
-        return gang.leave(claim, str(request["reason"]))
+        phase = request.get("waited_for")
+        return gang.leave(claim, str(request["reason"]), Phase(phase) if phase else None)
     if verb == "meet":
-        return gang.meet(claim, Phase(request["phase"]), request.get("message"))
+        return gang.meet(claim, Phase(request["phase"]), request.get("message"), map(str, request.get("about", ())))
     raise ValueError(f"{verb!r} is none of {', '.join(_VERBS)}")
 
 
 def _decide(epochs: Epochs, attempt: Attempt) -> str:
     """Keep an attempt whose members have all come to its end; return why it cannot stand."""
-    said = attempt.messages.get(attempt.phases[-1], {})
+    said = attempt.messages
     fitting = 0
     if attempt.join.act == "dump":
         try:

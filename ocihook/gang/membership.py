@@ -1,7 +1,7 @@
 """A member of a gang in its dump or restore: it joins, meets the others, votes, and leaves if it fails."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,16 +93,16 @@ class Attendance:
         """The number of the attempt."""
         return self._effect.epoch
 
-    def meet(self, phase: str, message: object = None) -> Mapping[str, Any]:
-        """Come to a phase, and wait until all members have; return what each has to tell, by its name.
+    def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+        """Come to a phase, and wait until all members have; return what they have told of what is asked about.
 
         Raises:
             GangError: if the attempt is over.
             GivenUp: as soon as nobody waits for it any more.
         """
-        request = {"verb": "meet", "phase": phase, "message": to_json(message)}
+        request = {"verb": "meet", "phase": phase, "message": to_json(message), "about": list(about)}
         with self._journal.phase(f"gang {phase}"):
-            return self._wait(request, phase).messages
+            return self._wait(request, phase).told
 
     def agree(self, attempt: int, *, is_locked: bool) -> bool:
         """Vote on whether all members are locked; tell whether they are. Else all try again, at the same moment.
@@ -123,7 +123,7 @@ class Attendance:
         while True:
             answer = self._effect.ask(request, self._patience, limit.left_s)
             if answer.state is State.WAIT and limit.is_over:
-                answer = self._give_up(phase, answer)
+                answer = self._give_up(phase)
             if answer.state is State.OVER:
                 raise GangError(
                     f"gang {self.ref}: attempt {self.epoch} is over for all members: {answer.reason}",
@@ -132,11 +132,10 @@ class Attendance:
             if answer.state is not State.WAIT:
                 return answer
 
-    def _give_up(self, phase: str, answer: Answer) -> Answer:
+    def _give_up(self, phase: str) -> Answer:
         """End the attempt, unless all have come in this very moment."""
-        limit = f"{self._effect.timeout_s:g} s (gang_timeout_s)"
-        reason = f"{', '.join(answer.missing)} did not come to '{phase}' within {limit}"
-        return self._effect.ask({"verb": "leave", "reason": reason}, Patience(), _LEAVE_S)
+        reason = f"within {self._effect.timeout_s:g} s (gang_timeout_s)"
+        return self._effect.ask({"verb": "leave", "reason": reason, "waited_for": phase}, Patience(), _LEAVE_S)
 
 
 def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link: Link, timeout_s: float) -> Attendance:

@@ -1,4 +1,4 @@
-"""What a dump notes of the gang that it was made with: the epoch, and the members whose dumps belong to it.
+"""What a dump notes of the gang that it was made with: which member it is of, at which epoch.
 
 Its name is that of an image, so it is packed, stored, archived and verified as one. It is a frame (packs/frame.py) with
 JSON; docs/formats.md has its fields.
@@ -16,7 +16,7 @@ from ocihook.session.record import from_json, to_json
 
 GANG_NAME = "ocihook-gang.img"
 _KIND, _VERSION = "gang", 1
-MAX_NOTE_BYTES = 16 << 20  # 65,536 members
+MAX_NOTE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,6 @@ class GangNote:
     """A container's place in its gang at its dump."""
 
     gang: GangRef  # with the epoch of the dump
-    members: tuple[str, ...]  # all of them
 
 
 def write_note(directory: Path, note: GangNote) -> None:
@@ -54,6 +53,6 @@ def decode_note(data: bytes) -> GangNote:
         note = from_json(GangNote, load_json(body))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise IntegrityError(f"the note about the gang says what none says: {error}") from error
-    if note.gang.member not in note.members or len(set(note.members)) != note.gang.size:
-        raise IntegrityError(f"the note about the gang names {len(note.members)} members of {note.gang.size}")
+    if note.gang.size < 2 or note.gang.epoch < 1:
+        raise IntegrityError(f"the note about the gang says epoch {note.gang.epoch} of {note.gang.size} members")
     return note

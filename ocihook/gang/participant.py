@@ -18,7 +18,6 @@ class Membership(Participant):
 
     def __init__(self) -> None:
         self._attendance: Attendance | None = None
-        self._members: tuple[str, ...] = ()
 
     def refuse(self, dump: Dump) -> None:
         """Wait until all members are here: nobody is touched before."""
@@ -29,16 +28,16 @@ class Membership(Participant):
         self._attend(dump, _join(dump, gang, "dump"))
         survey = Survey.of(descendants(dump.init_pid))
         links = survey.links if survey is not None and not survey.namespace.is_ours else []
-        mine = [str(ip_interface(text).ip) for link in links for text in link.addresses]
-        told = dump.gang.meet(Phase.ARRIVED, mine)
-        self._members = tuple(sorted(told))
-        dump.gang_addresses = [address for addresses in told.values() for address in addresses or ()]
+        mine = {str(ip_interface(text).ip): gang.member for link in links for text in link.addresses}
+        peers = {str(connection.remote) for connection in survey.connections} if survey is not None else set[str]()
+        told = dump.gang.meet(Phase.ARRIVED, mine, peers)
+        dump.gang_addresses = [address for address, member in told.items() if member]
 
     def hold(self, dump: Dump) -> None:
         """Wait until no packet moves anywhere; note who was there."""
         if self._attendance is not None:
             ref = self._attendance.ref._replace(epoch=self._attendance.epoch)
-            write_note(dump.directory, GangNote(gang=ref, members=self._members))
+            write_note(dump.directory, GangNote(gang=ref))
             dump.gang.meet(Phase.HELD)
 
     def after_images(self, dump: Dump) -> str:

@@ -9,7 +9,7 @@ Locks of GPUs are voted on. A rank inside a collective cannot be locked while an
 moment; the ballot is repeated until it is unanimous.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ocihook.errors import printable
 
 _MAX_REASON = 2000
+_SHOWN = 8  # members that a reason names
 _KEPT_OVER = 4096  # sessions of attempts that are over, to know them again when they come late
 
 
@@ -37,7 +38,7 @@ PHASES: Mapping[str, Sequence[Phase]] = {
     "dump": (Phase.ARRIVED, Phase.LOCKED, Phase.DRAINED, Phase.HELD, Phase.DUMPED),
     "restore": (Phase.ADDRESSES, Phase.RESTORED, Phase.RELEASED),
 }
-TOLD = (Phase.ARRIVED, Phase.ADDRESSES)  # phases in which members say what the others have to know
+TOLD = (Phase.ARRIVED, Phase.ADDRESSES)  # phases in which members say, by keys, what others may ask about
 _BALLOT = PHASES["dump"].index(Phase.LOCKED)
 
 
@@ -73,8 +74,7 @@ class Answer(NamedTuple):
     state: State
     epoch: int = 0
     reason: str = ""  # why the attempt is over
-    missing: Sequence[str] = ()  # who has not come
-    messages: Mapping[str, Any] = {}  # of all members, in a phase that is told
+    told: Mapping[str, str] = {}  # of what was asked about
     ballot: int = 1
 
 
@@ -95,7 +95,8 @@ class Attempt:
     epoch: int
     join: Join
     seats: dict[str, Seat] = field(default_factory=dict)
-    messages: dict[Phase, dict[str, Any]] = field(default_factory=dict)
+    messages: dict[str, Any] = field(default_factory=dict)  # of members in the last phase
+    told: dict[Phase, dict[str, str]] = field(default_factory=dict)
     reached: list[int] = field(default_factory=list)  # how many members, by phase
     ballot: int = 1
     ayes: int = 0
@@ -118,6 +119,15 @@ class Attempt:
             self.reached[at] += 1
         seat.reached = max(seat.reached, place)
 
+    def hear(self, member: str, phase: Phase, message: object) -> None:
+        """Take what a member has to say. What two say differently of a key, nobody can know: it is ""."""
+        if phase == self.phases[-1]:
+            self.messages[member] = message
+        elif phase in TOLD and isinstance(message, Mapping):
+            told = self.told.setdefault(phase, {})
+            for key, value in message.items():
+                told[str(key)] = str(value) if told.get(str(key), str(value)) == str(value) else ""
+
     def is_met(self, place: int) -> bool:
         """Tell whether all members have come to a phase."""
         return self.reached[place] == self.join.size
@@ -126,7 +136,8 @@ class Attempt:
         """Return who has not come to a phase, by name or by number."""
         late = sorted(name for name, seat in self.seats.items() if seat.reached < place)
         unknown = self.join.size - len(self.seats)
-        return [*late, *([f"{unknown} that nobody has heard of"] if unknown else [])]
+        more = [f"{len(late) - _SHOWN} more"] if len(late) > _SHOWN else []
+        return [*late[:_SHOWN], *more, *([f"{unknown} that nobody has heard of"] if unknown else [])]
 
     def vote(self, seat: Seat, ballot: int, *, is_locked: bool) -> None:
         """Count a vote, once."""
@@ -188,7 +199,7 @@ class Gang:
             self._end(attempt, reason)
             attempt = None
         if attempt is not None and len(attempt.seats) == wanted.size:
-            others = ", ".join(sorted(attempt.seats)[:8])
+            others = ", ".join(sorted(attempt.seats)[:_SHOWN])
             return Answer(State.OVER, reason=f"the gang has its {wanted.size} members without {claim.member}: {others}")
         if attempt is None:
             self._begin(self.epoch + 1)
@@ -198,8 +209,15 @@ class Gang:
         attempt.seats[claim.member] = Seat(claim.session, claim.node)
         return Answer(State.MET, attempt.epoch)
 
-    def meet(self, claim: Claim, phase: Phase, message: object = None) -> Answer:
-        """Let a member come to a phase, or ask again whether all have."""
+    def meet(self, claim: Claim, phase: Phase, message: object = None, about: Iterable[str] = ()) -> Answer:
+        """Let a member come to a phase, or ask again whether all have.
+
+        Args:
+            claim: who comes.
+            phase: to which.
+            message: in the last phase what is to be kept; in one that is told, texts by keys.
+            about: keys of all members' that this one wants to know: few, so that answers stay short in a large gang.
+        """
         attempt = self.attempt
         if attempt is None or attempt.epoch != claim.epoch:
             return self._earlier(claim)
@@ -210,7 +228,7 @@ class Gang:
         place = attempt.phases.index(phase)
         seat = attempt.seats[claim.member]
         if seat.reached < place:
-            attempt.messages.setdefault(phase, {})[claim.member] = message
+            attempt.hear(claim.member, phase, message)
             if seat.reached < _BALLOT <= place and attempt.join.act == "dump":
                 attempt.skipped += 1
             attempt.reach(seat, place)
@@ -218,7 +236,7 @@ class Gang:
                 attempt.count()
             if attempt.is_met(place) and place == len(attempt.phases) - 1:
                 self._settle(attempt)
-        return self._standing(attempt, place)
+        return self._standing(attempt, place, about)
 
     def vote(self, claim: Claim, ballot: int, *, is_locked: bool) -> Answer:
         """Take a member's vote on whether all of it is locked, or tell it again what the ballot came to."""
@@ -232,8 +250,14 @@ class Gang:
             return Answer(State.AGAIN, claim.epoch, ballot=attempt.ballot)
         return self._standing(attempt, _BALLOT)
 
-    def leave(self, claim: Claim, reason: str) -> Answer:
-        """End the attempt for all, unless it is decided: then the member is told that all have met."""
+    def leave(self, claim: Claim, reason: str, waited_for: Phase | None = None) -> Answer:
+        """End the attempt for all, unless it is decided: then the member is told that all have met.
+
+        Args:
+            claim: who leaves.
+            reason: why.
+            waited_for: the phase that it has waited for in vain; the reason then begins with who is missing.
+        """
         attempt = self.attempt
         if attempt is None or attempt.epoch != claim.epoch:
             return self._earlier(claim)
@@ -241,6 +265,9 @@ class Gang:
             return Answer(State.OVER, claim.epoch, attempt.reason or f"it has no {claim.member} of this session")
         if attempt.is_decided:
             return Answer(State.MET, claim.epoch)
+        if waited_for is not None:
+            missing = ", ".join(attempt.missing(attempt.phases.index(waited_for)))
+            reason = f"{missing} did not come to '{waited_for}' {reason}"
         self._end(attempt, f"{claim.member}: {reason}")
         return Answer(State.OVER, claim.epoch, attempt.reason)
 
@@ -250,13 +277,14 @@ class Gang:
         attempt = self.attempt
         return None if attempt is None or attempt.reason or attempt.is_decided else attempt
 
-    def _standing(self, attempt: Attempt, place: int) -> Answer:
+    @staticmethod
+    def _standing(attempt: Attempt, place: int, about: Iterable[str] = ()) -> Answer:
         if attempt.reason:
             return Answer(State.OVER, attempt.epoch, attempt.reason)
         if not attempt.is_met(place):
-            return Answer(State.WAIT, attempt.epoch, missing=attempt.missing(place), ballot=attempt.ballot)
-        phase = attempt.phases[place]
-        return Answer(State.MET, attempt.epoch, messages=attempt.messages.get(phase, {}) if phase in TOLD else {})
+            return Answer(State.WAIT, attempt.epoch, ballot=attempt.ballot)
+        told = attempt.told.get(attempt.phases[place], {})
+        return Answer(State.MET, attempt.epoch, told={key: told[key] for key in about if key in told})
 
     def _settle(self, attempt: Attempt) -> None:
         """Decide: from here on nothing can end the attempt."""

@@ -89,7 +89,7 @@ def _move(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
     with journal.phase("move sockets"):
         own = _own_addresses(sockets, namespace, note)
         peers = parse_pairs(filter(None, restore.policy.address_map.split(",")), "address_map")
-        peers |= _addresses_of_gang(restore, own)
+        peers |= _addresses_of_gang(restore, own, sockets)
         policy = asked(parse(restore.policy.tcp, "tcp"), call.options)
         plan = make_plan(
             sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys()
@@ -110,11 +110,12 @@ def _move(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
     return _told(restore, plan)
 
 
-def _addresses_of_gang(restore: Restore, own: AddressMap) -> dict[IPAddress, IPAddress]:
-    """Tell the other members of the gang where this one is, and return where they are."""
-    mine = [f"{old}={new}" for old, new in own.pairs.items()]
-    told = restore.gang.meet("addresses", mine)
-    return parse_pairs((pair for pairs in told.values() if pairs != mine for pair in pairs or ()), "the gang")
+def _addresses_of_gang(restore: Restore, own: AddressMap, sockets: Iterable[InetSocket]) -> dict[IPAddress, IPAddress]:
+    """Tell the other members of the gang where this one is, and return where those are that it is connected with."""
+    mine = {str(old): str(new) for old, new in own.pairs.items()}
+    peers = {str(sock.remote) for sock in sockets if sock.is_connection}
+    told = restore.gang.meet("addresses", mine, peers)
+    return parse_pairs((f"{old}={new}" for old, new in told.items() if new), "the gang")
 
 
 def _hold(restore: Restore, namespace: NetNamespace, plan: Plan) -> None:

@@ -149,8 +149,9 @@ def verify(archives: Sequence[Path]) -> GangCheckpoint:
                 f"{path} is of epoch {note.gang.epoch} of gang {note.gang}, others of epoch {first.gang.epoch} "
                 f"of gang {first.gang}"
             )
-    if missing := sorted(set(first.members) - notes.keys()):
-        raise IntegrityError(f"epoch {first.gang.epoch} of gang {first.gang} lacks {', '.join(missing)}")
+    if missing := first.gang.size - len(notes):
+        there = ", ".join(sorted(notes))
+        raise IntegrityError(f"epoch {first.gang.epoch} of gang {first.gang} lacks {missing} members beside {there}")
     wrong, fitting = contradictions(ends)
     if wrong:
         raise IntegrityError(described(wrong))

@@ -53,8 +53,13 @@ class SizeFacts(Facts):
 class Gang(Protocol):
     """The container's gang, if it is dumped or restored with one."""
 
-    def meet(self, phase: str, message: object = None) -> Mapping[str, Any]:
-        """Wait until all members have come to a phase, or to a later one; return what each has to tell, by its name.
+    def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+        """Wait until all members have come to a phase, or to a later one; return what they tell.
+
+        Args:
+            phase: which (gang/protocol.py).
+            message: what this one has to tell, by keys.
+            about: keys that it asks about.
 
         Raises:
             OcihookError: if they will not: none of them is dumped, or restored.
@@ -67,9 +72,9 @@ class Gang(Protocol):
 class Alone(Gang):
     """No gang."""
 
-    def meet(self, phase: str, message: object = None) -> Mapping[str, Any]:
+    def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
         """Wait for nobody."""
-        del phase, message
+        del phase, message, about
         return {}
 
     def agree(self, attempt: int, *, is_locked: bool) -> bool:
@@ -116,7 +121,7 @@ class Dump(Act):
     needs_tasks: bool = False  # to run before CRIU begins
     has_gpu: bool = False
     has_connections: bool = False  # TCP, which CRIU takes apart
-    gang_addresses: Collection[str] = ()  # of all members of the gang
+    gang_addresses: Collection[str] = ()  # of members of the gang that it is connected with
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
     moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU

@@ -74,7 +74,7 @@ def clone(gang: Gang) -> Gang:
     if a is not None:
         seats = {name: copy.copy(seat) for name, seat in a.seats.items()}
         counted = a.ballot, a.ayes, a.noes, a.skipped, a.reason, a.is_decided
-        other.attempt = Attempt(a.epoch, a.join, seats, {}, list(a.reached), *counted)
+        other.attempt = Attempt(a.epoch, a.join, seats, {}, {}, list(a.reached), *counted)
     return other
 
 

@@ -68,9 +68,9 @@ def journals(tmp_path: Path) -> list[Journal]:
     return [Journal.create(tmp_path / f"node{pid.pid}", pid) for pid in pids]
 
 
-def both(members: list[Attendance], phase: str, messages: Mapping[int, object]) -> list[Any]:
+def both(members: list[Attendance], phase: str, messages: Mapping[int, object], *about: str) -> list[Any]:
     with ThreadPoolExecutor() as pool:
-        met = [pool.submit(member.meet, phase, messages.get(n)) for n, member in enumerate(members)]
+        met = [pool.submit(member.meet, phase, messages.get(n), about) for n, member in enumerate(members)]
         return [one.exception() or one.result() for one in met]
 
 
@@ -84,7 +84,8 @@ def end(number: int, received: int = 100, sent: int = 100) -> End:
 
 def test_what_all_members_have_dumped_is_kept(serving: Serving, journals: list[Journal]) -> None:
     members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
-    assert both(members, "arrived", {0: ["10.0.0.1"]}) == [{"a": ["10.0.0.1"], "b": None}] * 2
+    told = {n: {f"10.0.0.{n}": "x", "10.0.0.9": str(n)} for n in (0, 1)}
+    assert both(members, "arrived", told, "10.0.0.1", "10.0.0.9", "10.0.0.7") == [{"10.0.0.1": "x", "10.0.0.9": ""}] * 2
     said = {n: {"ends": [end(n)], "checkpoint": {"container": str(n)}} for n in (0, 1)}
     assert both(members, "dumped", said) == [{}, {}]
     record = Epochs(serving.root, "", "job").read(1)
@@ -302,11 +303,11 @@ def test_sequence_numbers_go_round() -> None:
 
 def test_a_note_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_note(tmp_path) is None
-    note = GangNote(gang=GangRef("ns", "job", "a", 2, 5), members=("a", "b"))
+    note = GangNote(gang=GangRef("ns", "job", "a", 2, 5))
     write_note(tmp_path, note)
     assert read_note(tmp_path) == note
-    write_note(tmp_path, GangNote(gang=GangRef("ns", "job", "c", 2, 5), members=("a", "b")))
-    with pytest.raises(IntegrityError, match="names 2 members of 2"):
+    write_note(tmp_path, GangNote(gang=GangRef("ns", "job", "a", 1, 5)))
+    with pytest.raises(IntegrityError, match="epoch 5 of 1 members"):
         read_note(tmp_path)
 
 
