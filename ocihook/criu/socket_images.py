@@ -47,7 +47,7 @@ _STATES = (
     "CLOSING",
     "NEW_SYN_RECV",
 )  # include/net/tcp_states.h; of UDP, too
-SYN_SENT, FIN_WAIT2, LISTEN = 2, 5, 10
+ESTABLISHED = 1
 
 IPAddress = IPv4Address | IPv6Address
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, ip_address
 
-from ocihook.criu.socket_images import FIN_WAIT2, Ends, InetSocket, raw_address
+from ocihook.criu.socket_images import ESTABLISHED, Ends, InetSocket, raw_address
 from ocihook.criu.socket_patch import Move
 from ocihook.errors import UnsupportedError
 from ocihook.net.addresses import AddressMap
@@ -34,8 +34,8 @@ class Plan:
 
     @property
     def to_destroy(self) -> list[Move]:
-        """Those that end, but by SOCK_DESTROY only: what they send gets no answer, or they send nothing."""
-        return [move for move in self.closed if move.sock.state == FIN_WAIT2 or move.sock.device]
+        """Those that end by SOCK_DESTROY: they send nothing when they are restored, or not by the loopback device."""
+        return [move for move in self.closed if move.sock.state != ESTABLISHED or move.sock.device]
 
 
 def make_plan(

@@ -1,12 +1,15 @@
 """The network's place in a dump and a restore."""
 
 from ocihook.net.dump import freeze_for_repair, hold_network, refuse
-from ocihook.net.restore import move_sockets, release_sockets, wake_senders
+from ocihook.net.restore import Moving, move_sockets, prepare, release_sockets, wake_senders
 from ocihook.session.participant import Dump, Participant, Restore
 
 
 class Network(Participant):
     """Holds traffic, moves connections to new addresses, or ends them."""
+
+    def __init__(self) -> None:
+        self._moving: Moving | None = None
 
     def refuse(self, dump: Dump) -> None:
         """Refuse sockets that CRIU cannot dump, and connections that the policy does not want dumped."""
@@ -21,9 +24,13 @@ class Network(Participant):
         freeze_for_repair(dump)
         return ""
 
+    def check(self, restore: Restore) -> None:
+        """Decide what becomes of each socket, and hold traffic, before others begin with what takes long."""
+        self._moving = prepare(restore)
+
     def before_processes(self, restore: Restore) -> str:
-        """Decide what becomes of each socket, hold traffic, and move sockets in CRIU's memory."""
-        return move_sockets(restore)
+        """Move sockets in CRIU's memory."""
+        return move_sockets(restore, self._moving) if self._moving else ""
 
     def processes_wait(self, restore: Restore) -> str:
         """Put back what CRIU has lost, and let traffic pass: nothing after this may fail."""

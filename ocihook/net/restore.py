@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ocihook.container.runtime_call import RuntimeCall, find_network_namespace, find_runtime_call
 from ocihook.criu.socket_images import FilesImage, InetSocket, plain_address, read_stream
 from ocihook.criu.socket_patch import Move, patch_sockets
+from ocihook.errors import OcihookError, plain
 from ocihook.linux.procfs import descendants
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
 from ocihook.net.hold import forget_hold, hold, release
@@ -64,46 +65,68 @@ class NetworkFacts(Facts):
     released_at: float = 0.0  # seconds since 1970
 
 
-def move_sockets(restore: Restore) -> str:
-    """Decide what becomes of each socket, hold traffic, and move sockets in CRIU's memory. Return what is to be told.
+class Moving(NamedTuple):
+    """What is about to be done with the sockets of a checkpoint."""
+
+    sockets: Sequence[InetSocket]
+    namespace: NetNamespace | None  # None: CRIU makes it
+    note: NetworkNote | None
+    own: AddressMap  # the container's own addresses
+    plan: Plan
+
+
+def prepare(restore: Restore) -> Moving | None:
+    """Decide what becomes of each socket, and hold traffic; None if there is nothing to decide.
 
     Raises:
         OcihookError: to refuse the restore, naming the sockets; nothing was started.
     """
     call = find_runtime_call(restore.criu_pid)
     if call is None:  # somebody's own `criu restore`
-        return ""
+        return None
     try:
         image = FilesImage.read(restore.directory)
     except FileNotFoundError:
-        return ""
+        return None
     # With `podman container restore --tcp-close` CRIU makes them, closed, and asks for no address.
     sockets = [sock for sock in image.sockets if not (sock.is_connection and "tcp-close" in call.options)]
-    return _move(restore, call, sockets) if sockets else ""
+    if not sockets:
+        return None
+    moving = _plan(restore, call, sockets)
+    namespace = moving.namespace
+    if namespace and not namespace.is_ours and any(sock.is_connection for sock in sockets):
+        _hold(restore, namespace, moving.plan)
+    return moving
 
 
-def _move(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) -> str:
-    journal, note = restore.journal, read_note(restore.directory)
+def _plan(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) -> Moving:
+    note = read_note(restore.directory)
     path = find_network_namespace(restore.criu_pid, call.bundle)
     namespace = NetNamespace.of(restore.criu_pid) if path is None else NetNamespace.at(path) if path else None
-    with journal.phase("move sockets"):
-        own = _own_addresses(sockets, namespace, note)
-        peers = parse_pairs(filter(None, restore.policy.address_map.split(",")), "address_map")
-        peers |= _addresses_of_gang(restore, own, sockets)
-        policy = asked(parse(restore.policy.tcp, "tcp"), call.options)
-        plan = make_plan(
-            sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys()
-        )
-        if namespace and not namespace.is_ours and any(sock.is_connection for sock in sockets):
-            _hold(restore, namespace, plan)
-        patch_sockets(journal.criu, plan.moves)
-    journal.note(
+    own = _own_addresses(sockets, namespace, note)
+    peers = parse_pairs(filter(None, restore.policy.address_map.split(",")), "address_map")
+    peers |= _addresses_of_gang(restore, own, sockets)
+    policy = asked(parse(restore.policy.tcp, "tcp"), call.options)
+    plan = make_plan(sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys())
+    return Moving(sockets, namespace, note, own, plan)
+
+
+def move_sockets(restore: Restore, moving: Moving) -> str:
+    """Move sockets in CRIU's memory; note what is still to be done for them. Return what is to be told.
+
+    Raises:
+        OcihookError: to refuse the restore, naming the sockets; nothing was started.
+    """
+    _, namespace, note, own, plan = moving
+    with restore.journal.phase("move sockets"):
+        patch_sockets(restore.journal.criu, plan.moves)
+    restore.journal.note(
         NetworkFacts(
             network=namespace,
             moved_addresses={str(old): str(new) for old, new in own.pairs.items() if old != new},
             senders=list(_senders(restore, plan)),
             to_destroy=[_place(move) for move in plan.to_destroy],
-            tcp_options=list(_options(sockets, plan, note, namespace)) if note else [],
+            tcp_options=list(_options(moving.sockets, plan, note, namespace)) if note else [],
             lost_groups=list(note.groups) if note else [],
         )
     )
@@ -259,7 +282,15 @@ def wake_senders(restore: Restore) -> None:
         log.warning("container %s: %s", journal.container, carrier)
     if facts.network is None or not facts.senders:
         return
-    kick(facts.network, [_sender(place, number) for place, number in facts.senders])
+    try:
+        kick(facts.network, [_sender(place, number) for place, number in facts.senders])
+        _measure_stall(restore, facts)
+    except (OcihookError, OSError) as error:  # they go on by themselves, a second or more later
+        log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
+
+
+def _measure_stall(restore: Restore, facts: NetworkFacts) -> None:
+    """Record how long connections have stood still since traffic passes."""
     places = {place for place, _ in facts.senders}
     waiting = [sock.dup() for _, sock in tcp_sockets(descendants(restore.init_pid)) if _place_now(sock) in places]
     try:
@@ -267,7 +298,8 @@ def wake_senders(restore: Restore) -> None:
     finally:
         for sock in waiting:
             sock.close()
-    journal.add_phase("connections stalled" if is_going else "connections stalled (at least)", facts.released_at)
+    name = "connections stalled" if is_going else "connections stalled (at least)"
+    restore.journal.add_phase(name, facts.released_at)
 
 
 def _sender(place: Place, number: int) -> Sender:

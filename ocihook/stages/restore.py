@@ -41,7 +41,7 @@ def pre_restore(journal: Journal, patience: Patience, request: Request, director
         participant.check(restore)
         patience.check()
     messages = [participant.before_processes(restore) for participant in taking_part]
-    return " ".join(filter(None, messages))
+    return "; ".join(filter(None, messages))
 
 
 def setup_namespaces(journal: Journal, patience: Patience, request: Request, directory: Path, load: Load) -> str:
@@ -63,7 +63,7 @@ def post_restore(journal: Journal, patience: Patience, request: Request, directo
     for participant in taking_part:
         participant.recall(restore)
     messages = [participant.processes_wait(restore) for participant in reversed(taking_part)]
-    return " ".join(filter(None, messages))
+    return "; ".join(filter(None, messages))
 
 
 def pre_resume(journal: Journal, patience: Patience, request: Request, directory: Path, load: Load) -> str:

@@ -4,7 +4,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from ocihook.criu.socket_images import FIN_WAIT2, InetSocket
+from ocihook.criu.socket_images import InetSocket
 from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
 from ocihook.net.kick import Sender, unreachable
@@ -149,7 +149,7 @@ def test_connections_that_end_are_never_each_others_far_end() -> None:
 
 def test_what_ends_by_sock_destroy_only() -> None:
     half, bound = (
-        make_socket(1, "10.0.0.1", "192.0.2.7", state=FIN_WAIT2),
+        make_socket(1, "10.0.0.1", "192.0.2.7", state=5),
         make_socket(2, "10.0.0.1", "192.0.2.7", device="eth0"),
     )
     found = plan(half, bound, make_socket(3, "10.0.0.1", "192.0.2.7"))
