@@ -59,7 +59,7 @@ class Policy:
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
     tcp: str = "auto"  # what becomes of connections: auto, established, close, refuse, and rules (docs/connections.md)
-    gang_timeout_s: float = 60.0  # that a member of a gang waits for the others, at each of their meetings
+    gang_timeout_s: float = 60.0  # for all members of a gang to come to each of their meetings, else all are refused
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
 
 
@@ -111,9 +111,9 @@ class Settings:
     store_dir: str = "/var/lib/ocihook/store"  # the store of mode store; quickest on the disk where the engine writes
     history_dir: str = "/var/lib/ocihook/history"  # ended sessions, for `ocihook timeline` and `ocihook metrics`
     history_kept: int = 100  # ended sessions of which the record is kept; their totals stay
-    coordinator: str = ""  # of gangs: https://HOST:PORT; "": this node's agent, for gangs that are on this node only
-    tls_dir: str = "/etc/ocihook/tls"  # tls.crt, tls.key and ca.crt: of this node, or of the coordinator
-    gang_dir: str = "/var/lib/ocihook/gangs"  # what a coordinator keeps of each gang's dumps and restores
+    coordinator: str = ""  # https://HOST:PORT of the one for gangs on several nodes; "": this node's own agent
+    tls_dir: str = "/etc/ocihook/tls"  # has tls.crt, tls.key and ca.crt, of this node or of the coordinator
+    gang_dir: str = "/var/lib/ocihook/gangs"  # a coordinator's record of the dumps and restores of gangs
     metrics_address: str = ""  # 127.0.0.1:9748 or unix:/run/ocihook/metrics.sock: the agent stays and serves metrics
 
     @property
