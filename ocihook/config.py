@@ -25,7 +25,7 @@ OWNER_ANNOTATION = ANNOTATION_PREFIX + "owner"  # says whose a container is, not
 GANG_ANNOTATION = ANNOTATION_PREFIX + "gang"  # the job that it is a part of; likewise
 GANG_SIZE_ANNOTATION = ANNOTATION_PREFIX + "gang-size"  # how many containers are
 GANG_INDEX_ANNOTATION = ANNOTATION_PREFIX + "gang-index"  # which of them it is, if its name may change
-_IDENTITY = (OWNER_ANNOTATION, GANG_ANNOTATION, GANG_SIZE_ANNOTATION, GANG_INDEX_ANNOTATION)
+IDENTITY_ANNOTATIONS = (OWNER_ANNOTATION, GANG_ANNOTATION, GANG_SIZE_ANNOTATION, GANG_INDEX_ANNOTATION)
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _GPU_MAP = re.compile(rf"(?:{_GPU_UUID}={_GPU_UUID}(?:,{_GPU_UUID}={_GPU_UUID})*)?")
@@ -248,7 +248,7 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_
     refused: list[AdmissionError | ConfigError] = []
     unknown = []
     for name, text in annotations.items():
-        if not name.startswith(ANNOTATION_PREFIX) or name in _IDENTITY:
+        if not name.startswith(ANNOTATION_PREFIX) or name in IDENTITY_ANNOTATIONS:
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
         if key not in _POLICY_KEYS:
