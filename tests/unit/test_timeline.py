@@ -144,12 +144,10 @@ def test_the_trace_has_every_bar() -> None:
 
 
 def test_the_members_of_a_gang_are_in_one_picture() -> None:
-    facts = dump()["facts"]
-
     def member(name: str, began: float, epoch: int = 2) -> dict[str, Any]:
         stages = {"pre-dump": stage(began + 0.5, 1.0), "post-dump": stage(began + 2, 0.5)}
         gang = {"gang_ref": ["", "job", name, 2, 0], "gang_epoch": epoch}
-        return dump(id=name, began=began, ended=began + 5, stages=stages, spans=[], facts={**facts, **gang})
+        return dump(id=name, began=began, ended=began + 5, stages=stages, spans=[], phases=[], facts=gang)
 
     found = lay_out_gang([member("a", 50.0, epoch=1), member("b", 101.0), dump(), member("a", 100.0)], "job")
     assert (found.who, found.session, found.began, found.seconds) == ("gang job", "epoch 2", 100.0, 6.0)
