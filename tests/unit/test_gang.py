@@ -1,6 +1,5 @@
 """A coordinator, asked by members over its transports; what it keeps, and what it refuses."""
 
-import datetime as dt
 import http.client
 import json
 import os
@@ -9,16 +8,14 @@ import ssl
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from click.testing import CliRunner
 
+from ocihook.cli import gang as command
+from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
 from ocihook.errors import ConfigError, GangError, IntegrityError
 from ocihook.gang.certificates import client_tls, server_tls
@@ -33,6 +30,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef, GangRef
 from ocihook.session.journal import Journal
+from tests.fakes.authority import Authority
 
 LIMIT_S = 30.0
 
@@ -225,51 +223,6 @@ def test_nobody_but_root_is_answered_on_a_node(serving: Serving) -> None:
     assert "is not root" in said or "Permission denied" in said
 
 
-class Authority:
-    """Signs certificates."""
-
-    def __init__(self) -> None:
-        self.key = ec.generate_private_key(ec.SECP256R1())
-        self.certificate = self._sign("authority", self.key, None)
-
-    def _sign(self, name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate | None) -> x509.Certificate:
-        named = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        now = dt.datetime.now(dt.UTC)
-        hosts = x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))])
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(named)
-            .issuer_name(issuer.subject if issuer else named)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - dt.timedelta(days=1))
-            .not_valid_after(now + dt.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-            .add_extension(hosts, critical=False)
-        )
-        if issuer is None:
-            usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-            builder = builder.add_extension(usage, critical=True)
-            builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        else:
-            ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
-            builder = builder.add_extension(ours, critical=False)
-        return builder.sign(self.key, hashes.SHA256())
-
-    def give(self, directory: Path, name: str) -> Path:
-        """Write a certificate for a node into a directory."""
-        directory.mkdir()
-        key = ec.generate_private_key(ec.SECP256R1())
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        (directory / "tls.key").write_bytes(private)
-        pem = serialization.Encoding.PEM
-        (directory / "tls.crt").write_bytes(self._sign(name, key, self.certificate).public_bytes(pem))
-        (directory / "ca.crt").write_bytes(self.certificate.public_bytes(pem))
-        return directory
-
-
 def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Journal]) -> None:
     ours, theirs = Authority(), Authority()
     tls = server_tls(ours.give(tmp_path / "coordinator", "coordinator"))
@@ -325,3 +278,25 @@ def test_a_gang_is_named_by_annotations() -> None:
             ref(**wrong)
     with pytest.raises(ConfigError, match="less than 2"):
         ref(gang="job", gang_size="2", gang_index="2")
+
+
+def test_the_command_needs_a_place_and_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_settings", lambda: Settings(tls_dir=str(tmp_path / "tls")))
+    done = CliRunner().invoke(command.coordinator, ["--listen", "127.0.0.1:0"])
+    assert isinstance(done.exception, ConfigError)
+    Authority().give(tmp_path / "tls", "coordinator")
+    done = CliRunner().invoke(command.coordinator, ["--listen", "127.0.0.1"])
+    assert "Name HOST:PORT" in str(done.exception)
+
+
+def test_the_command_shows_gangs(serving: Serving, journals: list[Journal], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_settings", lambda: Settings(gang_dir=str(serving.root)))
+    monkeypatch.setattr(Link, "of", lambda _: serving.link)
+    serving.member(journals[0], "a")
+    effect = journals[0].find(GangJoined)
+    assert effect is not None
+    assert "joined" in CliRunner().invoke(command.gang, ["status"]).output
+    effect.undo(journals[0], Patience())
+    assert "attempt 1: a: its dump or restore has failed" in CliRunner().invoke(command.gang, ["status"]).output
+    monkeypatch.setattr(Link, "of", lambda _: Link(socket=str(serving.root / "none")))
+    assert json.loads(CliRunner().invoke(command.gang, ["status", "--json"]).output)["gangs"][0]["gang"] == "job"
