@@ -22,6 +22,7 @@ class ContainerRef:
     pod_namespace: str = ""
     bundle: str = ""
     owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
+    gang: str = ""  # NAME/EPOCH of the dump of a gang that this is part of
 
     @property
     def is_in_pod(self) -> bool:

@@ -1,5 +1,6 @@
 """A gang's place in a dump and a restore: the outermost, so that all members come to the same moment, or none does."""
 
+from dataclasses import replace
 from ipaddress import ip_interface
 
 from ocihook.gang.cut import connection_ends
@@ -25,7 +26,9 @@ class Membership(Participant):
         (dump.directory / GANG_NAME).unlink(missing_ok=True)  # of an earlier dump into the same directory
         if gang is None:
             return
-        self._attend(dump, _join(dump, gang, "dump"))
+        self._attendance = dump.gang = _join(dump, gang, "dump")
+        named = replace(dump.container, gang=f"{gang.name}/{self._attendance.epoch}")
+        dump.journal.identify(named, dump.image_dir)  # by which checkpoints of one epoch are kept together
         survey = Survey.of(descendants(dump.init_pid))
         links = survey.links if survey is not None and not survey.namespace.is_ours else []
         mine = {str(ip_interface(text).ip): gang.member for link in links for text in link.addresses}
