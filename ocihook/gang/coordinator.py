@@ -10,7 +10,7 @@ from typing import Any
 from ocihook.errors import GangError, plain
 from ocihook.gang.cut import End, contradictions, described
 from ocihook.gang.epochs import Epochs, all_gangs
-from ocihook.gang.protocol import Answer, Attempt, Claim, Gang, Join, Phase, State
+from ocihook.gang.protocol import REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
 from ocihook.session.record import from_json, to_json
 
 LONGEST_WAIT_S = 2.0  # of a request for others to come; then the member asks again
@@ -82,7 +82,7 @@ class Coordinator:
         if (namespace, name) not in self._gangs:
             epochs = Epochs(self._root, namespace, name)
             decide = partial(_decide, epochs)
-            gang = Gang(epochs.take, decide, epoch=epochs.last, decided=epochs.sessions())
+            gang = Gang(epochs.take, decide, epoch=epochs.last, decided=epochs.sessions(REMEMBERED))
             self._gangs[namespace, name] = gang
         return self._gangs[namespace, name]
 

@@ -18,7 +18,7 @@ from ocihook.model import GangRef
 NO_NAMESPACE = "_node"  # which no namespace can be called
 _VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-_REMEMBERED = 8  # epochs whose members may still ask
+_KEPT = 100  # of what was decided
 
 
 class Epochs:
@@ -52,6 +52,8 @@ class Epochs:
         """Make durable what all members have come to."""
         data = {"version": _VERSION, "namespace": self.namespace, "gang": self.name, "epoch": epoch, **record}
         replace_file(self._path(epoch), json.dumps(data, indent=1).encode(), mode=0o600)
+        for old in self.decided()[:-_KEPT]:
+            self._path(old).unlink(missing_ok=True)
 
     def read(self, epoch: int) -> dict[str, Any]:
         """Return what is kept of an epoch.
@@ -72,10 +74,10 @@ class Epochs:
         """Return the epochs that something is kept of, the oldest first."""
         return sorted(int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdigit())
 
-    def sessions(self) -> dict[int, list[str]]:
-        """Return the members' sessions of the last epochs."""
+    def sessions(self, count: int) -> dict[int, list[str]]:
+        """Return the members' sessions of the last epochs, so many at most."""
         found = {}
-        for epoch in self.decided()[-_REMEMBERED:]:
+        for epoch in self.decided()[-count:]:
             found[epoch] = [str(member["session"]) for member in self.read(epoch)["members"].values()]
         return found
 

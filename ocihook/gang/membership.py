@@ -17,6 +17,9 @@ from ocihook.session.record import to_json
 
 _RETRY_S = 0.1  # until a coordinator is asked again that could not be reached
 _LEAVE_S = 5.0  # for a coordinator to hear that a member has left; else the others find out by waiting
+# For what takes as long as a member has memory; less than packets are held (HOLD_LIMIT_S in net/hold.py).
+_WORK_LIMIT_S = 500.0
+_AT_WORK = (Phase.DRAINED, Phase.HELD, Phase.DUMPED, Phase.RESTORED)  # reached after such work
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
@@ -119,11 +122,12 @@ class Attendance:
         self._journal.forget(self._effect)
 
     def _wait(self, request: Mapping[str, Any], phase: str) -> Answer:
-        limit = self._patience.within(self._effect.timeout_s)
+        limit_s = max(self._effect.timeout_s, _WORK_LIMIT_S) if phase in _AT_WORK else self._effect.timeout_s
+        limit = self._patience.within(limit_s)
         while True:
             answer = self._effect.ask(request, self._patience, limit.left_s)
             if answer.state is State.WAIT and limit.is_over:
-                answer = self._give_up(phase)
+                answer = self._give_up(phase, limit_s)
             if answer.state is State.OVER:
                 raise GangError(
                     f"gang {self.ref}: attempt {self.epoch} is over for all members: {answer.reason}",
@@ -132,9 +136,9 @@ class Attendance:
             if answer.state is not State.WAIT:
                 return answer
 
-    def _give_up(self, phase: str) -> Answer:
+    def _give_up(self, phase: str, limit_s: float) -> Answer:
         """End the attempt, unless all have come in this very moment."""
-        reason = f"within {self._effect.timeout_s:g} s (gang_timeout_s)"
+        reason = f"within {limit_s:g} s" + ("" if phase in _AT_WORK else " (gang_timeout_s)")
         return self._effect.ask({"verb": "leave", "reason": reason, "waited_for": phase}, Patience(), _LEAVE_S)
 
 

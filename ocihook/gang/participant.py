@@ -64,6 +64,11 @@ class Membership(Participant):
         gang = note.gang._replace(namespace=namespace)
         self._attend(restore, _join(restore, gang, "restore"))
 
+    def before_processes(self, restore: Restore) -> str:
+        """Wait until all members are here, also with a container that has no connections."""
+        restore.gang.meet(Phase.ADDRESSES)
+        return ""
+
     def recall(self, restore: Restore) -> None:
         """Find again in what it takes part."""
         self._find(restore)

@@ -18,6 +18,7 @@ from ocihook.errors import printable
 
 _MAX_REASON = 2000
 _SHOWN = 8  # members that a reason names
+REMEMBERED = 8  # decided attempts whose members may still ask
 _KEPT_OVER = 4096  # sessions of attempts that are over, to know them again when they come late
 
 
@@ -294,6 +295,8 @@ class Gang:
         else:
             attempt.is_decided = True
             self._decided[attempt.epoch] = [seat.session for seat in attempt.seats.values()]
+            for epoch in sorted(self._decided)[:-REMEMBERED]:
+                del self._decided[epoch]
 
     def _end(self, attempt: Attempt, reason: str) -> None:
         if not attempt.reason:

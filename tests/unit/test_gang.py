@@ -124,8 +124,8 @@ def test_the_limit_names_who_is_missing(serving: Serving, journals: list[Journal
     with pytest.raises(GangError, match=r"a: 1 that nobody has heard of did not come to 'arrived' within 0.1 s"):
         alone.meet("arrived")
     members = [serving.member(journals[1], "a", timeout_s=0.1), serving.member(journals[2], "b")]
-    with pytest.raises(GangError, match="b did not come to 'held'"):
-        members[0].meet("held")
+    with pytest.raises(GangError, match="b did not come to 'locked'"):
+        members[0].meet("locked")
 
 
 def test_locks_are_voted_on_until_all_are_locked(serving: Serving, journals: list[Journal]) -> None:
