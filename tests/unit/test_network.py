@@ -1,0 +1,432 @@
+"""The hold and the dump's part of the network, in network namespaces of their own; only root can make these."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+
+from ocihook.config import Policy
+from ocihook.errors import IntegrityError, OcihookError, PreflightError
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.net import dump as dump_half
+from ocihook.net import hold, netlink, nftables, repair
+from ocihook.net.lost_options import TcpOptions, multicast_groups, put_back, read_options, tcp_sockets
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
+from ocihook.net.survey import Survey
+from ocihook.session.journal import Journal
+from ocihook.session.participant import CallFacts, Dump
+from ocihook.session.undo import undo_all, undo_interrupted
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces")
+
+# Opens sockets as told, says which ports they have, and waits until it is told to end.
+WORKLOAD = """
+import json, socket, subprocess, sys
+subprocess.run("ip link set lo up; ip addr add 10.7.0.1/24 dev lo; ip addr add fd07::1/64 dev lo nodad", shell=True)
+listener = socket.create_server((sys.argv[1], 0), family=socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
+client = socket.create_connection(listener.getsockname()[:2])
+server = listener.accept()[0]
+client.setsockopt(socket.IPPROTO_TCP, 18, 12345)
+if sys.argv[2:] == ["mptcp"]:
+    multipath = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)
+group = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+membership = socket.inet_aton("239.1.2.3") + socket.inet_aton("10.7.0.1")
+group.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
+print(json.dumps([client.getsockname()[1], listener.getsockname()[1]]), flush=True)
+sys.stdin.readline()
+"""
+
+StartWorkload = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start_workload() -> Iterator[StartWorkload]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = ["unshare", "--net", sys.executable, "-c", WORKLOAD, *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def workload(start_workload: StartWorkload) -> "subprocess.Popen[str]":
+    return start_workload("10.7.0.1")
+
+
+@pytest.fixture
+def criu() -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def journal(tmp_path: Path, criu: "subprocess.Popen[bytes]") -> Journal:
+    found = Process.find(criu.pid)
+    assert found is not None
+    journal = Journal.create(tmp_path, found)
+    journal.begin_stage("pre-dump")
+    return journal
+
+
+def make_dump(journal: Journal, pid: int, directory: Path, **facts: object) -> Dump:
+    journal.identify(ContainerRef(id="c1"), str(directory))
+    journal.note(CallFacts(**{"criu_version": "4.2.1", **facts}))  # type: ignore[arg-type]
+    return Dump(
+        journal=journal,
+        patience=Patience(),
+        criu_pid=journal.criu.pid,
+        init_pid=pid,
+        image_dir=str(directory),
+        directory=directory,
+    )
+
+
+def names(namespace: NetNamespace) -> list[str]:
+    return [name for _, name in nftables.tables(namespace)]
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+
+
+def test_a_namespace_is_found_again_by_its_inode(workload: "subprocess.Popen[str]") -> None:
+    namespace = NetNamespace.of(workload.pid)
+    assert not namespace.is_ours
+    assert NetNamespace.of(os.getpid()).is_ours
+    elsewhere = NetNamespace("/proc/self/ns/net", namespace.inode)
+    assert elsewhere.run(lambda: os.stat("/proc/thread-self/ns/net").st_ino) == namespace.inode
+    assert os.stat("/proc/self/ns/net").st_ino != namespace.inode  # nobody else has moved
+    workload.kill()
+    workload.communicate()
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        elsewhere.open()
+
+
+def test_what_the_kernel_tells(workload: "subprocess.Popen[str]") -> None:
+    namespace = NetNamespace.of(workload.pid)
+    survey = Survey.of([workload.pid])
+    assert survey is not None
+    assert {link.name: link.is_loopback for link in netlink.links(namespace)}["lo"]
+    assert {ip_address("10.7.0.1"), ip_address("fd07::1")} <= survey.own
+    assert len(survey.connections) == 2
+    assert {str(sock.local) for sock in survey.connections} == {"10.7.0.1"}
+    (listener,) = [sock for sock in survey.sockets if sock.state == netlink.LISTEN]
+    assert str(listener) == f"TCP 10.7.0.1:{listener.local_port}"
+    assert multicast_groups(workload.pid) == ["239.1.2.3 on lo"]
+    options = {read_options(sock).user_timeout_ms for _, sock in tcp_sockets([workload.pid])}
+    assert options == {0, 12345}
+    assert netlink.destroy(namespace, survey.connections[:1]) == 1  # whose reset ends the other one
+    assert Survey.of([workload.pid]).connections == []  # type: ignore[union-attr]
+
+
+def test_unix_sockets_know_their_peers() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        peers = netlink.unix_peers(NetNamespace.of(os.getpid()))
+        assert peers[os.fstat(one.fileno()).st_ino] == os.fstat(other.fileno()).st_ino
+
+
+def test_options_are_put_back_and_what_cannot_be_is_named() -> None:
+    with socket.socket() as sock:
+        assert put_back(sock, TcpOptions(5000, 4096, "reno")) == []
+        assert read_options(sock) == TcpOptions(5000, 4096, "reno")
+        assert put_back(sock, TcpOptions(0, 0, "no-such-thing")) == ["TCP_CONGESTION no-such-thing"]
+        assert read_options(sock) == TcpOptions(0, 0, "reno")
+
+
+def test_traffic_is_held_drained_and_let_go(workload: "subprocess.Popen[str]", journal: Journal) -> None:
+    namespace = NetNamespace.of(workload.pid)
+    nftables.run(namespace, "table inet theirs { chain c { type filter hook input priority 0; }; }")
+    hold.hold(journal, namespace, drain=True)
+    drained = nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
+    assert drained.count("drop") == 1
+    assert 'oif "lo" accept' in drained
+    hold.hold(journal, namespace)
+    held = nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
+    assert held.count("drop") == 2
+    assert held.count("0x0000c114 accept") == held.count("nd-neighbor-solicit") == 2
+    assert len(journal.effects) == 1
+    hold.hold(journal, namespace, with_loopback=True)
+    assert '"lo"' not in nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
+    hold.release(journal)
+    assert names(namespace) == ["theirs"]
+    hold.forget_hold(journal)
+    assert journal.effects == []
+    assert [phase["name"] for phase in journal.to_json()["phases"]] == ["network held"]
+
+
+def test_of_two_who_hold_a_network_the_last_lets_go(
+    workload: "subprocess.Popen[str]", journal: Journal, criu: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    namespace = NetNamespace.of(workload.pid)
+    second = subprocess.Popen(["sleep", "600"])
+    try:
+        other = Journal.create(tmp_path, Process.find(second.pid) or Process(0, 0))
+        other.begin_stage("pre-dump")
+        for one in (journal, other):
+            hold.hold(one, namespace)
+        assert len(names(namespace)) == 2
+        nftables.run(namespace, "table inet CRIU-1 {}")
+        end(criu)
+        with pytest.raises(OcihookError, match="another dump or restore is at work"):
+            undo_all(journal, Patience())
+        assert names(namespace) == [hold.table_of(other), "CRIU-1"]  # whose that is cannot be told yet
+        end(second)
+        undo_all(other, Patience())
+        undo_all(journal, Patience())
+    finally:
+        end(second)
+    assert names(namespace) == []
+
+
+def test_the_hold_ends_by_itself(
+    workload: "subprocess.Popen[str]", journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hold, "HOLD_LIMIT_S", 1)
+    namespace = NetNamespace.of(workload.pid)
+    hold.hold(journal, namespace)
+
+    def is_over() -> bool:
+        return "elements" not in nftables.run(namespace, f"list set inet {hold.table_of(journal)} held")
+
+    assert Patience(timeout_s=60).until(is_over)
+
+
+def test_what_criu_has_left_goes_only_where_it_was_ours(
+    workload: "subprocess.Popen[str]", journal: Journal, criu: "subprocess.Popen[bytes]"
+) -> None:
+    namespace = NetNamespace.of(workload.pid)
+    nftables.run(namespace, "table inet CRIU-before {}; table inet mine {}; table ip CRIU-4 {}")
+    hold.hold(journal, namespace)
+    nftables.run(namespace, "table inet CRIU-0123456789abcdef01234 {}")
+    journal.begin_stage("post-restore")
+    with pytest.raises(OcihookError, match="is still at work on the network"):
+        undo_all(journal, Patience())
+    end(criu)
+    undo_all(journal, Patience())
+    assert names(namespace) == ["CRIU-before", "mine", "CRIU-4"]
+
+
+def test_a_chain_of_criu_goes_too(
+    workload: "subprocess.Popen[str]", journal: Journal, criu: "subprocess.Popen[bytes]"
+) -> None:
+    namespace = NetNamespace.of(workload.pid)
+    hold.hold(journal, namespace)
+    rules = "*filter\n:CRIU - [0:0]\n-I INPUT -j CRIU\n-I OUTPUT -j CRIU\n-A CRIU -j DROP\nCOMMIT\n"
+
+    def lock() -> None:
+        for program in ("iptables-restore", "ip6tables-restore"):
+            subprocess.run([f"/usr/sbin/{program}", "-w", "--noflush"], input=rules, text=True, check=True)
+
+    namespace.run(lock)
+    assert hold.criu_locks(namespace) == ["CRIU"]
+    end(criu)
+    undo_all(journal, Patience())
+    assert hold.criu_locks(namespace) == []
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_undo_at_any_step(workload: "subprocess.Popen[str]", journal: Journal, *, is_made: bool, is_gone: bool) -> None:
+    """Killed before the table was made, or behind it; the namespace may be gone meanwhile."""
+    namespace = NetNamespace.of(workload.pid)
+    hold.hold(journal, namespace)
+    if not is_made:
+        hold.remove_table(namespace, hold.table_of(journal))
+    if is_gone:
+        workload.kill()
+        workload.communicate()
+    again = Journal.load(journal.path)
+    again.stage = "pre-dump"
+    undo_interrupted(again, Patience())
+    assert again.effects == []
+    (effect,) = Journal.load(journal.path).effects or journal.effects
+    effect.undo(again, Patience())  # a second time, as by whoever was killed before it was forgotten
+    assert is_gone or names(namespace) == []
+
+
+def test_a_refused_rule_is_one_clear_error(workload: "subprocess.Popen[str]") -> None:
+    with pytest.raises(nftables.RulesRefused, match="were refused: Error"):
+        nftables.run(NetNamespace.of(workload.pid), "table inet x { nonsense }")
+
+
+def test_a_dump_notes_drains_and_holds(workload: "subprocess.Popen[str]", journal: Journal, tmp_path: Path) -> None:
+    dump = make_dump(journal, workload.pid, tmp_path)
+    dump_half.refuse(dump)
+    assert dump.has_connections
+    dump_half.hold_network(dump)
+    note = read_note(tmp_path)
+    assert note is not None
+    assert ip_address("10.7.0.1") in note.own
+    assert note.groups == ("239.1.2.3 on lo",)
+    assert [o.user_timeout_ms for o in note.options.values() if o.user_timeout_ms] == [12345]
+    assert [effect.kind for effect in journal.effects] == ["in-repair", "traffic-held"]
+    assert [phase["name"] for phase in journal.to_json()["phases"]] == ["drain"]
+    assert names(NetNamespace.of(workload.pid)) == [hold.table_of(journal)]
+    undo_all(journal, Patience())
+    assert names(NetNamespace.of(workload.pid)) == []
+
+
+def test_without_rules_a_dump_goes_on(
+    workload: "subprocess.Popen[str]", journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nftables, "LIBRARY", "libnftables.so.none")
+    nftables._library.cache_clear()
+    try:
+        dump_half.hold_network(make_dump(journal, workload.pid, tmp_path, leave_running=True))
+        assert not nftables.has_nftables()
+    finally:
+        monkeypatch.undo()
+        nftables._library.cache_clear()
+    assert read_note(tmp_path) is not None
+    undo_all(journal, Patience())
+
+
+def test_the_nodes_own_network_is_never_held(journal: Journal, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        dump_half.hold_network(make_dump(journal, os.getpid(), tmp_path))
+    assert [effect.kind for effect in journal.effects] == ["in-repair"]
+    note = read_note(tmp_path)
+    assert note is not None
+    assert note.is_node
+
+
+def test_a_note_of_an_earlier_dump_goes(journal: Journal, tmp_path: Path, criu: "subprocess.Popen[bytes]") -> None:
+    write_note(tmp_path, NetworkNote(links=()))
+    dump_half.hold_network(make_dump(journal, criu.pid, tmp_path))  # a process without sockets
+    assert read_note(tmp_path) is None
+    assert journal.effects == []
+
+
+@pytest.mark.parametrize(
+    ("more", "version", "hides", "word"),
+    [
+        ([], "4.2.1", False, ""),  # connected with itself
+        ([], "4.1.1", True, "CRIU 4.1.1 cannot dump on Linux"),
+        ([], "4.2", True, ""),
+        ([], "4.1.1", False, ""),
+        ([], "", True, ""),
+        (["mptcp"], "4.2.1", False, "multipath TCP"),
+    ],
+)
+def test_what_a_dump_is_refused_for(
+    start_workload: StartWorkload,
+    journal: Journal,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    version: str,
+    *,
+    hides: bool,
+    word: str,
+) -> None:
+    process = start_workload("10.7.0.1", *more)
+    dump = make_dump(journal, process.pid, tmp_path, policy=Policy(tcp="refuse"), criu_version=version)
+    monkeypatch.setattr(dump_half, "hides_socket_options", lambda: hides)
+    if word:
+        with pytest.raises(PreflightError, match=word):
+            dump_half.refuse(dump)
+    else:
+        dump_half.refuse(dump)
+    assert journal.effects == []
+
+
+def test_the_policy_refuse_names_the_connections(
+    workload: "subprocess.Popen[str]", journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Survey, "own", frozenset())
+    monkeypatch.setattr(
+        Survey,
+        "connections",
+        [s._replace(remote=ip_address("10.9.0.9")) for s in Survey.of([workload.pid]).connections],  # type: ignore[union-attr]
+    )
+    dump = make_dump(journal, workload.pid, tmp_path, policy=Policy(tcp="refuse"))
+    with pytest.raises(
+        PreflightError, match=r"its 2 open connections \(TCP 10.7.0.1:\d+ -> 10.9.0.9:\d+, TCP .*ocihook"
+    ):
+        dump_half.refuse(dump)
+    asked = make_dump(
+        journal, workload.pid, tmp_path, policy=Policy(tcp="refuse"), criu_asked=frozenset({"tcp-established"})
+    )
+    dump_half.refuse(asked)  # who asks the engine for it by name gets it
+
+
+def test_connections_come_out_of_repair_mode(
+    workload: "subprocess.Popen[str]", journal: Journal, criu: "subprocess.Popen[bytes]"
+) -> None:
+    def modes() -> list[int]:
+        survey = Survey.of([workload.pid])
+        assert survey is not None
+        connected = {sock.inode for sock in survey.connections}
+        return [s.getsockopt(socket.IPPROTO_TCP, 19) for inode, s in tcp_sockets([workload.pid]) if inode in connected]
+
+    reusable = []
+    for inode, sock in tcp_sockets([workload.pid]):
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+            reusable.append(inode)
+        if inode in {s.inode for s in Survey.of([workload.pid]).connections}:  # type: ignore[union-attr]
+            sock.setsockopt(socket.IPPROTO_TCP, 19, 1)
+    assert modes() == [1, 1]
+    init = Process.find(workload.pid)
+    assert init is not None
+    journal.add(repair.InRepair(init=init, reusable=tuple(reusable)))
+    journal.begin_stage("post-dump")
+    with pytest.raises(OcihookError, match="still has the container's connections"):
+        undo_all(journal, Patience())
+    assert modes() == [1, 1]
+    end(criu)
+    undo_all(journal, Patience())
+    assert modes() == [0, 0]
+    for inode, sock in tcp_sockets([workload.pid]):
+        assert bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)) == (inode in reusable)
+
+
+def test_a_note_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
+    link = netlink.Link("eth0", 2, "02:00:00:00:00:01", "veth", 1500, True, False, ("10.0.0.5/16", "fd00::5/64"))
+    note = NetworkNote(links=(link,), options={"12": TcpOptions(1, 2, "bbr")}, groups=("239.0.0.1 on eth0",))
+    write_note(tmp_path, note)
+    assert read_note(tmp_path) == note
+    data = (tmp_path / NETWORK_NAME).read_bytes()
+    for broken in (b"", data[:-1], data.replace(b"eth0", b"eth1", 1), b"ocihook-network 2" + data[17:]):
+        with pytest.raises(IntegrityError):
+            decode_note(broken)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"links": [["eth0"]]},
+        {"links": [["eth0", 2, "", "", 1500, True, False, ["no address"]]]},
+        {"links": [], "options": {"x": [0, 0, ""]}},
+        {"links": [], "options": {"1": [0, 0]}},
+        {"links": [], "groups": [1]},
+        [],
+    ],
+)
+def test_a_note_that_says_what_none_says(body: object) -> None:
+    from ocihook.packs.frame import encode_frame
+
+    with pytest.raises(IntegrityError, match="says what none says"):
+        decode_note(encode_frame("network", 1, json.dumps(body).encode()))
