@@ -31,10 +31,9 @@ class Membership(Participant):
         dump.journal.identify(named, dump.image_dir)  # by which checkpoints of one epoch are kept together
         survey = Survey.of(descendants(dump.init_pid))
         links = survey.links if survey is not None and not survey.namespace.is_ours else []
-        mine = {str(ip_interface(text).ip): gang.member for link in links for text in link.addresses}
+        mine = {str(ip_interface(text).ip): "here" for link in links for text in link.addresses}
         peers = {str(connection.remote) for connection in survey.connections} if survey is not None else set[str]()
-        told = dump.gang.meet(Phase.ARRIVED, mine, peers)
-        dump.gang_addresses = [address for address, member in told.items() if member]
+        dump.gang_addresses = dump.gang.meet(Phase.ARRIVED, mine, peers).keys()
 
     def hold(self, dump: Dump) -> None:
         """Wait until no packet moves anywhere; note who was there."""
