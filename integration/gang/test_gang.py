@@ -47,9 +47,11 @@ def gang(node: NetPodman, command: str, *arguments: str) -> str:
     return node.ocihook("gang", command, *arguments, "--podman", shlex.join(["podman", *node.options()]))
 
 
-def status(node: NetPodman) -> dict[str, object]:
-    found: list[dict[str, object]] = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
-    return found[0] if found else {}
+def attempt(node: NetPodman) -> dict[str, object]:
+    """Return what is known of the last attempt."""
+    (found,) = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
+    last: dict[str, object] = found.get("attempt", {"state": "none"})
+    return last
 
 
 def assert_nothing_left(node: NetPodman) -> None:
@@ -86,7 +88,7 @@ def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
     limit_members(node, _LIMIT_S)
     with ThreadPoolExecutor() as pool:  # one whose CRIU is killed while it waits
         waiting = pool.submit(node.checkpoint, "client", pair.archives["client"])
-        wait_for("the client to arrive", lambda: "client" in json.dumps(status(node).get("attempt", {})))
+        wait_for("the client to arrive", lambda: attempt(node)["state"] == "open")
         for pid in node.namespace.pids("criu swrk"):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(CommandError):
