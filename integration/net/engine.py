@@ -67,6 +67,11 @@ class NetPodman(Podman):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
+    def configure_policy(self, **policy: str) -> None:
+        """Write ocihook's configuration, with a policy."""
+        lines = [f'{key} = "{value}"' for key, value in policy.items()]
+        self.configure("\n".join(["[agent]", "idle_timeout_s = 2", "[policy]", *lines, ""]))
+
     def run(self, *command: str, check: bool = True) -> str:
         """Run a command on the node."""
         return self.namespace.run(*command, check=check)
@@ -96,8 +101,7 @@ class NetPodman(Podman):
         script = self.scratch / "action"
         script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {stage} ] || exit 0\n{command}\n')
         script.chmod(0o755)
-        for runtime in ("runc", "crun"):
-            path = self.namespace.path(f"/etc/criu/{runtime}.conf")
+        for path in self.namespace.path("/etc/criu").glob("*run*.conf"):
             line = f"action-script {script}\n"  # CRIU runs the script that is named last first
             path.write_text(line + path.read_text().replace(line, ""))
 
@@ -115,7 +119,7 @@ class NetPodman(Podman):
             place: its addresses.
             is_plugged: whether it can be reached; else from `plug` on.
             mac: address of its link; else one that nothing had before.
-            is_held: whether it lets nothing in or out from the beginning, until `let_in`.
+            is_held: whether it lets nothing in or out from the beginning, until `lets_in`.
         """
         ip = ["ip", "-n", name]
         commands = [
@@ -143,9 +147,9 @@ class NetPodman(Podman):
         assert found
         return int(found[1])
 
-    def let_in(self, name: str) -> None:
-        """Let a node's traffic pass."""
-        self.inside(name, "nft", "delete", "table", "inet", "node")
+    def lets_in(self, name: str) -> str:
+        """Return the shell command that lets a node's traffic pass."""
+        return f"nsenter --net=/run/netns/{name} nft delete table inet node"
 
     def remove_place(self, name: str) -> None:
         """Remove a node with all its links."""
@@ -193,6 +197,7 @@ class NetPodman(Podman):
         said = self.said(name).rpartition("used\n")[0].rpartition("used\n")[2]
         return dict(re.findall(r"^kind ([\w-]+): ?(.*)$", said, re.MULTILINE))
 
-    def tables(self, place: str) -> list[str]:
-        """Return the tables of packet filters in a node's network."""
-        return re.findall(r"^table (.*)$", self.inside(place, "nft", "list", "tables"), re.MULTILINE)
+    def holds(self, place: str) -> list[str]:
+        """Return what holds traffic in a node's network: rules that drop everything, of ocihook, and locks of CRIU."""
+        rules = self.inside(place, "nft", "list", "ruleset")
+        return re.findall(r"^table .*CRIU.*$|^.*nfproto @held drop$|^\s*chain CRIU.*$", rules, re.MULTILINE)

@@ -340,6 +340,10 @@ static void tell_name(const char *what, int fd, int (*get)(int, struct sockaddr 
         tell(what, -1);
         return;
     }
+    if (address.ss_family == AF_UNIX) {
+        printf(" %s=-", what);
+        return;
+    }
     int is_six = address.ss_family == AF_INET6;
     struct sockaddr_in *four = (void *)&address;
     struct sockaddr_in6 *six = (void *)&address;

@@ -68,6 +68,14 @@ class Pair:
         for name in NAMES:
             self.node.remove(name)
 
+    def move_archives(self, pairs: Sequence[str]) -> None:
+        """Write what both archives become at other addresses, OLD=NEW, in their place."""
+        for archive in self.archives.values():
+            moved = archive.with_name("moved.tar")
+            addresses = [f"--address={pair}" for pair in pairs]
+            self.node.ocihook("archive", "move", *addresses, str(archive), str(moved))
+            moved.replace(archive)
+
     def restore(self) -> None:
         """Restore both at about the same time; then the network comes up.
 

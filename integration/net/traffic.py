@@ -17,7 +17,8 @@ def progress(said: str) -> dict[int, tuple[int, int]]:
     Raises:
         AssertionError: if one has broken.
     """
-    assert not _BROKEN.findall(said)
+    if found := _BROKEN.findall(said):
+        raise AssertionError("; ".join(found))
     return {int(key): (int(sent), int(received)) for key, sent, received in _PROGRESS.findall(said)}
 
 

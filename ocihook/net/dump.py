@@ -102,7 +102,7 @@ def hold_network(dump: Dump) -> None:
         return
     try:
         with dump.journal.phase("drain"):
-            hold(dump.journal, survey.namespace, drain=True)
+            hold(dump.journal, survey.namespace, init=init, drain=True)
             _wait_for_answers(dump, pids)
         dump.gang.meet("drained")
         hold(dump.journal, survey.namespace)

@@ -4,6 +4,9 @@ A table of nftables does it, one for each session: `inet ocihook-SESSION`. A pac
 where several containers of a pod are dumped at once the last of them lets go, and nobody counts. CRIU's own lock
 comes later and goes earlier, and with crun there is none in a restore.
 
+Where the container has ended with its dump its peers still wait for it. Then one rule of the table stays for as long:
+the kernel may not answer them that nobody is there.
+
 Its rules drop while a set has elements, and these expire by themselves: should agent and CRIU both be killed, traffic
 goes on after `HOLD_LIMIT_S` at the latest.
 """
@@ -23,6 +26,7 @@ from typing import NamedTuple
 
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
 from ocihook.net import nftables
 from ocihook.net.kick import Sender, kick
 from ocihook.net.namespace import NetNamespace
@@ -38,6 +42,8 @@ _ACKNOWLEDGEMENT_BYTES = 120  # no IP packet without data is longer: headers wit
 _DRAIN = f"meta l4proto tcp meta length > {_ACKNOWLEDGEMENT_BYTES} meta nfproto @held drop"
 _HOLD = "meta nfproto @held drop"
 _PASSES = (f"meta mark {CRIU_MARK:#x} accept", "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept")
+# The kernel's answer to a segment of a connection that nobody has is a reset without ACK (RFC 9293 3.10.7.1).
+_NO_ANSWER = "meta nfproto @held tcp flags & (rst | ack) == rst drop"
 _CRIU_TABLE = re.compile(r"CRIU-\S+")
 _WITHOUT_CRIU = ("pre-dump", "pre-restore", DETACHED_STAGE)  # stages in which CRIU has locked nothing
 _SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -65,6 +71,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
 
     namespace: NetNamespace
     began: float  # seconds since 1970
+    init: Process | None = None  # of the container that is dumped
     locks: tuple[str, ...] = ()  # of CRIU, that were there before
     waiting: tuple[Waiting, ...] = ()  # to be woken when traffic passes
     is_open: bool = False  # it passes our table again; CRIU's lock may still be there
@@ -74,7 +81,10 @@ class TrafficHeld(Effect, kind="traffic-held"):
         if journal.criu.is_alive() and journal.stage not in _WITHOUT_CRIU:
             raise OcihookError(f"CRIU (pid {journal.criu.pid}) is still at work on the network")
         with contextlib.suppress(FileNotFoundError):  # the namespace is gone
-            remove_table(self.namespace, table_of(journal))
+            if self.init is not None and not self.init.is_alive():
+                make_table(self.namespace, table_of(journal), {"in": [], "out": [_NO_ANSWER]}, with_loopback=False)
+            else:
+                remove_table(self.namespace, table_of(journal))
             if not journal.criu.is_alive():
                 self._remove_locks(journal)
             kick(self.namespace, [_sender(one) for one in self.waiting])
@@ -94,12 +104,20 @@ def _sender(one: Waiting) -> Sender:
     return Sender(ip_address(one.local), one.local_port, ip_address(one.remote), one.remote_port, one.unacknowledged)
 
 
-def hold(journal: Journal, namespace: NetNamespace, *, with_loopback: bool = False, drain: bool = False) -> None:
+def hold(
+    journal: Journal,
+    namespace: NetNamespace,
+    *,
+    init: Process | None = None,
+    with_loopback: bool = False,
+    drain: bool = False,
+) -> None:
     """Hold the traffic of a namespace that is not the node's own.
 
     Args:
         journal: of the session; gets what undoes it.
         namespace: the container's.
+        init: its first process, if it is dumped.
         with_loopback: whether traffic of the container with itself is held, too.
         drain: keep only new data from leaving, while what is on its way arrives and is acknowledged. To TCP what the
             kernel drops here is not lost but unsent: it waits for no timer when it may go.
@@ -109,7 +127,8 @@ def hold(journal: Journal, namespace: NetNamespace, *, with_loopback: bool = Fal
         OSError: if the namespace is gone, or cannot be entered.
     """
     if journal.find(TrafficHeld) is None:
-        journal.add(TrafficHeld(namespace=namespace, began=time.time(), locks=tuple(criu_locks(namespace))))
+        locks = tuple(criu_locks(namespace))
+        journal.add(TrafficHeld(namespace=namespace, began=time.time(), init=init, locks=locks))
     rules = {"in": [] if drain else [_HOLD], "out": [_DRAIN if drain else _HOLD]}
     make_table(namespace, table_of(journal), rules, with_loopback=with_loopback)
 
@@ -119,10 +138,18 @@ def release(journal: Journal) -> None:
     held = journal.find(TrafficHeld)
     if held is not None and not held.is_open:
         with contextlib.suppress(FileNotFoundError):
-            remove_table(held.namespace, table_of(journal))
+            for name in _tables_of_ended(held.namespace, journal):
+                remove_table(held.namespace, name)
         held.is_open = True
         journal.add_phase("network held", held.began)
         journal.save()
+
+
+def _tables_of_ended(namespace: NetNamespace, journal: Journal) -> list[str]:
+    """Return this session's table, and those in which earlier ones have left a rule."""
+    others = {TABLE_PREFIX + path.stem for path in open_journals(journal.path.parent.parent)} - {table_of(journal)}
+    names = [name for family, name in nftables.tables(namespace) if family == "inet"]
+    return [name for name in names if name.startswith(TABLE_PREFIX) and name not in others]
 
 
 def forget_hold(journal: Journal) -> None:

@@ -1,0 +1,115 @@
+"""A container with a socket of each kind: what each is at the same address, at another, and under each policy."""
+
+import re
+
+from integration.journals import last_session
+from integration.net.conftest import MakeNode
+from integration.net.engine import NetPodman, Place
+
+HERE, THERE, STRANGER = Place.of(1, 1), Place.of(2, 1), Place.of(9, 9)
+
+# What each kind gives when it is used; OWN stands for the container's addresses. A connection that has ended has the
+# addresses of the loopback device.
+_KEPT = {
+    "established": r"name=OWN/\d+ peer=STRANGER/9000 send=5 recv=5 again=1",
+    "established6": r"name=OWN/\d+ peer=STRANGER/9000 send=5 recv=5 again=1",
+    "mapped": r"name=::ffff:OWN/\d+ peer=::ffff:STRANGER/9000 send=5 recv=5 again=1",
+    "bound-device": r"name=OWN/\d+ peer=STRANGER/9000 send=5 recv=5 again=1",
+    "close-wait": r"name=OWN/\d+ peer=STRANGER/9001 send=5 recv=0 again=EPIPE",
+    "fin-wait1": r"name=OWN/\d+ recv=nothing state=4",
+    "fin-wait2": r"name=OWN/\d+ recv=nothing state=5",
+    "syn-sent": r"state=2 error=0",
+    "receive-queue": r"received=200000 then=0",
+    "send-queue": r"unsent=1 send=\S+",
+    "options": r"user_timeout=30000 notsent_lowat=65536 congestion=reno nodelay=1",
+}
+_CLOSED = {
+    "established": r"\S+ \S+ send=ECONNRESET recv=0 again=EPIPE",
+    "established6": r"\S+ \S+ send=ECONNRESET recv=0 again=EPIPE",
+    "mapped": r"\S+ \S+ send=ECONNRESET recv=0 again=EPIPE",
+    "bound-device": r"\S+ \S+ send=ECONNABORTED recv=0 again=EPIPE",
+    "close-wait": r"\S+ \S+ send=ECONNABORTED recv=0 again=EPIPE",
+    "fin-wait1": r"\S+ recv=ECONNABORTED state=7",
+    "fin-wait2": r"\S+ recv=ECONNABORTED state=7",
+    "syn-sent": r"state=7 error=ECONNABORTED",
+    "receive-queue": r"received=1\d{5} then=ECONNRESET",
+    "send-queue": r"\S+ send=ECONNRESET",
+    "options": r".* nodelay=1",
+}
+_ALWAYS = {
+    "listen": r"name=OWN/9100 listens=1 waits=0",
+    "listen6": r"name=OWN/9100 listens=1 waits=0",
+    "listen-any": r"name=0.0.0.0/9101 listens=1 waits=0",
+    "listen-device": r"name=OWN/9105 listens=1 waits=0",
+    "accept-queue": r"name=OWN/9106 listens=1 waits=0",  # who waits there is lost
+    "loopback": r"name=127.0.0.1/\d+ send=5 recv=5 back=2 recv=2",
+    "own-address": r"name=OWN/\d+ send=5 recv=5 back=2 recv=2",
+    "time-wait": r"",
+    "bound": r"name=OWN/9104",
+    "unbound": r"name=0.0.0.0/0",
+    "udp": r"name=OWN/9100 queued=nothing send=5 recv=5",
+    "udp-connected": r"name=OWN/\d+ queued=nothing send=5 recv=5",
+    "udp-queue": r"name=OWN/9101 queued=nothing send=5 recv=5",  # so is what was in a queue of datagrams
+    "unix-pair": r"name=- send=5 recv=5 back=2 recv=2",
+    "netlink": r"send=20 recv=1",
+    "netlink-groups": r"",
+    "raw-icmp": r"name=0.0.0.0/1",
+    "packet": r"",
+    "multicast": r"name=0.0.0.0/9102 member=0",  # CRIU does not restore it, which is said
+}
+
+
+def restored(node: NetPodman, place: Place, policy: str) -> dict[str, str]:
+    """Restore in a node that is made anew; return what the sockets give."""
+    node.remove_place("kinds")
+    node.remove("kinds")
+    node.make_place("kinds", place)
+    node.configure_policy(tcp=policy)
+    node.restore(node.scratch / "kinds.tar")
+    return node.use_kinds("kinds")
+
+
+def refused(node: NetPodman) -> str:
+    """Try to checkpoint; check that it is refused; return why."""
+    node.checkpoint("kinds", node.scratch / "kinds.tar", check=False)
+    session = last_session(node.namespace, "pre-dump")
+    assert session["effects"] == []
+    assert node.is_running("kinds")
+    assert node.holds("kinds") == []
+    return str(session["stages"]["pre-dump"]["message"])
+
+
+def assert_gave(found: dict[str, str], expected: dict[str, str], place: Place) -> None:
+    own, other = (f"(?:{re.escape(some.four)}|{re.escape(some.six)})" for some in (place, STRANGER))
+    patterns = {kind: text.replace("OWN", own).replace("STRANGER", other) for kind, text in expected.items()}
+    wrong = {kind: gave for kind, gave in found.items() if not re.fullmatch(patterns[kind], gave.strip())}
+    assert not wrong
+    assert found.keys() == expected.keys()
+
+
+def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
+    node = make_node()
+    node.make_place("stranger", STRANGER)
+    node.make_place("kinds", HERE)
+    node.spawn_peer("stranger", "stranger", STRANGER.four, STRANGER.six)
+    own, other = HERE, STRANGER
+    words = ("kinds", own.four, other.four, own.six, other.six)
+    node.start_peer("kinds", "kinds", *words, options=["--cap-add=NET_RAW"])
+    archive = node.scratch / "kinds.tar"
+
+    for policy, message in (("keep", "'keep' says nothing about connections"), ("refuse", f"{STRANGER.four}:9000")):
+        node.configure_policy(tcp=policy)
+        assert message in refused(node)
+
+    node.configure_policy(tcp="established")
+    node.checkpoint("kinds", archive)
+    assert_gave(restored(node, HERE, "established"), _ALWAYS | _KEPT, HERE)
+    assert_gave(restored(node, THERE, "established"), _ALWAYS | _CLOSED, THERE)
+    assert_gave(restored(node, HERE, "auto"), _ALWAYS | _CLOSED, HERE)
+
+
+def test_mptcp_is_refused_by_name(make_node: MakeNode) -> None:
+    node = make_node()
+    node.make_place("kinds", HERE)
+    node.start_peer("kinds", "kinds", "kinds", HERE.four, HERE.four, HERE.six, HERE.six, "mptcp")
+    assert "uses multipath TCP, which CRIU cannot dump" in refused(node)
