@@ -56,7 +56,7 @@ def attempt(node: NetPodman) -> dict[str, object]:
 
 def assert_nothing_left(node: NetPodman) -> None:
     wait_for("all sessions to end", lambda: not list(node.namespace.path("/run/ocihook/sessions").glob("*.json")))
-    assert node.tables("client") + node.tables("server") == []
+    assert node.holds("client") + node.holds("server") == []
 
 
 def test_both_members_move_to_new_addresses(make_node: MakeNode) -> None:
