@@ -23,11 +23,16 @@ CONFIG_FILE = Path("/etc/ocihook/config.toml")
 ANNOTATION_PREFIX = "ocihook.io/"
 OWNER_ANNOTATION = ANNOTATION_PREFIX + "owner"  # says whose a container is, nothing of what to do with it
 MEMBER_ANNOTATION = ANNOTATION_PREFIX + "member"
+GANG_ANNOTATION = ANNOTATION_PREFIX + "gang"  # the job that it is a part of; likewise
+GANG_SIZE_ANNOTATION = ANNOTATION_PREFIX + "gang-size"  # how many containers are
+GANG_INDEX_ANNOTATION = ANNOTATION_PREFIX + "gang-index"  # which of them it is, if its name may change
+IDENTITY_ANNOTATIONS = (OWNER_ANNOTATION, GANG_ANNOTATION, GANG_SIZE_ANNOTATION, GANG_INDEX_ANNOTATION)
 
 _GPU_UUID = r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _ADDRESS_MAP = re.compile(r"(?:[0-9a-fA-F.:]+=[0-9a-fA-F.:]+(?:,|$))*")
 _LEAST_BOUND_BYTES = 256 << 20
 _AGENT_BYTES, _WORKER_BYTES = 48 << 20, 52 << 20  # as packs/packing.py and, for the larger kind, deduplicate.py have it
+_COORDINATOR = re.compile(r"|https://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 _SIGNALS = ("", "HUP", "USR1", "USR2")
 ANY = "*"  # in [restore_from]: every container, every domain
 _DOMAIN = re.compile(r"\*|_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # as packs/domain_names.py has it
@@ -52,6 +57,7 @@ class Policy:
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
     tcp: str = "auto"  # what becomes of connections: auto, established, close, refuse, and rules (docs/connections.md)
+    gang_timeout_s: float = 60.0  # for all members of a gang to come to each of their meetings, else all are refused
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
     restore_from: str = ""  # runtime handler: the checkpoint that a new container goes on from; latest: of its member
     member: str = ""  # runtime handler: whose checkpoints `latest` is of; "": by pod and container
@@ -83,6 +89,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "address_map": False,
         "on_gpu_restore_error": ("kill", "keep"),
         "tcp": True,
+        "gang_timeout_s": 110.0,
         "push": ("never",),
         "restore_from": True,
         "member": True,
@@ -120,6 +127,9 @@ class Settings:
     store_dir: str = "/var/lib/ocihook/store"  # the store of mode store; quickest on the disk where the engine writes
     history_dir: str = "/var/lib/ocihook/history"  # ended sessions, for `ocihook timeline` and `ocihook metrics`
     history_kept: int = 100  # ended sessions of which the record is kept; their totals stay
+    coordinator: str = ""  # https://HOST:PORT of the one for gangs on several nodes; "": this node's own agent
+    tls_dir: str = "/etc/ocihook/tls"  # has tls.crt, tls.key and ca.crt, of this node or of the coordinator
+    gang_dir: str = "/var/lib/ocihook/gangs"  # a coordinator's record of the dumps and restores of gangs
     metrics_address: str = ""  # 127.0.0.1:9748 or unix:/run/ocihook/metrics.sock: the agent stays and serves metrics
 
     @property
@@ -162,7 +172,8 @@ _PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
         re.compile(r"|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"),
         "up to 63 letters, digits and ._-",
     ),
-    **dict.fromkeys(("store_dir", "archive_dir", "history_dir", "key_file"), _ABSOLUTE),
+    **dict.fromkeys(("store_dir", "archive_dir", "history_dir", "gang_dir", "tls_dir", "key_file"), _ABSOLUTE),
+    "coordinator": (_COORDINATOR, "https://HOST:PORT"),
     "remote": (
         re.compile(r"|(?:/|s3://[^/?#]|oci://[^/?#]).*", re.DOTALL),
         "/DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY",
@@ -175,6 +186,7 @@ _PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
 RANGES: Mapping[str, tuple[float, float]] = {
     "quiesce_timeout_s": (0.1, 600),
     "gpu_lock_timeout_s": (0.1, 3600),
+    "gang_timeout_s": (0.1, 3600),
     "idle_timeout_s": (1, 86400),
     "memory_bound_bytes": (64 << 20, 1 << 50),
     "workers": (0, 1024),
@@ -282,7 +294,7 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_
     refused: list[AdmissionError | ConfigError] = []
     unknown = []
     for name, text in annotations.items():
-        if not name.startswith(ANNOTATION_PREFIX) or name == OWNER_ANNOTATION:
+        if not name.startswith(ANNOTATION_PREFIX) or name in IDENTITY_ANNOTATIONS:
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
         if key not in _POLICY_KEYS:

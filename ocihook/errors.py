@@ -8,6 +8,7 @@ OcihookError
 ├─ FreezeError              a container could not be thawed or frozen again
 ├─ TraceError               a process could not be held, or made to give memory back
 ├─ QuiesceError             an application did not answer before its dump
+├─ GangError                the members of a gang have not come to one end; none is dumped, or restored
 ├─ GivenUp                  whoever wanted something done is gone (linux/patience.py)
 ├─ PreflightError           something in the container could not be restored; nothing was touched
 ├─ CudaError                the driver refused a checkpoint call (`result` is its CUresult)
@@ -97,6 +98,12 @@ class QuiesceError(OcihookError):
     """An application did not answer before its dump."""
 
     code = "quiesce"
+
+
+class GangError(OcihookError):
+    """The members of a gang have not come to one end: none of them is dumped, or restored."""
+
+    code = "gang"
 
 
 class GivenUp(OcihookError):

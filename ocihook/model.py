@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 from ocihook.errors import printable
 
@@ -23,6 +24,7 @@ class ContainerRef:
     bundle: str = ""
     owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
     member: str = ""  # likewise, which of them are its own
+    gang: str = ""  # NAME/EPOCH of the dump of a gang that this is part of
 
     @property
     def is_in_pod(self) -> bool:
@@ -52,6 +54,19 @@ class ContainerRef:
         if not all(isinstance(item, str) for item in known.values()):
             raise ValueError("every fact of a container is a string")
         return cls(**known)
+
+
+class GangRef(NamedTuple):
+    """A container's place in a gang."""
+
+    namespace: str  # of its pod; "" for containers in no pod
+    name: str
+    member: str  # what the container is called in it
+    size: int  # members of the gang, with this one
+    epoch: int = 0  # of the dump that is restored; 0: a dump
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
 
 def short_id(container_id: str) -> str:

@@ -11,6 +11,7 @@ RUNTIME_DIR = "/run/ocihook"
 SOCKET_NAME = "agent.sock"
 CONTAINERS_NAME = "containers"  # in RUNTIME_DIR: a directory for each container of the runtime handler, by its id
 RESTORING_NAME = "restoring.json"  # in it: the handler restores it, and holds it until it is started
+GANG_SOCKET_NAME = "gang.sock"  # of this node's coordinator of gangs, which speaks HTTP; not for the hook
 PACKET_BYTES = 16384
 
 # Without the inventory, which CRIU writes last, it unlocks the network of a dump that has failed. Nothing is done then

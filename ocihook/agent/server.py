@@ -74,6 +74,7 @@ class Agent:
         runtime_dir: Path,
         load: Callable[[], Settings],
         metrics: socket.socket | None = None,
+        gangs: socket.socket | None = None,
     ) -> None:
         self._listener = listener
         self._runtime_dir = runtime_dir
@@ -88,6 +89,10 @@ class Agent:
         self._scrapes: dict[int, int] = {}  # pidfd -> pid of what answers one
         if metrics is not None:
             self._selector.register(metrics, selectors.EVENT_READ)
+        self._gangs = gangs
+        self._coordinator: tuple[int, int] | None = None  # pidfd and pid of what answers members of gangs
+        if gangs is not None:
+            self._selector.register(gangs, selectors.EVENT_READ)
         self._push_at_s: float | None = None  # by the monotonic clock: what could not be pushed is tried again
         self._is_stopping = False
 
@@ -107,18 +112,29 @@ class Agent:
             if self._push_at_s is not None and time.monotonic() >= self._push_at_s and not self._is_running(_PUSH):
                 self._start_background(_PUSH)
             for key, _ in self._selector.select(timeout=1.0):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._metrics:
-                    self._accept_scrape()
-                elif key.fd in self._scrapes:
-                    self._reap_scrape(key.fd)
-                elif key.fd in self._background:
-                    self._reap_background(key.fd)
-                else:
-                    self._reap(key.fd)
-                    self._start_background()
+                self._serve(key)
                 idle_since = time.monotonic()
+        if self._coordinator is not None:
+            os.kill(self._coordinator[1], signal.SIGKILL)  # it shares the agent's lock, which the next one needs
+            os.waitpid(self._coordinator[1], 0)
+
+    def _serve(self, key: selectors.SelectorKey) -> None:
+        """Do what a descriptor is ready for."""
+        if key.fileobj is self._listener:
+            self._accept()
+        elif key.fileobj is self._metrics:
+            self._accept_scrape()
+        elif key.fileobj is self._gangs:
+            self._start_coordinator()
+        elif self._coordinator is not None and key.fd == self._coordinator[0]:
+            self._reap_coordinator()
+        elif key.fd in self._scrapes:
+            self._reap_scrape(key.fd)
+        elif key.fd in self._background:
+            self._reap_background(key.fd)
+        else:
+            self._reap(key.fd)
+            self._start_background()
 
     def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
         if self._is_stopping:
@@ -249,6 +265,46 @@ class Agent:
         os.close(pidfd)
         os.waitpid(self._scrapes.pop(pidfd), 0)
 
+    def _start_coordinator(self) -> None:
+        """Have members of gangs answered by a process of its own, from the first of them on."""
+        assert self._gangs is not None
+        self._selector.unregister(self._gangs)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_coordinator(self._gangs, parent)
+        pidfd = os.pidfd_open(pid)
+        self._coordinator = pidfd, pid
+        self._selector.register(pidfd, selectors.EVENT_READ)
+
+    def _be_coordinator(self, gangs: socket.socket, parent: int) -> None:
+        """Body of the process that coordinates gangs; never returns."""
+        try:
+            die_with_parent(parent)
+            for number in _STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # it ends with the agent, when all sessions have
+            self._gangs = None
+            self._let_go()
+            from ocihook.gang.server import serve  # loaded only where there are gangs
+
+            serve(gangs, Path(_settings().gang_dir))
+        except Exception:
+            log.exception("the coordinator of gangs")
+        finally:
+            logging.shutdown()
+            os._exit(1)
+
+    def _reap_coordinator(self) -> None:
+        assert self._coordinator is not None
+        assert self._gangs is not None
+        pidfd, pid = self._coordinator
+        self._coordinator = None
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+        log.error("the coordinator of gangs has ended; open dumps and restores of gangs end, too")
+        self._selector.register(self._gangs, selectors.EVENT_READ)
+
     def _let_go(self) -> None:
         """Close in a child what is the agent's."""
         self._selector.close()
@@ -257,6 +313,10 @@ class Agent:
             control.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._gangs is not None:
+            self._gangs.close()
+        if self._coordinator is not None:
+            os.close(self._coordinator[0])
         for pidfd in [*self._children, *self._scrapes, *self._background]:
             os.close(pidfd)
 
@@ -392,10 +452,13 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     listener, is_ours = _listener(runtime_dir)  # whoever finds it finds the metrics, too
     if metrics is not None:
         importlib.import_module("ocihook.agent.metrics")  # its files may be another version's when it is asked
+    gangs = _gang_listener(runtime_dir)
     load_bindings()  # while the files that this agent was started from are still there
     try:
-        Agent(listener, runtime_dir, load_settings, metrics).run(settings.idle_timeout_s)
+        Agent(listener, runtime_dir, load_settings, metrics, gangs).run(settings.idle_timeout_s)
     finally:
+        gangs.close()
+        (runtime_dir / wire.GANG_SOCKET_NAME).unlink(missing_ok=True)
         if metrics is not None:
             metrics.close()
         if is_ours:
@@ -414,6 +477,16 @@ def _listener(runtime_dir: Path) -> tuple[socket.socket, bool]:
     listener.bind(str(path))
     listener.listen(64)
     return listener, True
+
+
+def _gang_listener(runtime_dir: Path) -> socket.socket:
+    """Return the socket on which members of gangs are to ask."""
+    path = runtime_dir / wire.GANG_SOCKET_NAME
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(1024)
+    return listener
 
 
 def _metrics_listener(address: str) -> socket.socket | None:

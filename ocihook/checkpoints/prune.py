@@ -73,6 +73,7 @@ class _Candidate(NamedTuple):
     made_s: float  # since the epoch
     container: str
     name: str
+    epoch: str = ""  # of a gang: its checkpoints go together
 
 
 class _Work:
@@ -184,8 +185,15 @@ def _paying(works: Sequence[_Work], max_bytes: int) -> list[_Aged]:
     for number, row in enumerate(may_go):
         estimates[id(row.work)].add(row.manifest)
         if sum(estimate.size_bytes for estimate in estimates.values()) > max_bytes:
-            return may_go[number:]
-    return may_go[-1:]
+            return _with_their_epochs(may_go[number:], may_go)
+    return _with_their_epochs(may_go[-1:], may_go)
+
+
+def _with_their_epochs(going: Sequence[_Aged], may_go: Sequence[_Aged]) -> list[_Aged]:
+    """Return checkpoints that go, with those that were made with them, which are of no use without."""
+    epochs = {(id(row.work), row.manifest.container.gang) for row in going if row.manifest.container.gang}
+    others = [row for row in may_go if (id(row.work), row.manifest.container.gang) in epochs and row not in going]
+    return [*others, *going]
 
 
 def _by_age(work: _Work) -> list[_Aged]:
@@ -267,9 +275,16 @@ def prune_by_policy(settings: Settings) -> None:
 
 
 def choose(manifests: Iterable[StoredManifest], keep: Keep, now_s: float) -> list[str]:
-    """Return which checkpoints go, of all in their order. Of each container the newest always stays."""
-    candidates = [_Candidate(order, _made_s(m), lineage(m.container), m.id) for order, m in enumerate(manifests)]
-    return _choose(candidates, keep, now_s)
+    """Return which checkpoints go, of all in their order. Of each container the newest always stays.
+
+    The checkpoints of one epoch of a gang go together, or stay.
+    """
+    candidates = [
+        _Candidate(order, _made_s(m), lineage(m.container), m.id, m.container.gang) for order, m in enumerate(manifests)
+    ]
+    going = set(_choose(candidates, keep, now_s))
+    torn = {candidate.epoch for candidate in candidates if candidate.name not in going} - {""}
+    return [candidate.name for candidate in candidates if candidate.name in going and candidate.epoch not in torn]
 
 
 def _choose(candidates: Iterable[_Candidate], keep: Keep, now_s: float) -> list[str]:

@@ -27,6 +27,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "wait": ("ocihook.cli.store:wait", "Wait until checkpoints are complete in the store."),
     "ps": ("ocihook.cli.sessions:ps", "Show the dumps and restores that are going on."),
     "timeline": ("ocihook.cli.timeline:timeline", "Show what took how long in a dump or restore."),
+    "gang": ("ocihook.cli.gang:gang", "Checkpoint and restore the containers of one job together."),
+    "coordinator": ("ocihook.cli.gang:coordinator", "Coordinate the gangs of several nodes."),
     "metrics": ("ocihook.cli.metrics:metrics", "Print this node's metrics for Prometheus."),
     "recover": ("ocihook.cli.sessions:recover", "Undo what sessions left whose agent was killed."),
     "agent": ("ocihook.cli.agent:agent", "Run the agent in the foreground."),

@@ -14,7 +14,7 @@ from ocihook.errors import OcihookError, printable
 from ocihook.linux.files import replace_file
 from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
-from ocihook.session.timeline import Bar, Timeline, chrome_trace, lay_out
+from ocihook.session.timeline import Bar, Timeline, chrome_trace, lay_out, lay_out_gang
 
 _WIDTH = 32  # of the bars in the table
 
@@ -37,17 +37,21 @@ def _complete(_context: click.Context, _parameter: click.Parameter, incomplete: 
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write one page with a picture that needs nothing else.",
 )
+@click.option("--gang", "gang_name", metavar="GANG", help="Show all members of a gang that are on this node.")
 @json_option
-def timeline(*, name: str | None, chrome: bool, html_file: Path | None, as_json: bool) -> None:
+def timeline(*, name: str | None, chrome: bool, html_file: Path | None, gang_name: str | None, as_json: bool) -> None:
     """Show what took how long in a dump or restore: stages, phases, CRIU's parts, each process, GPU and worker.
 
     Of a checkpoint in the store, its dump is shown. A container's name, NAMESPACE/POD/NAME or id means its newest
-    session; without a name the node's newest is shown.
+    session; without a name the node's newest is shown. Of a gang ([NAMESPACE/]NAME) it is the newest dump or restore.
     """
     if chrome and as_json:
         raise click.UsageError("--chrome and --json cannot go together")
+    if gang_name and name:
+        raise click.UsageError("a session and --gang cannot go together")
     kept = history.read(Path(load_settings().history_dir))
-    found = lay_out(history.find(kept + _open_sessions(), name), kept)
+    records = kept + _open_sessions()
+    found = lay_out_gang(records, gang_name) if gang_name else lay_out(history.find(records, name), kept)
     if html_file is not None:
         from ocihook.cli.timeline_page import page
 

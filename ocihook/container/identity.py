@@ -10,9 +10,15 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ocihook.config import MEMBER_ANNOTATION, OWNER_ANNOTATION
-from ocihook.errors import IdentificationError
-from ocihook.model import ContainerRef, short_id
+from ocihook.config import (
+    GANG_ANNOTATION,
+    GANG_INDEX_ANNOTATION,
+    GANG_SIZE_ANNOTATION,
+    MEMBER_ANNOTATION,
+    OWNER_ANNOTATION,
+)
+from ocihook.errors import ConfigError, IdentificationError
+from ocihook.model import ContainerRef, GangRef, short_id
 
 
 class _Names(NamedTuple):
@@ -35,6 +41,10 @@ _ENGINES = {
 }
 _MANAGERS = {"libpod": "podman", "cri-o": "cri-o"}
 _NAMESPACE = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 label
+
+
+_GANG_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_MAX_GANG = 1 << 16
 
 
 def engine_of(annotations: Mapping[str, str]) -> str:
@@ -66,3 +76,30 @@ def container_ref(
     names["name"] = names.get("name") or name
     names["owner"], names["member"] = annotations.get(OWNER_ANNOTATION, ""), annotations.get(MEMBER_ANNOTATION, "")
     return ContainerRef(id=container_id, engine=engine, runtime=runtime, bundle=bundle, **names)
+
+
+def gang_ref(annotations: Mapping[str, str], container: ContainerRef) -> GangRef | None:
+    """Return a container's place in the gang that its annotations name; None if they name none.
+
+    It is always a gang of the container's own namespace.
+
+    Raises:
+        ConfigError: if the annotations are wrong.
+    """
+    name, size = annotations.get(GANG_ANNOTATION, ""), annotations.get(GANG_SIZE_ANNOTATION, "")
+    if not name and not size:
+        return None
+    if not _GANG_NAME.fullmatch(name):
+        raise ConfigError(
+            f"annotation {GANG_ANNOTATION}: {name!r} is no name for a gang",
+            hint="up to 63 letters, digits, '.', '_' and '-', the first and the last a letter or digit",
+        )
+    if not size.isascii() or not size.isdigit() or not 1 < int(size[:6]) <= _MAX_GANG:
+        raise ConfigError(
+            f"annotation {GANG_SIZE_ANNOTATION}: {size!r} must be the number of containers in gang {name}, 2 or more"
+        )
+    index = annotations.get(GANG_INDEX_ANNOTATION, "")
+    if index and not (index.isascii() and index.isdigit() and int(index[:6]) < int(size)):
+        raise ConfigError(f"annotation {GANG_INDEX_ANNOTATION}: {index!r} must be a number less than {int(size)}")
+    named = "/".join(filter(None, (container.pod_name, container.name))) or short_id(container.id)
+    return GangRef(container.pod_namespace, name, str(int(index)) if index else named, int(size))

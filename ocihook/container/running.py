@@ -31,7 +31,7 @@ def find_container(name: str, run: Path = Path("/run")) -> RunningContainer:
     Raises:
         IdentificationError: if there is none, or more than one.
     """
-    found = list(_containers(run))
+    found = list(containers(run))
     matching = [container for container in found if container.id.startswith(name)]
     matching = matching or [container for container in found if name in _names(container)]
     if not matching and (podman_id := _podman_id(name)):
@@ -48,10 +48,11 @@ def find_container(name: str, run: Path = Path("/run")) -> RunningContainer:
 
 def container_of(pid: int, run: Path = Path("/run")) -> RunningContainer | None:
     """Return the container whose init process this is, None if there is none."""
-    return next((container for container in _containers(run) if container.init_pid == pid), None)
+    return next((container for container in containers(run) if container.init_pid == pid), None)
 
 
-def _containers(run: Path) -> Iterator[RunningContainer]:
+def containers(run: Path = Path("/run")) -> Iterator[RunningContainer]:
+    """Yield all running containers that runtimes know."""
     for root in _ROOTS:
         for path in (*run.glob(f"{root}/*/state.json"), *run.glob(f"{root}/*/status")):
             with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):

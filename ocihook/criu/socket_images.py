@@ -225,10 +225,12 @@ def move_files(directory: Path, image: FilesImage, moves: Mapping[int, Ends]) ->
 
 
 class Stream(NamedTuple):
-    """What a connection has sent, as its image tells."""
+    """What a connection has sent and received, as its image tells; numbers are sequence numbers of TCP."""
 
-    unacknowledged: int  # sequence number of the oldest byte that the peer has not confirmed
+    unacknowledged: int  # the oldest byte that the peer has not confirmed
     queued_bytes: int  # that it has not confirmed, or that were never sent
+    next_sent: int  # the first byte that was never sent
+    next_received: int  # the first byte that has not arrived
 
 
 def read_stream(directory: Path, sock: InetSocket) -> Stream | None:
@@ -245,7 +247,8 @@ def read_stream(directory: Path, sock: InetSocket) -> Stream | None:
         return None
     position, encoded = next(frames(_first(data), name, (COMMON_MAGIC, _TCP_STREAM_MAGIC)), (0, b""))
     entry = decode("tcp_stream_entry", encoded, name, position)
-    return Stream((entry.outq_seq - entry.outq_len) % _U32, entry.outq_len)  # type: ignore[attr-defined]
+    first, unsent = entry.outq_seq - entry.outq_len, entry.outq_seq - entry.unsq_len  # type: ignore[attr-defined]
+    return Stream(first % _U32, entry.outq_len, unsent % _U32, entry.inq_seq)  # type: ignore[attr-defined]
 
 
 def _first(data: bytes) -> bytes:

@@ -203,7 +203,8 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
     effect = GpuCheckpointed(processes=[Taken(process, names[process], 0, {}) for process in ours])
     journal.add(effect)
     with journal.phase("gpu lock") as phase, journal.spans(phase) as spans:
-        lock_all(driver, ours, dump.patience, policy.gpu_lock_timeout_s, spans)
+        agree = dump.gang.agree if call.gang else None
+        lock_all(driver, ours, dump.patience, policy.gpu_lock_timeout_s, spans, agree=agree)
     with journal.phase("gpu read again"):  # what they hold is what is restored from now on, and not before
         situation = situation.read_again(dump.patience)
         heed(memory_refusals(situation), policy.gpu_preflight)

@@ -8,8 +8,9 @@ not broken off, and whoever has made it asks afterwards whether anybody still wa
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ocihook.errors import CudaError, CudaLockTimeout, OcihookError, TraceError, plain
 from ocihook.gpu.driver import CudaDriver, CudaState, GpuMap
@@ -28,6 +29,7 @@ CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
 ROOM_TIMEOUT_S = 60.0  # for memory on a GPU that was just left to come free
 _FIRST_LOCK_S = 0.5
 _LONGEST_LOCK_S = 5.0
+_GANG_PAUSE_S = 0.05
 # Smaller mappings are left to CRIU. The driver's own is larger than any context, which takes 300 MiB and more.
 _MIN_REGION_BYTES = 1 << 20
 _MADV_HUGEPAGE = 14
@@ -75,8 +77,21 @@ def states(driver: CudaDriver, processes: Sequence[Process], patience: Patience)
     return found
 
 
+class Agree(Protocol):
+    """Tells whether all members of a gang are locked, at an attempt that all of them make."""
+
+    def __call__(self, attempt: int, *, is_locked: bool) -> bool:
+        """Ask, if this member is locked or not."""
+
+
 def lock_all(
-    driver: CudaDriver, processes: Sequence[Process], patience: Patience, timeout_s: float, spans: Spans | None = None
+    driver: CudaDriver,
+    processes: Sequence[Process],
+    patience: Patience,
+    timeout_s: float,
+    spans: Spans | None = None,
+    *,
+    agree: Agree | None = None,
 ) -> None:
     """Lock every process, or none.
 
@@ -84,28 +99,32 @@ def lock_all(
     the attempts are short, and when one fails all are unlocked for a moment. One process alone waits for nobody: it is
     given all time at once, since a lock that is tried again begins anew behind the work that came meanwhile.
 
+    Those of a gang wait for one another, too: with `agree` all its members try at the same moments, with equal pauses.
+
     Raises:
         CudaLockTimeout: if they do not come to rest in time.
         CudaError: on anything else. All are unlocked again.
         GivenUp: if nobody waits for it any more; what is locked by then is left so.
     """
     patience = patience.within(timeout_s)
-    attempt_s = timeout_s if len(processes) == 1 else min(_FIRST_LOCK_S, timeout_s)
+    attempt_s = timeout_s if len(processes) == 1 and agree is None else min(_FIRST_LOCK_S, timeout_s)
 
     def lock(process: Process) -> None:
         with measured(spans, "lock", process):
             driver.lock(process.pid, attempt_s)
 
-    while True:
+    for attempt in count(1):
         failures = _on_each(lock, processes, attempt_s + CALL_TIMEOUT_S, "lock")
         patience.check()
-        if not failures:
+        worst = next((f for f in failures.values() if not isinstance(f, CudaLockTimeout)), None)
+        if not worst and (agree(attempt, is_locked=not failures) if agree else not failures):
             return
         resume_all(driver, processes)
-        worst = next((f for f in failures.values() if not isinstance(f, CudaLockTimeout)), None)
         if worst or patience.is_over:
-            raise worst or next(iter(failures.values()))
-        patience.sleep(random.uniform(0.01, 0.1))  # noqa: S311 - so that ranks meet each other elsewhere
+            others = CudaLockTimeout("the CUDA calls of other members of the gang did not end in time")
+            raise worst or next(iter(failures.values()), others)
+        # Ranks of one container meet each other elsewhere after any pause; members of a gang all after the same one.
+        patience.sleep(_GANG_PAUSE_S if agree else random.uniform(0.01, 0.1))  # noqa: S311
         attempt_s = max(0.1, min(attempt_s * 1.5, _LONGEST_LOCK_S, patience.left_s))
 
 

@@ -8,6 +8,7 @@ import logging
 import platform
 import socket
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from ocihook.criu.socket_images import FilesImage, read_stream
@@ -54,7 +55,8 @@ def refuse(dump: Dump) -> None:
         raise PreflightError(detail, hint="install CRIU 4.2 or later")
     if survey.has_mptcp:
         raise PreflightError("the container uses multipath TCP, which CRIU cannot dump", hint=MPTCP_REMEDY)
-    unwanted = refused(survey.connections, policy_of(dump), survey.own)
+    gang = {ip_address(text) for text in dump.gang_addresses}
+    unwanted = refused(survey.connections, policy_of(dump), survey.own, gang)
     if unwanted:
         raise PreflightError(
             f"the container's policy refuses a dump with its {len(unwanted)} open connections ({named(unwanted)})",
@@ -102,6 +104,7 @@ def hold_network(dump: Dump) -> None:
         with dump.journal.phase("drain"):
             hold(dump.journal, survey.namespace, init=init, drain=True)
             _wait_for_answers(dump, pids)
+        dump.gang.meet("drained")
         hold(dump.journal, survey.namespace)
     except RulesRefused as error:  # CRIU has a lock of its own, from a little later on
         log.warning("container %s: its traffic is not held: %s", dump.container, error)

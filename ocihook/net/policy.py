@@ -96,6 +96,8 @@ def asked(policy: TcpPolicy, options: Collection[str]) -> TcpPolicy:
     return TcpPolicy(Mode.ESTABLISHED) if "tcp-established" in options else policy
 
 
-def refused(sockets: Sequence[E], policy: TcpPolicy, own: Collection[IPAddress]) -> list[E]:
+def refused(
+    sockets: Sequence[E], policy: TcpPolicy, own: Collection[IPAddress], gang: Collection[IPAddress] = ()
+) -> list[E]:
     """Return the connections for which a dump is refused."""
-    return [sock for sock in sockets if fate(sock, policy, own) is Fate.REFUSED]
+    return [sock for sock in sockets if fate(sock, policy, own, gang) is Fate.REFUSED]

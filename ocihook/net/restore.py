@@ -105,6 +105,7 @@ def _plan(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
     namespace = NetNamespace.of(restore.criu_pid) if path is None else NetNamespace.at(path) if path else None
     own = _own_addresses(sockets, namespace, note)
     peers = parse_pairs(filter(None, restore.policy.address_map.split(",")), "address_map")
+    peers |= _addresses_of_gang(restore, own, sockets)
     policy = asked(parse(restore.policy.tcp, "tcp"), call.options)
     plan = make_plan(sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys())
     return Moving(sockets, namespace, note, own, plan)
@@ -130,6 +131,14 @@ def move_sockets(restore: Restore, moving: Moving) -> str:
         )
     )
     return _told(restore, plan)
+
+
+def _addresses_of_gang(restore: Restore, own: AddressMap, sockets: Iterable[InetSocket]) -> dict[IPAddress, IPAddress]:
+    """Tell the other members of the gang where this one is, and return where those are that it is connected with."""
+    mine = {str(old): str(new) for old, new in own.pairs.items()}
+    peers = {str(sock.remote) for sock in sockets if sock.is_connection}
+    told = restore.gang.meet("addresses", mine, peers)
+    return parse_pairs((f"{old}={new}" for old, new in told.items() if new), "the gang")
 
 
 def _hold(restore: Restore, namespace: NetNamespace, plan: Plan) -> None:
@@ -229,6 +238,7 @@ def release_sockets(restore: Restore) -> str:
     if facts.to_destroy and facts.network is not None:
         places = set(facts.to_destroy)
         destroy(facts.network, [s for s in inet_sockets(facts.network, [socket.IPPROTO_TCP]) if _place_of(s) in places])
+    restore.gang.meet("restored")
     restore.journal.note(replace(facts, released_at=time.time()))
     release(restore.journal)
     return f"container {restore.journal.container}: not restored: {', '.join(lost)}" if lost else ""

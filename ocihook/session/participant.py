@@ -15,7 +15,7 @@ from ocihook.linux.cgroup import Freezer, find_freezer
 from ocihook.linux.hold import Hold
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.model import ContainerRef
+from ocihook.model import ContainerRef, GangRef
 from ocihook.packs.cipher import KeySource
 from ocihook.packs.pages import Parts
 from ocihook.session.effect import Facts
@@ -39,6 +39,8 @@ class CallFacts(Facts):
     workers: int = 1
     memory_room_bytes: int = 0  # that GPU memory may take on its way
     store: tuple[str, ...] = ()  # directory and keys of the node's
+    gang: GangRef | None = None  # that its annotations name
+    coordinator: tuple[str, str] = ("", "")  # of gangs: where it is, and the directory with certificates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,39 @@ class SizeFacts(Facts):
     raw_bytes: int | None = None
     stored_bytes: int | None = None
     checkpoint: str | None = None  # in the store
+
+
+class Gang(Protocol):
+    """The container's gang, if it is dumped or restored with one."""
+
+    def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+        """Wait until all members have come to a phase, or to a later one; return what they tell.
+
+        Args:
+            phase: which (gang/protocol.py).
+            message: what this one has to tell, by keys.
+            about: keys that it asks about.
+
+        Raises:
+            OcihookError: if they will not: none of them is dumped, or restored.
+        """
+
+    def agree(self, attempt: int, *, is_locked: bool) -> bool:
+        """Tell whether the CUDA processes of all members are locked, if those of this one are."""
+
+
+class Alone(Gang):
+    """No gang."""
+
+    def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+        """Wait for nobody."""
+        del phase, message, about
+        return {}
+
+    def agree(self, attempt: int, *, is_locked: bool) -> bool:
+        """Tell whether this one is."""
+        del attempt
+        return is_locked
 
 
 @dataclass
@@ -60,6 +95,7 @@ class Act:
     init_pid: int  # 0: there is none yet
     image_dir: str  # as the agent's own mount namespace may see it
     directory: Path  # the same, whatever mount namespace CRIU is in
+    gang: Gang = field(default_factory=Alone, kw_only=True)
 
     def call(self) -> CallFacts:
         """Return what it was called for."""
@@ -87,6 +123,7 @@ class Dump(Act):
     needs_tasks: bool = False  # to run before CRIU begins
     has_gpu: bool = False
     has_connections: bool = False  # TCP, which CRIU takes apart
+    gang_addresses: Collection[str] = ()  # of members of the gang that it is connected with
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
     moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU

@@ -7,6 +7,7 @@ from the stages around them, and they are marked so.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ocihook.errors import StoreError
 from ocihook.model import ContainerRef
 from ocihook.session.history import act_of, error_of, outcome_of
 
@@ -50,6 +51,8 @@ class Timeline(NamedTuple):
         """The container and its engine, for people."""
         if not self.container:
             return "an unknown container"
+        if self.container.startswith("gang "):  # no container's name has a space
+            return self.container
         return f"container {self.container}" + (f" of {self.engine}" if self.engine else "")
 
     @property
@@ -92,6 +95,43 @@ def lay_out(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ())
         seconds=max([float(record.get("ended", began)) - began, *(b.start_s + b.seconds - began for b in bars)]),
         bars=tuple(bar._replace(start_s=max(0.0, bar.start_s - began)) for bar in bars),
     )
+
+
+def lay_out_gang(records: Sequence[Mapping[str, Any]], name: str) -> Timeline:
+    """Return the newest dump or restore of a gang: what its members on this node did, one below the other.
+
+    Args:
+        records: of the history, and journals.
+        name: of the gang, with its namespace if it has one.
+
+    Raises:
+        StoreError: if none is known.
+    """
+    known = [record for record in records if record["facts"].get("gang_ref") and name == _gang_of(record)]
+    if not known:
+        raise StoreError(
+            f"the history has no dump or restore of gang {name!r}", hint="`ocihook ps --all` shows what it has"
+        )
+    newest = known[-1]
+    key = newest["facts"]["gang_epoch"], act_of(newest)
+    same = [record for record in known if (record["facts"]["gang_epoch"], act_of(record)) == key]
+    laid = {str(record["facts"]["gang_ref"][2]): lay_out(record) for record in same}
+    began = min(one.began for one in laid.values())
+    bars = [
+        bar._replace(lane=f"{member}: {bar.lane}", start_s=bar.start_s + one.began - began)
+        for member, one in sorted(laid.items())
+        for bar in one.bars
+    ]
+    shown = next((one for one in laid.values() if one.error), laid[str(newest["facts"]["gang_ref"][2])])
+    seconds = max(one.began + one.seconds for one in laid.values()) - began
+    return shown._replace(
+        session=f"epoch {key[0]}", container=f"gang {name}", engine="", began=began, seconds=seconds, bars=tuple(bars)
+    )
+
+
+def _gang_of(record: Mapping[str, Any]) -> str:
+    namespace, name, *_ = record["facts"]["gang_ref"]
+    return f"{namespace}/{name}" if namespace else str(name)
 
 
 def _stages(record: Mapping[str, Any]) -> Iterator[Bar]:

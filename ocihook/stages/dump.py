@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ocihook.config import Settings, apply_annotations
 from ocihook.container.conmon import conmon_name
-from ocihook.container.identity import container_ref
+from ocihook.container.identity import container_ref, gang_ref
 from ocihook.container.runtime_call import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
@@ -40,18 +40,19 @@ def pre_dump(
     identify(journal, request, call, load_settings())
     dump = _dump(journal, patience, request, directory)
     taking_part = participants()
-    for participant in taking_part:
-        participant.refuse(dump)
-    for participant in taking_part:
-        dump.needs_tasks |= participant.needs_tasks(dump)
     try:
+        for participant in taking_part:
+            participant.refuse(dump)
+        for participant in taking_part:
+            dump.needs_tasks |= participant.needs_tasks(dump)
         for participant in taking_part:
             participant.prepare(dump)
             patience.check()
         for participant in reversed(taking_part):
             participant.hold(dump)
             patience.check()
-    except Exception:
+    except Exception as failure:
+        journal.note_error(failure, "failed")  # which the gang is told
         try:
             undo_all(journal, Patience(timeout_s=0))  # while what is held is held
         except OcihookError as error:
@@ -134,6 +135,7 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Se
             cgroup=call.cgroup,
             criu_asked=call.options,
             criu_config=annotations.get("org.criu.config", ""),
+            gang=gang_ref(annotations, container),
             memory_room_bytes=max(0, settings.bound_bytes - AGENT_BYTES) if call.leave_running else 0,
         )
     )
@@ -150,6 +152,7 @@ def call_facts(settings: Settings, criu_pid: int) -> CallFacts:
         criu_version=criu_version(criu_pid),
         workers=pack_workers(settings),
         store=(settings.store_dir, *KeySource.of(settings)),
+        coordinator=(settings.coordinator, settings.tls_dir),
     )
 
 

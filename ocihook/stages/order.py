@@ -1,5 +1,6 @@
 """Who takes part in a dump and a restore, the outermost first. Whoever is new has a line here."""
 
+from ocihook.gang.participant import Membership
 from ocihook.gpu.participant import Gpu
 from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.standstill import Standstill
@@ -12,6 +13,7 @@ from ocihook.stages.until_started import UntilStarted
 
 _ORDER: tuple[type[Participant], ...] = (
     UntilStarted,  # freezes what is restored, and not started yet
+    Membership,  # the other containers of the job come to the same moment, or none does
     Standstill,  # thaws what the engine has frozen, so that the others can be asked; freezes it again
     Quiesce,  # the application comes to rest by itself
     StoredPages,  # CRIU's page images go to the node's store

@@ -40,6 +40,7 @@ from ocihook.packs.unpacking import Packs
 from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from tests.bench.engine import whole_checkpoints
+from tests.bench.gang import SIZES, simulate
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
 
 DATASET_BYTES = 1 << 30
@@ -113,6 +114,7 @@ def main() -> int:
         *_store_memory(dataset),
         *_engine(dataset),
         *_downtime(dataset),
+        *_gangs(),
     ]
     _RESULTS.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
     for figure in figures:
@@ -459,6 +461,15 @@ def _put_and_get(store: "OurStore | PeerStore | ZstdFiles", versions: tuple[Path
     subprocess.run(["cmp", versions[1], out], check=True)
     out.unlink()
     return _Result(seconds[0], seconds[1], out_s, stored[0], stored[1])
+
+
+def _gangs() -> Iterator[Figure]:
+    """Meetings of large gangs, simulated with the coordinator's own code."""
+    for meetings in map(simulate, SIZES):
+        name = f"gang of {meetings.members}, dump"
+        yield Figure(f"{name}: longest meeting", meetings.longest_s * 1e3, "ms", "simulated", 1000, "lower")
+        yield Figure(f"{name}: messages", meetings.messages, "", "simulated", None, "lower")
+        yield Figure(f"{name}: sent", meetings.megabytes, "MB", "simulated", None, "lower")
 
 
 def _store_figures(results: dict[str, _Result], size: int, ideal_bytes: int, copy_s: float) -> Iterator[Figure]:

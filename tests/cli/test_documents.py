@@ -15,7 +15,7 @@ import pytest
 
 import ocihook
 from ocihook.cli.handbook import PARTS
-from ocihook.config import ALLOWED, TABLES, Policy, Settings, load_settings
+from ocihook.config import ALLOWED, IDENTITY_ANNOTATIONS, TABLES, Policy, Settings, load_settings
 from tests.cli.test_commands import ALL
 
 PROJECT = Path(__file__).parents[2]
@@ -124,7 +124,8 @@ def test_settings_exist(page: Path, tmp_path: Path) -> None:
         if match := re.fullmatch(r"(\w+_\w+) = .+", text):
             assert match[1] in KEYS | FOREIGN_KEYS, f"{page.name}: {text}"
     annotations = re.findall(r"ocihook\.io/([a-z][a-z-]*)", page.read_text())
-    assert {name.replace("-", "_") for name in annotations} <= {*KEYS, "owner"}
+    others = {name.partition("/")[2] for name in IDENTITY_ANNOTATIONS}
+    assert {name.replace("-", "_") for name in {*annotations} - others} <= {*KEYS}
 
 
 def test_every_setting_is_there_with_its_default() -> None:

@@ -61,6 +61,26 @@ def test_several_are_given_a_little_and_more_each_time(tmp_path: Path) -> None:
     assert asked[:4] == [0.5, 0.5, 0.75, 0.75]
 
 
+def test_members_of_a_gang_try_until_all_are_locked(tmp_path: Path) -> None:
+    driver, votes = Driver(tmp_path / "log", 2), []
+
+    def agree(attempt: int, *, is_locked: bool) -> bool:
+        votes.append((attempt, is_locked))
+        return attempt == 3
+
+    processes = [process for pid in (os.getpid(),) if (process := Process.find(pid))]
+    lock_all(cast("CudaDriver", driver), processes, Patience(), 30, agree=agree)
+    assert votes == [(1, False), (2, True), (3, True)]  # the second time another member was not
+    assert driver.asked() == [0.5, 0.75, 1.125]
+
+
+def test_the_time_is_up_for_a_gang_that_does_not_lock(tmp_path: Path) -> None:
+    processes = [process for pid in (os.getpid(),) if (process := Process.find(pid))]
+    driver = cast("CudaDriver", Driver(tmp_path / "log", 1))
+    with pytest.raises(CudaLockTimeout, match="other members of the gang"):
+        lock_all(driver, processes, Patience(), 1e-9, agree=lambda _attempt, *, is_locked: not is_locked)
+
+
 @pytest.mark.parametrize(
     ("verb", "result", "gpu_map", "hint"),
     [

@@ -117,7 +117,7 @@ def test_what_a_connection_has_sent(tmp_path: Path) -> None:
     magics = struct.pack("<II", 0x54564319, 0x51465506)
     assert read_stream(tmp_path, FOUR) is None
     path.write_bytes(magics + message + b"queues" * 2000)
-    assert read_stream(tmp_path, FOUR) == Stream(unacknowledged=(1 << 32) - 6, queued_bytes=10)
+    assert read_stream(tmp_path, FOUR) == Stream((1 << 32) - 6, queued_bytes=10, next_sent=4, next_received=5)
     for damaged in (b"", magics, magics + message[:-1], b"x" * 30, magics + b"\xff\xff\xff\xff"):
         path.write_bytes(damaged)
         with pytest.raises(ImageError):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,9 +163,19 @@ def test_a_thin_record_that_is_none(tmp_path: Path, spoil: Callable[[bytes], byt
 
 
 def made(sequence: int, created: str, container: str = "a") -> StoredManifest:
-    from dataclasses import replace
-
     return replace(MANIFEST, id=f"{sequence}", sequence=sequence, created=created, container=ContainerRef(id=container))
+
+
+def test_checkpoints_of_one_epoch_go_together() -> None:
+    now = 1_767_322_800.0  # 2026-01-02T03:00:00Z
+
+    def member(sequence: int, name: str, epoch: str) -> StoredManifest:
+        return replace(made(sequence, "2026-01-01T00:00:00Z"), container=ContainerRef(id=name, gang=epoch))
+
+    row = [member(0, "a", "job/1"), member(1, "b", "job/1"), member(2, "a", "job/2"), member(3, "b", "job/2")]
+    assert sorted(choose(row, Keep(last=1), now)) == ["0", "1"]
+    row.append(member(4, "a", "job/3"))  # b has none that is newer: its part of the second epoch stays, and so does a's
+    assert sorted(choose(row, Keep(last=1), now)) == ["0", "1"]
 
 
 def test_what_a_prune_keeps() -> None:

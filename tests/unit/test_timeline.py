@@ -12,8 +12,9 @@ from click.testing import CliRunner
 from ocihook.cli import timeline as command
 from ocihook.cli.timeline_page import page
 from ocihook.config import Settings
+from ocihook.errors import StoreError
 from ocihook.session import history
-from ocihook.session.timeline import Bar, chrome_trace, lay_out
+from ocihook.session.timeline import Bar, chrome_trace, lay_out, lay_out_gang
 
 GPUS = ["GPU-0a", "GPU-0b"]
 CHECKPOINT = "20260101T000000Z-00000001"
@@ -140,6 +141,20 @@ def test_the_trace_has_every_bar() -> None:
     names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     lock = next(event for event in events if event["name"] == "lock" and names[event["tid"]].startswith("process 12"))
     assert (lock["ts"], lock["dur"], lock["args"]) == (1000000, 200000, {"failed": True})
+
+
+def test_the_members_of_a_gang_are_in_one_picture() -> None:
+    def member(name: str, began: float, epoch: int = 2) -> dict[str, Any]:
+        stages = {"pre-dump": stage(began + 0.5, 1.0), "post-dump": stage(began + 2, 0.5)}
+        gang = {"gang_ref": ["", "job", name, 2, 0], "gang_epoch": epoch}
+        return dump(id=name, began=began, ended=began + 5, stages=stages, spans=[], phases=[], facts=gang)
+
+    found = lay_out_gang([member("a", 50.0, epoch=1), member("b", 101.0), dump(), member("a", 100.0)], "job")
+    assert (found.who, found.session, found.began, found.seconds) == ("gang job", "epoch 2", 100.0, 6.0)
+    starts = [(bar.lane, bar.start_s) for bar in found.bars if bar.name == "pre-dump"]
+    assert starts == [("a: stages", 0.5), ("b: stages", 1.5)]
+    with pytest.raises(StoreError, match="gang 'other'"):
+        lay_out_gang([member("a", 50.0)], "other")
 
 
 def test_names_that_containers_chose_stay_text() -> None:

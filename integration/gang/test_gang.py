@@ -1,0 +1,111 @@
+"""Two containers of one job, on two nodes, under traffic: dumped at one moment, and restored at other addresses."""
+
+import json
+import os
+import shlex
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from integration.namespace import CommandError, wait_for
+from integration.net.conftest import MakeNode
+from integration.net.engine import NetPodman
+from integration.net.pair import NAMES, Pair
+from tests.fakes.authority import Authority
+
+IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
+_LIMIT_S = 60.0  # of a meeting; a loaded machine takes its time
+_PORT = 7443
+_KILL_ONE = "mkdir /run/one-killed 2>/dev/null && kill -9 $PPID"  # CRIU, of whoever comes first
+
+
+def make_pair(node: NetPodman) -> Pair:
+    limit_members(node, _LIMIT_S)
+    return Pair(node, gang="job", gang_size="2")
+
+
+def limit_members(node: NetPodman, timeout_s: float) -> None:
+    """Say how long members wait for one another."""
+    node.configure(f"[agent]\nidle_timeout_s = 2\n[policy]\ngang_timeout_s = {timeout_s}\n")
+
+
+def serve_nodes(node: NetPodman) -> None:
+    """Start a coordinator that serves several nodes, and name it in the node's configuration."""
+    tls = Authority().give(node.scratch / "tls", "node")
+    text = f'coordinator = "https://127.0.0.1:{_PORT}"\ntls_dir = "{tls}"\n'
+    node.configure(f"[agent]\nidle_timeout_s = 2\n{text}[policy]\ngang_timeout_s = {_LIMIT_S}\n")
+    log = node.scratch / "coordinator.log"
+    listen = f"127.0.0.1:{_PORT}"
+    python = ("python3", "-m", "ocihook", "coordinator", "--listen", listen)
+    node.namespace.spawn(*python, log=log, PYTHONPATH="/opt/ocihook")
+    wait_for("the coordinator to listen", lambda: "listening" in log.read_text())
+
+
+def gang(node: NetPodman, command: str, *arguments: str) -> str:
+    """Run `ocihook gang` with the node's podman."""
+    return node.ocihook("gang", command, *arguments, "--podman", shlex.join(["podman", *node.options()]))
+
+
+def attempt(node: NetPodman) -> dict[str, object]:
+    """Return what is known of the last attempt."""
+    (found,) = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
+    last: dict[str, object] = found.get("attempt", {"state": "none"})
+    return last
+
+
+def assert_nothing_left(node: NetPodman) -> None:
+    wait_for("all sessions to end", lambda: not list(node.namespace.path("/run/ocihook/sessions").glob("*.json")))
+    assert node.holds("client") + node.holds("server") == []
+
+
+def test_both_members_move_to_new_addresses(make_node: MakeNode) -> None:
+    node = make_node()
+    pair = make_pair(node)
+    for number in range(1, 100 if IS_NIGHTLY else 3):
+        if number == 2:  # from here on as on several nodes
+            serve_nodes(node)
+        directory = node.scratch / f"epoch{number}"
+        assert "members client, server; 4 connections" in gang(node, "checkpoint", "job", str(directory))
+        pair.remove()
+        pair.remove_places()
+        pair.make_places(number)
+        assert "restored" in gang(node, "restore", str(directory))
+        pair.assert_flows()
+        assert_nothing_left(node)
+    archives = sorted(map(str, (node.scratch / "epoch1").iterdir()))
+    assert "complete" in node.ocihook("gang", "verify", *archives)
+    with pytest.raises(CommandError, match="lacks 1 members beside server"):
+        node.ocihook("gang", "verify", archives[1])
+
+
+def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
+    node = make_node()
+    pair = make_pair(node)
+    limit_members(node, 1)
+    with pytest.raises(CommandError, match=r"1 that nobody has heard of did not come to 'arrived' within 1 s"):
+        node.checkpoint("client", pair.archives["client"])
+    limit_members(node, _LIMIT_S)
+    with ThreadPoolExecutor() as pool:  # one whose CRIU is killed while it waits
+        waiting = pool.submit(node.checkpoint, "client", pair.archives["client"])
+        wait_for("the client to arrive", lambda: attempt(node)["state"] == "open")
+        for pid in node.namespace.pids("criu swrk"):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(CommandError):
+            waiting.result(_LIMIT_S)
+    pair.assert_flows()
+    for stage in ("network-lock", "post-dump"):
+        node.act_at(stage, _KILL_ONE)
+        with ThreadPoolExecutor() as pool:
+            dumps = [pool.submit(node.checkpoint, name, pair.archives[name], "--leave-running") for name in NAMES]
+            failures = [str(dump.exception()) for dump in dumps]
+        if stage == "network-lock":
+            assert sum("is over for all members" in failure for failure in failures) == 1
+            assert "None" not in failures
+        node.act_no_more()
+        node.run("rmdir", "/run/one-killed")
+        pair.assert_flows()
+        assert_nothing_left(node)
+    gang(node, "checkpoint", "job", str(node.scratch / "epoch"), "--leave-running")
+    pair.assert_flows()
+    assert_nothing_left(node)

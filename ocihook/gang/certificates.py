@@ -1,0 +1,38 @@
+"""Certificates of nodes and of their coordinator: who is who between nodes, by an authority that is theirs alone."""
+
+import ssl
+from pathlib import Path
+
+from ocihook.errors import ConfigError
+
+
+def client_tls(directory: Path) -> ssl.SSLContext:
+    """Return what a node reaches the coordinator with: it must have the name that it is reached by.
+
+    Raises:
+        ConfigError: if files are missing or wrong.
+    """
+    return _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), directory)
+
+
+def server_tls(directory: Path) -> ssl.SSLContext:
+    """Return what lets in whoever has a certificate of the authority in `ca.crt`.
+
+    Raises:
+        ConfigError: if files are missing or wrong.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return _load(context, directory)
+
+
+def _load(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
+    """Give a context what is in a directory, with names as in Kubernetes' secrets of certificates."""
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(directory / "tls.crt", directory / "tls.key")
+        context.load_verify_locations(directory / "ca.crt")
+    except OSError as error:
+        hint = "it needs tls.crt, tls.key and ca.crt"
+        raise ConfigError(f"the certificates in {directory} cannot be used: {error}", hint=hint) from error
+    return context

@@ -1,0 +1,130 @@
+"""The coordinator: gangs by their names, requests of members as JSON, and what is durable of their attempts."""
+
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ocihook.errors import GangError, plain
+from ocihook.gang.cut import End, contradictions, described
+from ocihook.gang.epochs import Epochs, all_gangs
+from ocihook.gang.protocol import REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
+from ocihook.session.record import from_json, to_json
+
+LONGEST_WAIT_S = 2.0  # of a request for others to come; then the member asks again
+_VERBS = ("join", "meet", "vote", "leave")
+
+
+class Coordinator:
+    """All gangs that one coordinator serves; may be asked by many threads."""
+
+    def __init__(self, root: Path) -> None:
+        """Begin with what is on disk.
+
+        Args:
+            root: below which each gang has a directory.
+        """
+        self._root = root
+        self._gangs: dict[tuple[str, str], Gang] = {}
+        self._changed = threading.Condition()
+
+    def handle(self, node: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a member; wait for a while if others are missing.
+
+        Args:
+            node: that speaks for it, as the transport knows it.
+            request: of the member.
+
+        Raises:
+            GangError: if the request is none, or nothing can be made durable.
+        """
+        wait_s = request.get("wait_s", LONGEST_WAIT_S)
+        until = time.monotonic() + min(LONGEST_WAIT_S, float(wait_s) if isinstance(wait_s, int | float) else 0.0)
+        with self._changed:
+            try:
+                gang = self._gang(str(request["namespace"]), str(request["gang"]))
+                answer = _ask(gang, node, request)
+                self._changed.notify_all()
+                while answer.state is State.WAIT and (left_s := until - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                    answer = _ask(gang, node, request)
+            except (KeyError, TypeError, ValueError) as error:
+                raise GangError(f"this is no request of a member: {error!r}") from error
+            except OSError as error:
+                raise GangError(f"the coordinator can keep nothing: {plain(error)}") from error
+        return {name: value for name, value in to_json(answer._asdict()).items() if value}
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return what is known of all gangs."""
+        with self._changed:
+            return [self._status_of(epochs) for epochs in all_gangs(self._root)]
+
+    def _status_of(self, epochs: Epochs) -> dict[str, Any]:
+        gang = self._gangs.get((epochs.namespace, epochs.name))
+        attempt = gang.attempt if gang else None
+        decided = [epochs.read(epoch) for epoch in epochs.decided()]
+        dumps = [record["epoch"] for record in decided if record["act"] == "dump"]
+        found: dict[str, Any] = {"namespace": epochs.namespace, "gang": epochs.name, "epochs": dumps}
+        if attempt is not None:
+            found["attempt"] = {
+                "epoch": attempt.epoch,
+                "act": attempt.join.act,
+                "size": attempt.join.size,
+                "state": "over" if attempt.reason else "decided" if attempt.is_decided else "open",
+                "reason": attempt.reason,
+                "members": {name: _phase_of(attempt, seat.reached) for name, seat in sorted(attempt.seats.items())},
+            }
+        return found
+
+    def _gang(self, namespace: str, name: str) -> Gang:
+        if (namespace, name) not in self._gangs:
+            epochs = Epochs(self._root, namespace, name)
+            decide = partial(_decide, epochs)
+            gang = Gang(epochs.take, decide, epoch=epochs.last, decided=epochs.sessions(REMEMBERED))
+            self._gangs[namespace, name] = gang
+        return self._gangs[namespace, name]
+
+
+def _phase_of(attempt: Attempt, reached: int) -> str:
+    return "joined" if reached < 0 else attempt.phases[reached].value
+
+
+def _ask(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
+    claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)))
+    verb = request["verb"]
+    if verb == "join":
+        return gang.join(claim, from_json(Join, request["join"]))
+    if verb == "vote":
+        return gang.vote(claim, int(request["ballot"]), is_locked=request["is_locked"] is True)
+    if verb == "leave":
+        phase = request.get("waited_for")
+        return gang.leave(claim, str(request["reason"]), Phase(phase) if phase else None)
+    if verb == "meet":
+        return gang.meet(claim, Phase(request["phase"]), request.get("message"), map(str, request.get("about", ())))
+    raise ValueError(f"{verb!r} is none of {', '.join(_VERBS)}")
+
+
+def _decide(epochs: Epochs, attempt: Attempt) -> str:
+    """Keep an attempt whose members have all come to its end; return why it cannot stand."""
+    said = attempt.messages
+    fitting = 0
+    if attempt.join.act == "dump":
+        try:
+            ends = {name: [from_json(End, end) for end in (said.get(name) or {})["ends"]] for name in attempt.seats}
+        except (KeyError, TypeError, ValueError) as error:
+            return f"a member did not tell of its connections: {error!r}"
+        wrong, fitting = contradictions(ends)
+        if wrong:
+            return described(wrong)
+    members = {
+        name: {"session": seat.session, "node": seat.node, **(said.get(name) or {}).get("checkpoint", {})}
+        for name, seat in sorted(attempt.seats.items())
+    }
+    record = {"act": attempt.join.act, "source": attempt.join.source, "connections": fitting, "members": members}
+    try:
+        epochs.keep(attempt.epoch, {**record, "decided": time.time()})
+    except OSError as error:
+        return f"the coordinator cannot keep it: {plain(error)}"
+    return ""

@@ -1,0 +1,97 @@
+"""What a coordinator keeps of a gang on disk: which epochs are taken, and the manifest of each that was decided.
+
+A directory for each gang, below one for its namespace. `last` is the number of the newest epoch; it is written before
+anyone is told that number. EPOCH.json is an attempt that all members have come to the end of; it is written before any
+of them is told so. docs/formats.md has its fields.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ocihook.errors import GangError
+from ocihook.linux.files import replace_file
+from ocihook.model import GangRef
+
+NO_NAMESPACE = "_node"  # which no namespace can be called
+_VERSION = 1
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_KEPT = 100  # of what was decided
+
+
+class Epochs:
+    """The epochs of one gang."""
+
+    def __init__(self, root: Path, namespace: str, name: str) -> None:
+        """Take a gang's directory.
+
+        Raises:
+            GangError: if the names are none.
+        """
+        if (namespace and not _NAME.fullmatch(namespace)) or not _NAME.fullmatch(name):
+            raise GangError(f"{namespace!r} and {name!r} are no names of a namespace and a gang")
+        self.namespace, self.name = namespace, name
+        self._directory = root / (namespace or NO_NAMESPACE) / name
+
+    @property
+    def last(self) -> int:
+        """The newest epoch that was taken; 0: none."""
+        try:
+            return int((self._directory / "last").read_text())
+        except FileNotFoundError:
+            return 0
+
+    def take(self, epoch: int) -> None:
+        """Make durable that an epoch is taken."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(self._directory / "last", b"%d\n" % epoch, mode=0o600)
+
+    def keep(self, epoch: int, record: Mapping[str, Any]) -> None:
+        """Make durable what all members have come to."""
+        data = {"version": _VERSION, "namespace": self.namespace, "gang": self.name, "epoch": epoch, **record}
+        replace_file(self._path(epoch), json.dumps(data, indent=1).encode(), mode=0o600)
+        for old in self.decided()[:-_KEPT]:
+            self._path(old).unlink(missing_ok=True)
+
+    def read(self, epoch: int) -> dict[str, Any]:
+        """Return what is kept of an epoch.
+
+        Raises:
+            GangError: if it is damaged.
+            FileNotFoundError: if nothing is.
+        """
+        try:
+            record: dict[str, Any] = json.loads(self._path(epoch).read_bytes())
+            if record["version"] != _VERSION or not isinstance(record["members"], dict):
+                raise ValueError("of no version that is known")
+        except (ValueError, KeyError, TypeError) as error:
+            raise GangError(f"{self._path(epoch)} is damaged: {error}") from error
+        return record
+
+    def decided(self) -> list[int]:
+        """Return the epochs that something is kept of, the oldest first."""
+        return sorted(int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdigit())
+
+    def sessions(self, count: int) -> dict[int, list[str]]:
+        """Return the members' sessions of the last epochs, so many at most."""
+        found = {}
+        for epoch in self.decided()[-count:]:
+            found[epoch] = [str(member["session"]) for member in self.read(epoch)["members"].values()]
+        return found
+
+    def _path(self, epoch: int) -> Path:
+        return self._directory / f"{epoch}.json"
+
+
+def all_gangs(root: Path) -> Iterator[Epochs]:
+    """Yield the gangs that a coordinator knows."""
+    for path in sorted(root.glob("*/*/last")):
+        namespace = path.parts[-3]
+        yield Epochs(root, "" if namespace == NO_NAMESPACE else namespace, path.parts[-2])
+
+
+def epochs_of(root: Path, gang: GangRef) -> Epochs:
+    """Return the epochs of a member's gang."""
+    return Epochs(root, gang.namespace, gang.name)

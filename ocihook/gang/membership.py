@@ -1,0 +1,166 @@
+"""A member of a gang in its dump or restore: it joins, meets the others, votes, and leaves if it fails."""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ocihook.errors import GangError, OcihookError
+from ocihook.gang.link import Link, unreachable
+from ocihook.gang.protocol import Answer, Join, Phase, State
+from ocihook.linux.patience import Patience
+from ocihook.model import GangRef
+from ocihook.session.effect import Effect, Facts
+from ocihook.session.journal import Journal
+from ocihook.session.record import to_json
+
+_RETRY_S = 0.1  # until a coordinator is asked again that could not be reached
+_LEAVE_S = 5.0  # for a coordinator to hear that a member has left; else the others find out by waiting
+# For what takes as long as a member has memory; less than packets are held (HOLD_LIMIT_S in net/hold.py).
+_WORK_LIMIT_S = 500.0
+_AT_WORK = (Phase.DRAINED, Phase.HELD, Phase.DUMPED, Phase.RESTORED)  # reached after such work
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangFacts(Facts):
+    """The gang that the container is a member of, and the attempt that it takes part in."""
+
+    gang_ref: GangRef | None = None
+    gang_epoch: int = 0
+
+
+@dataclass(kw_only=True)
+class GangJoined(Effect, kind="gang-joined"):
+    """The container takes part in a dump or restore of its gang; the others wait for it."""
+
+    holds_container = False
+
+    gang: GangRef
+    link: Link
+    session: str
+    epoch: int = 0  # 0: it was about to join
+    timeout_s: float = 60.0
+
+    def undo(self, journal: Journal, _patience: Patience) -> None:
+        """Leave: the attempt is over for all, unless all have come to its end."""
+        reason = "its dump or restore has failed"
+        verdict = journal.verdict_of(journal.stage) if journal.stage else None
+        if verdict is not None and verdict[0] != 0:
+            reason = verdict[1]
+        with_reason = {"verb": "leave", "reason": journal.to_json().get("error") or reason}
+        try:
+            self.ask(with_reason, Patience(), _LEAVE_S)
+        except (OcihookError, OSError) as error:  # the others wait in vain, up to their limit
+            log.warning("container %s: gang %s does not hear that it has left: %s", journal.container, self.gang, error)
+
+    def ask(self, request: Mapping[str, Any], patience: Patience, timeout_s: float) -> Answer:
+        """Ask the coordinator as this member, until it can be reached, or for so long.
+
+        Raises:
+            GangError: if it cannot be reached, or refuses.
+            GivenUp: as soon as nobody waits for it any more.
+        """
+        who = {
+            "namespace": self.gang.namespace,
+            "gang": self.gang.name,
+            "member": self.gang.member,
+            "session": self.session,
+            "epoch": self.epoch,
+        }
+        limit = patience.within(timeout_s)
+        while True:
+            try:
+                answer = self.link.ask({**who, **request, "wait_s": limit.left_s}, patience)
+                return Answer(**{**answer, "state": State(answer["state"])})
+            except (KeyError, TypeError, ValueError) as error:
+                raise GangError(f"{self.link} gave an answer that is none: {error!r}") from error
+            except OSError as error:
+                if limit.is_over:
+                    raise unreachable(self.link, error) from error
+            limit.sleep(_RETRY_S)
+
+
+class Attendance:
+    """A container's part in an attempt of its gang, as participants use it (session/participant.py)."""
+
+    def __init__(self, journal: Journal, patience: Patience, effect: GangJoined) -> None:
+        self._journal, self._patience, self._effect = journal, patience, effect
+        self.ref = effect.gang
+
+    @property
+    def epoch(self) -> int:
+        """The number of the attempt."""
+        return self._effect.epoch
+
+    def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+        """Come to a phase, and wait until all members have; return what they have told of what is asked about.
+
+        Raises:
+            GangError: if the attempt is over.
+            GivenUp: as soon as nobody waits for it any more.
+        """
+        request = {"verb": "meet", "phase": phase, "message": to_json(message), "about": list(about)}
+        with self._journal.phase(f"gang {phase}"):
+            return self._wait(request, phase).told
+
+    def agree(self, attempt: int, *, is_locked: bool) -> bool:
+        """Vote on whether all members are locked; tell whether they are. Else all try again, at the same moment.
+
+        Raises:
+            GangError: if the attempt is over.
+            GivenUp: as soon as nobody waits for it any more.
+        """
+        request = {"verb": "vote", "ballot": attempt, "is_locked": is_locked}
+        return self._wait(request, Phase.LOCKED).state is State.MET
+
+    def end(self) -> None:
+        """Take part no more: all have come to the end, and nobody waits."""
+        self._journal.forget(self._effect)
+
+    def _wait(self, request: Mapping[str, Any], phase: str) -> Answer:
+        limit_s = max(self._effect.timeout_s, _WORK_LIMIT_S) if phase in _AT_WORK else self._effect.timeout_s
+        limit = self._patience.within(limit_s)
+        while True:
+            answer = self._effect.ask(request, self._patience, limit.left_s)
+            if answer.state is State.WAIT and limit.is_over:
+                answer = self._give_up(phase, limit_s)
+            if answer.state is State.OVER:
+                raise GangError(
+                    f"gang {self.ref}: attempt {self.epoch} is over for all members: {answer.reason}",
+                    hint="all of them are as they were before it",
+                )
+            if answer.state is not State.WAIT:
+                return answer
+
+    def _give_up(self, phase: str, limit_s: float) -> Answer:
+        """End the attempt, unless all have come in this very moment."""
+        reason = f"within {limit_s:g} s" + ("" if phase in _AT_WORK else " (gang_timeout_s)")
+        return self._effect.ask({"verb": "leave", "reason": reason, "waited_for": phase}, Patience(), _LEAVE_S)
+
+
+def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link: Link, timeout_s: float) -> Attendance:
+    """Take part in an attempt of the container's gang.
+
+    Raises:
+        GangError: if there is no part in it for the container, or no coordinator.
+        GivenUp: as soon as nobody waits for it any more.
+    """
+    session = f"{_BOOT_ID.read_text().strip()}/{journal.session_id}"
+    effect = journal.add(GangJoined(gang=gang, link=link, session=session, timeout_s=timeout_s))
+    wanted = to_json(Join(act, gang.size, gang.epoch))
+    answer = effect.ask({"verb": "join", "join": wanted}, patience, timeout_s)
+    if answer.state is not State.MET:
+        raise GangError(f"gang {gang}: {answer.reason}")
+    effect.epoch = answer.epoch
+    journal.note(GangFacts(gang_ref=gang, gang_epoch=answer.epoch))
+    return Attendance(journal, patience, effect)
+
+
+def attendance(journal: Journal, patience: Patience) -> Attendance | None:
+    """Return the part that a container has in an attempt, since an earlier stage; None if it has none."""
+    effect = journal.find(GangJoined)
+    return None if effect is None else Attendance(journal, patience, effect)

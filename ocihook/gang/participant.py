@@ -1,0 +1,96 @@
+"""A gang's place in a dump and a restore: the outermost, so that all members come to the same moment, or none does."""
+
+from dataclasses import replace
+from ipaddress import ip_interface
+
+from ocihook.gang.cut import connection_ends
+from ocihook.gang.link import Link
+from ocihook.gang.membership import Attendance, attendance, join
+from ocihook.gang.note import GANG_NAME, GangNote, read_note, write_note
+from ocihook.gang.protocol import Phase
+from ocihook.linux.procfs import descendants
+from ocihook.model import GangRef
+from ocihook.net.survey import Survey
+from ocihook.session.participant import Act, Dump, Participant, Restore
+
+
+class Membership(Participant):
+    """Meets the other containers of the job."""
+
+    def __init__(self) -> None:
+        self._attendance: Attendance | None = None
+
+    def refuse(self, dump: Dump) -> None:
+        """Wait until all members are here: nobody is touched before."""
+        gang = dump.call().gang
+        (dump.directory / GANG_NAME).unlink(missing_ok=True)  # of an earlier dump into the same directory
+        if gang is None:
+            return
+        self._attendance = dump.gang = _join(dump, gang, "dump")
+        named = replace(dump.container, gang=f"{gang.name}/{self._attendance.epoch}")
+        dump.journal.identify(named, dump.image_dir)  # by which checkpoints of one epoch are kept together
+        survey = Survey.of(descendants(dump.init_pid))
+        links = survey.links if survey is not None and not survey.namespace.is_ours else []
+        mine = {str(ip_interface(text).ip): "here" for link in links for text in link.addresses}
+        peers = {str(connection.remote) for connection in survey.connections} if survey is not None else set[str]()
+        dump.gang_addresses = dump.gang.meet(Phase.ARRIVED, mine, peers).keys()
+
+    def hold(self, dump: Dump) -> None:
+        """Wait until no packet moves anywhere; note who was there."""
+        if self._attendance is not None:
+            ref = self._attendance.ref._replace(epoch=self._attendance.epoch)
+            write_note(dump.directory, GangNote(gang=ref))
+            dump.gang.meet(Phase.HELD)
+
+    def after_images(self, dump: Dump) -> str:
+        """Tell what was dumped, and wait until all were: from here on it is a checkpoint of the gang."""
+        self._find(dump)
+        if self._attendance is None:
+            return ""
+        container = dump.container
+        checkpoint = {"container": container.id, "name": container.name, "image_dir": dump.image_dir}
+        dump.gang.meet(Phase.DUMPED, {"ends": list(connection_ends(dump.directory)), "checkpoint": checkpoint})
+        self._attendance.end()
+        return f"container {container}: epoch {self._attendance.epoch} of gang {self._attendance.ref} is complete"
+
+    def check(self, restore: Restore) -> None:
+        """Take part in the restore of the gang that the checkpoint was made with."""
+        note = read_note(restore.directory)
+        if note is None:
+            return
+        container = restore.journal.container
+        namespace = container.pod_namespace if container else ""  # never another's
+        gang = note.gang._replace(namespace=namespace)
+        self._attend(restore, _join(restore, gang, "restore"))
+
+    def before_processes(self, restore: Restore) -> str:
+        """Wait until all members are here, also with a container that has no connections."""
+        restore.gang.meet(Phase.ADDRESSES)
+        return ""
+
+    def recall(self, restore: Restore) -> None:
+        """Find again in what it takes part."""
+        self._find(restore)
+
+    def processes_wait(self, restore: Restore) -> str:
+        """Wait until traffic passes everywhere."""
+        if self._attendance is None:
+            return ""
+        restore.gang.meet(Phase.RELEASED)
+        self._attendance.end()
+        return f"container {restore.journal.container}: restored with gang {self._attendance.ref}"
+
+    def _attend(self, act: Act, found: Attendance) -> None:
+        act.gang = self._attendance = found
+
+    def _find(self, act: Act) -> None:
+        found = attendance(act.journal, act.patience)
+        if found is not None:
+            self._attend(act, found)
+
+
+def _join(act: Act, gang: GangRef, what: str) -> Attendance:
+    call = act.call()
+    with act.journal.phase("gang joined"):
+        link, timeout_s = Link(*call.coordinator), call.policy.gang_timeout_s
+        return join(act.journal, act.patience, gang, what, link=link, timeout_s=timeout_s)

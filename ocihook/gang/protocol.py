@@ -1,0 +1,342 @@
+"""How the members of a gang act as one: what a coordinator knows of an attempt, without sockets, clocks or files.
+
+An attempt at a dump or a restore has an *epoch*, a number that no other attempt of the gang has. Its members meet in
+phases: one is met when every member has reached it, and whoever has reached a later one has reached all before it.
+Anything that goes wrong ends the attempt for all. The last phase is the *decision*: it is durable before anyone is
+told, and nothing can end the attempt after it.
+
+Locks of GPUs are voted on. A rank inside a collective cannot be locked while another one is, so all try at the same
+moment; the ballot is repeated until it is unanimous.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from ocihook.errors import printable
+
+_MAX_REASON = 2000
+_SHOWN = 8  # members that a reason names
+REMEMBERED = 8  # decided attempts whose members may still ask
+_KEPT_OVER = 4096  # sessions of attempts that are over, to know them again when they come late
+
+
+class Phase(StrEnum):
+    """What all members have done when they meet."""
+
+    ARRIVED = "arrived"  # each is in pre-dump
+    LOCKED = "locked"  # no CUDA call is under way in any of them: voted on
+    DRAINED = "drained"  # what was on its way between them has arrived
+    HELD = "held"  # no packet moves: CRIU may begin
+    DUMPED = "dumped"  # all images are complete, and nobody has gone on
+    ADDRESSES = "addresses"  # each is in pre-restore, and has told its old and new addresses
+    RESTORED = "restored"  # all sockets are made: each can answer
+    RELEASED = "released"  # traffic passes everywhere
+
+
+PHASES: Mapping[str, Sequence[Phase]] = {
+    "dump": (Phase.ARRIVED, Phase.LOCKED, Phase.DRAINED, Phase.HELD, Phase.DUMPED),
+    "restore": (Phase.ADDRESSES, Phase.RESTORED, Phase.RELEASED),
+}
+TOLD = (Phase.ARRIVED, Phase.ADDRESSES)  # phases in which members say, by keys, what others may ask about
+_BALLOT = PHASES["dump"].index(Phase.LOCKED)
+
+
+class State(StrEnum):
+    """What becomes of who asks."""
+
+    WAIT = "wait"  # others are missing: ask again
+    MET = "met"
+    AGAIN = "again"  # not all could lock: another ballot
+    OVER = "over"  # the attempt has ended: run on, or do not run
+
+
+class Claim(NamedTuple):
+    """Who says something, and about which attempt."""
+
+    member: str
+    session: str  # of the member: one dump or restore, at one CRIU
+    node: str = ""  # that speaks for the member; the transport knows it, nobody claims it
+    epoch: int = 0
+
+
+class Join(NamedTuple):
+    """What a member wants to take part in."""
+
+    act: str  # dump, restore
+    size: int  # of the gang
+    source: int = 0  # the epoch that is restored
+
+
+class Answer(NamedTuple):
+    """What the coordinator says."""
+
+    state: State
+    epoch: int = 0
+    reason: str = ""  # why the attempt is over
+    told: Mapping[str, str] = {}  # of what was asked about
+    ballot: int = 1
+
+
+@dataclass
+class Seat:
+    """A member in an attempt."""
+
+    session: str
+    node: str
+    reached: int = -1  # the last phase, by its place
+    voted: int = 0  # the last ballot
+
+
+@dataclass
+class Attempt:
+    """A dump or restore of a gang, under way or decided."""
+
+    epoch: int
+    join: Join
+    seats: dict[str, Seat] = field(default_factory=dict)
+    messages: dict[str, Any] = field(default_factory=dict)  # of members in the last phase
+    told: dict[Phase, dict[str, str]] = field(default_factory=dict)
+    reached: list[int] = field(default_factory=list)  # how many members, by phase
+    ballot: int = 1
+    ayes: int = 0
+    noes: int = 0
+    skipped: int = 0  # members that have nothing to lock
+    reason: str = ""  # why it is over
+    is_decided: bool = False
+
+    def __post_init__(self) -> None:
+        self.reached = self.reached or [0] * len(self.phases)
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """Its phases, in their order."""
+        return PHASES[self.join.act]
+
+    def reach(self, seat: Seat, place: int) -> None:
+        """Record that a member has come to a phase, and so to all before it."""
+        for at in range(seat.reached + 1, place + 1):
+            self.reached[at] += 1
+        seat.reached = max(seat.reached, place)
+
+    def hear(self, member: str, phase: Phase, message: object) -> None:
+        """Take what a member has to say. What two say differently of a key, nobody can know: it is ""."""
+        if phase == self.phases[-1]:
+            self.messages[member] = message
+        elif phase in TOLD and isinstance(message, Mapping):
+            told = self.told.setdefault(phase, {})
+            for key, value in message.items():
+                told[str(key)] = str(value) if told.get(str(key), str(value)) == str(value) else ""
+
+    def is_met(self, place: int) -> bool:
+        """Tell whether all members have come to a phase."""
+        return self.reached[place] == self.join.size
+
+    def missing(self, place: int) -> list[str]:
+        """Return who has not come to a phase, by name or by number."""
+        late = sorted(name for name, seat in self.seats.items() if seat.reached < place)
+        unknown = self.join.size - len(self.seats)
+        more = [f"{len(late) - _SHOWN} more"] if len(late) > _SHOWN else []
+        return [*late[:_SHOWN], *more, *([f"{unknown} that nobody has heard of"] if unknown else [])]
+
+    def vote(self, seat: Seat, ballot: int, *, is_locked: bool) -> None:
+        """Count a vote, once."""
+        if seat.reached < _BALLOT and ballot == self.ballot and seat.voted < ballot:
+            seat.voted = ballot
+            self.ayes += is_locked
+            self.noes += not is_locked
+            self.count()
+
+    def count(self) -> None:
+        """End the ballot if all have voted."""
+        if self.is_met(_BALLOT) or self.ayes + self.noes + self.skipped < self.join.size:
+            return
+        if self.noes:
+            self.ballot, self.ayes, self.noes = self.ballot + 1, 0, 0
+            return
+        for seat in self.seats.values():
+            self.reach(seat, _BALLOT)
+
+
+Begin = Callable[[int], None]
+Decide = Callable[[Attempt], str]
+
+
+class Gang:
+    """One gang as its coordinator knows it: at most one attempt at a time."""
+
+    def __init__(self, begin: Begin, decide: Decide, *, epoch: int = 0, decided: Mapping[int, Sequence[str]]) -> None:
+        """Begin with what is durable.
+
+        Args:
+            begin: makes durable that an epoch is taken.
+            decide: makes an attempt durable that all members have come to the end of; returns why it cannot be.
+            epoch: the last that was taken.
+            decided: sessions of the attempts that were decided before, by epoch.
+        """
+        self._begin, self._decide = begin, decide
+        self.epoch = epoch
+        self.attempt: Attempt | None = None
+        self._decided = dict(decided)
+        self._over: dict[str, str] = {}  # why, by session
+
+    def join(self, claim: Claim, wanted: Join) -> Answer:
+        """Let a member take part in the attempt that is open, or open one.
+
+        Whoever comes with what does not fit the open attempt shows that it cannot succeed any more: it ends.
+
+        Raises:
+            ValueError: if nobody can want that.
+        """
+        if wanted.act not in PHASES or wanted.size < 2:
+            raise ValueError(f"a {wanted.act} of {wanted.size} members")
+        if claim.session in self._over:
+            return Answer(State.OVER, reason=self._over[claim.session])
+        if self.attempt is not None and _has_seat(self.attempt, claim):  # it has asked before
+            return Answer(State.MET, self.attempt.epoch)
+        attempt = self._open
+        if attempt is not None and (reason := _contradiction(attempt, claim, wanted)):
+            self._end(attempt, reason)
+            attempt = None
+        if attempt is not None and len(attempt.seats) == wanted.size:
+            others = ", ".join(sorted(attempt.seats)[:_SHOWN])
+            return Answer(State.OVER, reason=f"the gang has its {wanted.size} members without {claim.member}: {others}")
+        if attempt is None:
+            self._begin(self.epoch + 1)
+            self.epoch += 1
+            self._retire()
+            attempt = self.attempt = Attempt(self.epoch, wanted)
+        attempt.seats[claim.member] = Seat(claim.session, claim.node)
+        return Answer(State.MET, attempt.epoch)
+
+    def meet(self, claim: Claim, phase: Phase, message: object = None, about: Iterable[str] = ()) -> Answer:
+        """Let a member come to a phase, or ask again whether all have.
+
+        Args:
+            claim: who comes.
+            phase: to which.
+            message: in the last phase what is to be kept; in one that is told, texts by keys.
+            about: keys of all members' that this one wants to know: few, so that answers stay short in a large gang.
+        """
+        attempt = self.attempt
+        if attempt is None or attempt.epoch != claim.epoch:
+            return self._earlier(claim)
+        if attempt.reason or not _has_seat(attempt, claim):
+            return Answer(
+                State.OVER, claim.epoch, attempt.reason or f"it has no {claim.member} of session {claim.session}"
+            )
+        place = attempt.phases.index(phase)
+        seat = attempt.seats[claim.member]
+        if seat.reached < place:
+            attempt.hear(claim.member, phase, message)
+            if seat.reached < _BALLOT <= place and attempt.join.act == "dump":
+                attempt.skipped += 1
+            attempt.reach(seat, place)
+            if attempt.skipped:
+                attempt.count()
+            if attempt.is_met(place) and place == len(attempt.phases) - 1:
+                self._settle(attempt)
+        return self._standing(attempt, place, about)
+
+    def vote(self, claim: Claim, ballot: int, *, is_locked: bool) -> Answer:
+        """Take a member's vote on whether all of it is locked, or tell it again what the ballot came to."""
+        attempt = self.attempt
+        if attempt is None or attempt.epoch != claim.epoch:
+            return self._earlier(claim)
+        if attempt.reason or not _has_seat(attempt, claim) or attempt.join.act != "dump":
+            return Answer(State.OVER, claim.epoch, attempt.reason or f"it has no {claim.member} that votes")
+        attempt.vote(attempt.seats[claim.member], ballot, is_locked=is_locked)
+        if attempt.seats[claim.member].reached < _BALLOT and ballot < attempt.ballot:
+            return Answer(State.AGAIN, claim.epoch, ballot=attempt.ballot)
+        return self._standing(attempt, _BALLOT)
+
+    def leave(self, claim: Claim, reason: str, waited_for: Phase | None = None) -> Answer:
+        """End the attempt for all, unless it is decided: then the member is told that all have met.
+
+        Args:
+            claim: who leaves.
+            reason: why.
+            waited_for: the phase that it has waited for in vain; the reason then begins with who is missing.
+        """
+        attempt = self.attempt
+        if attempt is None or attempt.epoch != claim.epoch:
+            return self._earlier(claim)
+        if not _has_seat(attempt, claim):
+            return Answer(State.OVER, claim.epoch, attempt.reason or f"it has no {claim.member} of this session")
+        if attempt.is_decided:
+            return Answer(State.MET, claim.epoch)
+        if waited_for is not None:
+            missing = ", ".join(attempt.missing(attempt.phases.index(waited_for)))
+            reason = f"{missing} did not come to '{waited_for}' {reason}"
+        self._end(attempt, f"{claim.member}: {reason}")
+        return Answer(State.OVER, claim.epoch, attempt.reason)
+
+    @property
+    def _open(self) -> Attempt | None:
+        """The attempt that may still come to either end."""
+        attempt = self.attempt
+        return None if attempt is None or attempt.reason or attempt.is_decided else attempt
+
+    @staticmethod
+    def _standing(attempt: Attempt, place: int, about: Iterable[str] = ()) -> Answer:
+        if attempt.reason:
+            return Answer(State.OVER, attempt.epoch, attempt.reason)
+        if not attempt.is_met(place):
+            return Answer(State.WAIT, attempt.epoch, ballot=attempt.ballot)
+        told = attempt.told.get(attempt.phases[place], {})
+        return Answer(State.MET, attempt.epoch, told={key: told[key] for key in about if key in told})
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Decide: from here on nothing can end the attempt."""
+        reason = self._decide(attempt)
+        if reason:
+            self._end(attempt, reason)
+        else:
+            attempt.is_decided = True
+            self._decided[attempt.epoch] = [seat.session for seat in attempt.seats.values()]
+            for epoch in sorted(self._decided)[:-REMEMBERED]:
+                del self._decided[epoch]
+
+    def _end(self, attempt: Attempt, reason: str) -> None:
+        if not attempt.reason:
+            attempt.reason = printable(reason)[:_MAX_REASON]
+            self._remember(attempt, attempt.reason)
+
+    def _retire(self) -> None:
+        """Let go of a decided attempt: whoever was in it and comes late opens no other."""
+        if self.attempt is not None and self.attempt.is_decided:
+            self._remember(self.attempt, f"attempt {self.attempt.epoch} has ended")
+
+    def _remember(self, attempt: Attempt, reason: str) -> None:
+        self._over |= {seat.session: reason for seat in attempt.seats.values()}
+        for session in list(self._over)[:-_KEPT_OVER]:
+            del self._over[session]
+
+    def _earlier(self, claim: Claim) -> Answer:
+        """Answer a member of an attempt that is not the one known: it was decided, or it is over."""
+        if claim.session in self._decided.get(claim.epoch, ()):
+            return Answer(State.MET, claim.epoch)
+        reason = (
+            self._over.get(claim.session)
+            or f"attempt {claim.epoch} is not known any more (its coordinator has begun anew)"
+        )
+        return Answer(State.OVER, claim.epoch, reason)
+
+
+def _has_seat(attempt: Attempt, claim: Claim) -> bool:
+    seat = attempt.seats.get(claim.member)
+    return seat is not None and (seat.session, seat.node) == (claim.session, claim.node)
+
+
+def _contradiction(attempt: Attempt, claim: Claim, wanted: Join) -> str:
+    """Return why an open attempt cannot succeed any more, now that somebody has come who wants something."""
+    if attempt.join.act != wanted.act:
+        return f"{claim.member} has come for a {wanted.act} while others were at a {attempt.join.act}"
+    if attempt.join.size != wanted.size:
+        return f"{claim.member} says that the gang has {wanted.size} members, others say {attempt.join.size}"
+    if attempt.join.source != wanted.source:
+        return f"{claim.member} is restored from epoch {wanted.source}, others from epoch {attempt.join.source}"
+    if claim.member in attempt.seats:
+        return f"{claim.member} has come again: its earlier {wanted.act} has ended, or two containers have that name"
+    return ""

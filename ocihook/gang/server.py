@@ -1,0 +1,153 @@
+"""The coordinator's side of the transport: HTTP over a Unix socket on one node, over mutual TLS between nodes.
+
+Who speaks is what the transport knows: on a Unix socket root of this node, over TLS the name in a certificate of the
+coordinator's own authority. A request is read whole before it is refused, so that the client sees why.
+"""
+
+import contextlib
+import json
+import logging
+import socket
+import socketserver
+import ssl
+import struct
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ocihook.errors import OcihookError
+from ocihook.gang.coordinator import Coordinator
+
+MAX_REQUEST_BYTES = 16 << 20  # connections of one member: some 100,000
+_TIMEOUT_S = 10.0  # for a client to send its request
+_UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
+_PIECE = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request; the server has the coordinator."""
+
+    timeout: ClassVar[float | None] = _TIMEOUT_S
+    server: socketserver.BaseServer
+
+    @property
+    def _coordinator(self) -> Coordinator:
+        assert isinstance(self.server, _Server)
+        return self.server.coordinator
+
+    def do_POST(self) -> None:
+        """Answer a member."""
+        data = self._body()
+        if data is None:
+            self._say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"more than {MAX_REQUEST_BYTES} bytes"})
+            return
+        try:
+            node = self._peer()
+            request = json.loads(data)
+            if not isinstance(request, dict):
+                raise TypeError("no object")
+            self._say(HTTPStatus.OK, self._coordinator.handle(node, request))
+        except PermissionError as error:
+            self._say(HTTPStatus.FORBIDDEN, {"error": str(error)})
+        except (OcihookError, ValueError, TypeError) as error:
+            self._say(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+
+    def do_GET(self) -> None:
+        """Tell of all gangs."""
+        try:
+            self._peer()
+            self._say(HTTPStatus.OK, {"gangs": self._coordinator.status()})
+        except PermissionError as error:
+            self._say(HTTPStatus.FORBIDDEN, {"error": str(error)})
+        except (OcihookError, OSError) as error:
+            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)})
+
+    def _body(self) -> bytes | None:
+        """Read all that the client sends; None if that is too much."""
+        left = int(self.headers.get("Content-Length") or 0)
+        is_small = left <= MAX_REQUEST_BYTES
+        pieces = []
+        while left > 0 and (piece := self.rfile.read(min(left, _PIECE))):
+            left -= len(piece)
+            if is_small:
+                pieces.append(piece)
+        return b"".join(pieces) if is_small else None
+
+    def _peer(self) -> str:
+        """Return the node that speaks.
+
+        Raises:
+            PermissionError: if it may not.
+        """
+        if isinstance(self.connection, ssl.SSLSocket):
+            return common_name(self.connection.getpeercert())
+        _, uid, _ = _UCRED.unpack(self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if uid != 0:
+            raise PermissionError(f"user {uid} is not root")
+        return ""
+
+    def _say(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
+        """Keep each request out of the log."""
+
+
+def common_name(certificate: Any) -> str:  # noqa: ANN401 - as ssl.SSLSocket.getpeercert returns it
+    """Return the name of whom a certificate is.
+
+    Raises:
+        PermissionError: if it has none.
+    """
+    for part in (certificate or {}).get("subject", ()):
+        for key, value in part:
+            if key == "commonName" and value:
+                return str(value)
+    raise PermissionError("the certificate names nobody (CN)")
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Answers each request in a thread of its own."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, listener: socket.socket, coordinator: Coordinator, tls: ssl.SSLContext | None) -> None:
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.coordinator, self._tls = listener, coordinator, tls
+
+    def finish_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
+        """Answer one; a handshake holds up nobody but its client."""
+        if self._tls is not None:
+            request.settimeout(_TIMEOUT_S)
+            request = self._tls.wrap_socket(request, server_side=True)
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            if self._tls is not None:
+                with contextlib.suppress(OSError):
+                    request.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - likewise
+        """Say that a client was not answered."""
+        log.warning("a request was not answered: %s", client_address or "this node", exc_info=log.isEnabledFor(10))
+
+
+def serve(listener: socket.socket, root: Path, tls: ssl.SSLContext | None = None) -> None:
+    """Serve until the process ends.
+
+    Args:
+        listener: a Unix socket, or one of TCP with `tls`.
+        root: directory of all gangs.
+        tls: who is let in.
+    """
+    _Server(listener, Coordinator(root), tls).serve_forever()

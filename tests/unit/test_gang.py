@@ -1,0 +1,302 @@
+"""A coordinator, asked by members over its transports; what it keeps, and what it refuses."""
+
+import http.client
+import json
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ocihook.cli import gang as command
+from ocihook.config import Settings
+from ocihook.container.identity import gang_ref
+from ocihook.errors import ConfigError, GangError, IntegrityError
+from ocihook.gang.certificates import client_tls, server_tls
+from ocihook.gang.coordinator import Coordinator
+from ocihook.gang.cut import End, contradictions
+from ocihook.gang.epochs import Epochs
+from ocihook.gang.link import Link
+from ocihook.gang.membership import Attendance, GangJoined, attendance, join
+from ocihook.gang.note import GangNote, read_note, write_note
+from ocihook.gang.server import MAX_REQUEST_BYTES, serve
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef, GangRef
+from ocihook.session.journal import Journal
+from tests.fakes.authority import Authority
+
+LIMIT_S = 30.0
+
+
+class Serving:
+    """A coordinator that serves in a thread; a socket that is closed ends nobody, as each test has its own."""
+
+    def __init__(self, directory: Path, tls: ssl.SSLContext | None = None, tls_dir: Path = Path()) -> None:
+        self.root = directory / "gangs"
+        if tls is None:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(directory / "gang.sock"))
+            listener.listen()
+            self.link = Link(socket=str(directory / "gang.sock"))
+        else:
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.link = Link(f"https://127.0.0.1:{listener.getsockname()[1]}", str(tls_dir))
+        threading.Thread(target=serve, args=(listener, self.root, tls), daemon=True).start()
+
+    def member(self, journal: Journal, name: str, *, timeout_s: float = LIMIT_S, act: str = "dump") -> Attendance:
+        gang = GangRef("", "job", name, 2, 1 if act == "restore" else 0)
+        return join(journal, Patience(timeout_s=LIMIT_S), gang, act, link=self.link, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Serving:
+    return Serving(tmp_path)
+
+
+@pytest.fixture
+def journals(tmp_path: Path) -> list[Journal]:
+    pids = [Process(1000 + number, number) for number in range(4)]
+    return [Journal.create(tmp_path / f"node{pid.pid}", pid) for pid in pids]
+
+
+def both(members: list[Attendance], phase: str, messages: Mapping[int, object], *about: str) -> list[Any]:
+    with ThreadPoolExecutor() as pool:
+        met = [pool.submit(member.meet, phase, messages.get(n), about) for n, member in enumerate(members)]
+        return [one.exception() or one.result() for one in met]
+
+
+def end(number: int, received: int = 100, sent: int = 100) -> End:
+    return (
+        End("10.0.0.1", 1, "10.0.0.2", 2, 1, sent, sent, received)
+        if number == 0
+        else End("10.0.0.2", 2, "10.0.0.1", 1, 1, sent, sent, received)
+    )
+
+
+def test_what_all_members_have_dumped_is_kept(serving: Serving, journals: list[Journal]) -> None:
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    told = {n: {f"10.0.0.{n}": "x", "10.0.0.9": str(n)} for n in (0, 1)}
+    assert both(members, "arrived", told, "10.0.0.1", "10.0.0.9", "10.0.0.7") == [{"10.0.0.1": "x", "10.0.0.9": ""}] * 2
+    said = {n: {"ends": [end(n)], "checkpoint": {"container": str(n)}} for n in (0, 1)}
+    assert both(members, "dumped", said) == [{}, {}]
+    record = Epochs(serving.root, "", "job").read(1)
+    assert (record["act"], record["connections"]) == ("dump", 1)
+    assert [member["container"] for member in record["members"].values()] == ["0", "1"]
+    effect = journals[0].find(GangJoined)
+    assert effect is not None
+    effect.undo(journals[0], Patience())  # too late to end anything
+    again = attendance(journals[1], Patience(timeout_s=LIMIT_S))
+    assert again is not None
+    assert again.meet("dumped") == {}
+
+
+def test_ends_that_do_not_fit_end_the_attempt(serving: Serving, journals: list[Journal]) -> None:
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    said = {n: {"ends": [end(n, received=100 + 50 * n)], "checkpoint": {}} for n in (0, 1)}
+    failures = both(members, "dumped", said)
+    assert all("b has received up to 150" in str(failure) for failure in failures)
+    assert Epochs(serving.root, "", "job").decided() == []
+
+
+def test_one_fails_and_all_hear_why(serving: Serving, journals: list[Journal]) -> None:
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    effect = journals[1].find(GangJoined)
+    assert effect is not None
+    journals[1].note_error(GangError("the disk\nis \x1b[31mfull\0"), "failed")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(members[0].meet, "held")
+        effect.undo(journals[1], Patience())
+        with pytest.raises(GangError, match=r"over for all members: b: the disk\\nis \\x1b\[31mfull\\x00"):
+            waiting.result(LIMIT_S)
+    with pytest.raises(GangError, match="over"):
+        members[1].meet("held")
+
+
+def test_the_limit_names_who_is_missing(serving: Serving, journals: list[Journal]) -> None:
+    alone = serving.member(journals[0], "a", timeout_s=0.1)
+    with pytest.raises(GangError, match=r"a: 1 that nobody has heard of did not come to 'arrived' within 0.1 s"):
+        alone.meet("arrived")
+    members = [serving.member(journals[1], "a", timeout_s=0.1), serving.member(journals[2], "b")]
+    with pytest.raises(GangError, match="b did not come to 'locked'"):
+        members[0].meet("locked")
+
+
+def test_locks_are_voted_on_until_all_are_locked(serving: Serving, journals: list[Journal]) -> None:
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+
+    def vote(ballot: int, *votes: bool) -> list[bool]:
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(m.agree, ballot, is_locked=v) for m, v in zip(members, votes, strict=True)]
+            return [one.result(LIMIT_S) for one in asked]
+
+    assert vote(1, True, False) == [False, False]
+    assert vote(2, True, True) == [True, True]
+
+
+def test_a_coordinator_that_begins_anew_knows_what_was_decided(tmp_path: Path) -> None:
+    who = {"namespace": "ns", "gang": "job", "epoch": 1}
+    dumped = {**who, "verb": "meet", "phase": "released"}
+    first = Coordinator(tmp_path)
+    for name in "ab":
+        wanted = {**who, "verb": "join", "join": ["restore", 2, 7]}
+        assert first.handle("", {**wanted, "member": name, "session": name})["epoch"] == 1
+    with ThreadPoolExecutor() as pool:
+        for answer in pool.map(lambda n: first.handle("", {**dumped, "member": n, "session": n}), "ab"):
+            assert answer["state"] == "met"
+    second = Coordinator(tmp_path)
+    assert second.handle("", {**dumped, "member": "a", "session": "a"})["state"] == "met"
+    assert second.handle("", {**dumped, "member": "a", "session": "other"})["state"] == "over"
+    assert second.handle("", {**who, "verb": "leave", "reason": "", "member": "b", "session": "b"})["state"] == "met"
+    joined = {**who, "verb": "join", "join": ["dump", 2, 0], "member": "a", "session": "new"}
+    assert second.handle("", joined)["epoch"] == 2
+
+
+def test_two_restore_different_epochs(serving: Serving, journals: list[Journal]) -> None:
+    first = serving.member(journals[0], "a", act="restore")
+    gang = GangRef("", "job", "b", 2, 9)
+    join(journals[1], Patience(), gang, "restore", link=serving.link, timeout_s=LIMIT_S)
+    with pytest.raises(GangError, match="b is restored from epoch 9, others from epoch 1"):
+        first.meet("addresses")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"verb": "join"},
+        {"namespace": "../x", "gang": "job", "verb": "join"},
+        {"namespace": "", "gang": "..", "verb": "join"},
+        {"namespace": "", "gang": "job", "member": "a", "session": "s", "verb": "dance"},
+        {
+            "namespace": "",
+            "gang": "job",
+            "member": "a",
+            "session": "s",
+            "verb": "join",
+            "join": [1, "x", 0],
+        },
+        {
+            "namespace": "",
+            "gang": "job",
+            "member": "a",
+            "session": "s",
+            "verb": "join",
+            "join": ["x", 2, 0],
+        },
+    ],
+)
+def test_what_is_no_request_is_refused(serving: Serving, request_: dict[str, object]) -> None:
+    with pytest.raises(GangError, match="refuses"):
+        serving.link.ask(request_, Patience(timeout_s=LIMIT_S))
+
+
+def test_a_request_is_read_whole_before_it_is_refused(serving: Serving) -> None:
+    connection = http.client.HTTPConnection("localhost", timeout=LIMIT_S)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(serving.link.socket)
+    connection.request("POST", "/", b"x" * (MAX_REQUEST_BYTES + 1))
+    response = connection.getresponse()
+    assert response.status == 413
+    assert "error" in json.loads(response.read())
+    connection.close()
+
+
+def test_nobody_but_root_is_answered_on_a_node(serving: Serving) -> None:
+    Path(serving.link.socket).chmod(0o777)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(65534)
+            serving.link.ask(None, Patience(timeout_s=LIMIT_S))
+        except (GangError, OSError) as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    said = os.read(read, 4096).decode()
+    assert "is not root" in said or "Permission denied" in said
+
+
+def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Journal]) -> None:
+    ours, theirs = Authority(), Authority()
+    tls = server_tls(ours.give(tmp_path / "coordinator", "coordinator"))
+    serving = Serving(tmp_path, tls, ours.give(tmp_path / "node1", "node1"))
+    members = [serving.member(journals[0], "a")]
+    serving.link = serving.link._replace(tls_dir=str(ours.give(tmp_path / "node2", "node2")))
+    members.append(serving.member(journals[1], "b"))
+    effect = journals[0].find(GangJoined)
+    assert effect is not None
+    effect.link, kept = serving.link, effect.link  # another node speaks for that member
+    with pytest.raises(GangError, match="it has no a of session"):
+        members[0].meet("held")
+    effect.link = kept
+    assert both(members, "held", {}) == [{}, {}]
+    stranger = serving.link._replace(tls_dir=str(theirs.give(tmp_path / "stranger", "node1")))
+    with pytest.raises(OSError, match=r"(?i)certificate|unknown ca|reset|closed"):
+        stranger.ask(None, Patience(timeout_s=LIMIT_S))
+    with pytest.raises(ConfigError, match=r"tls\.crt, tls\.key and ca\.crt"):
+        client_tls(tmp_path / "nothing")
+
+
+def test_sequence_numbers_go_round() -> None:
+    top = (1 << 32) - 10
+    first = End("10.0.0.1", 1, "10.0.0.2", 2, 1, top, 20, 500)
+    second = End("10.0.0.2", 2, "10.0.0.1", 1, 1, 500, 500, 5)
+    assert contradictions({"a": [first], "b": [second]}) == ([], 1)
+    wrong, _ = contradictions({"a": [first], "b": [second._replace(next_received=21)]})
+    assert len(wrong) == 1
+    assert contradictions({"a": [first], "b": []}) == ([], 0)
+
+
+def test_a_note_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_note(tmp_path) is None
+    note = GangNote(gang=GangRef("ns", "job", "a", 2, 5))
+    write_note(tmp_path, note)
+    assert read_note(tmp_path) == note
+    write_note(tmp_path, GangNote(gang=GangRef("ns", "job", "a", 1, 5)))
+    with pytest.raises(IntegrityError, match="epoch 5 of 1 members"):
+        read_note(tmp_path)
+
+
+def test_a_gang_is_named_by_annotations() -> None:
+    container = ContainerRef(id="c" * 64, name="worker", pod_name="job-0", pod_namespace="team")
+
+    def ref(**annotations: str) -> GangRef | None:
+        return gang_ref({f"ocihook.io/{k.replace('_', '-')}": v for k, v in annotations.items()}, container)
+
+    assert ref() is None
+    assert ref(gang="job", gang_size="4") == GangRef("team", "job", "job-0/worker", 4)
+    assert ref(gang="job", gang_size="4", gang_index="03") == GangRef("team", "job", "3", 4)
+    for wrong in ({"gang": "job"}, {"gang": "a/b", "gang_size": "2"}, {"gang": "job", "gang_size": "1"}):
+        with pytest.raises(ConfigError, match=r"ocihook\.io/gang"):
+            ref(**wrong)
+    with pytest.raises(ConfigError, match="less than 2"):
+        ref(gang="job", gang_size="2", gang_index="2")
+
+
+def test_the_command_needs_a_place_and_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_settings", lambda: Settings(tls_dir=str(tmp_path / "tls")))
+    done = CliRunner().invoke(command.coordinator, ["--listen", "127.0.0.1:0"])
+    assert isinstance(done.exception, ConfigError)
+    Authority().give(tmp_path / "tls", "coordinator")
+    done = CliRunner().invoke(command.coordinator, ["--listen", "127.0.0.1"])
+    assert "Name HOST:PORT" in str(done.exception)
+
+
+def test_the_command_shows_gangs(serving: Serving, journals: list[Journal], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_settings", lambda: Settings(gang_dir=str(serving.root)))
+    monkeypatch.setattr(Link, "of", lambda _: serving.link)
+    serving.member(journals[0], "a")
+    effect = journals[0].find(GangJoined)
+    assert effect is not None
+    assert "joined" in CliRunner().invoke(command.gang, ["status"]).output
+    effect.undo(journals[0], Patience())
+    assert "attempt 1: a: its dump or restore has failed" in CliRunner().invoke(command.gang, ["status"]).output
+    monkeypatch.setattr(Link, "of", lambda _: Link(socket=str(serving.root / "none")))
+    assert json.loads(CliRunner().invoke(command.gang, ["status", "--json"]).output)["gangs"][0]["gang"] == "job"
