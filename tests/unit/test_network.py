@@ -179,6 +179,21 @@ def test_traffic_is_held_drained_and_let_go(workload: "subprocess.Popen[str]", j
     assert [phase["name"] for phase in journal.to_json()["phases"]] == ["network held"]
 
 
+def test_peers_of_a_container_that_has_ended_get_no_answer(workload: "subprocess.Popen[str]", journal: Journal) -> None:
+    """Until another session of that network lets traffic pass."""
+    namespace = NetNamespace.of(workload.pid)
+    hold.hold(journal, namespace, init=Process(workload.pid, 1))  # another process has its pid by now
+    held = journal.find(hold.TrafficHeld)
+    assert held is not None
+    journal.stage = "pre-dump"
+    held.undo(journal, Patience())
+    left = nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
+    assert left.count("drop") == 1
+    assert "tcp flags & (rst | ack) == rst drop" in left
+    hold.release(journal)
+    assert names(namespace) == []
+
+
 def test_of_two_who_hold_a_network_the_last_lets_go(
     workload: "subprocess.Popen[str]", journal: Journal, criu: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
