@@ -1,0 +1,107 @@
+"""Connections through engines and with what else a container can have: CNI, netavark, pods of several, GPUs."""
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from integration import fake_driver
+from integration.journals import sessions
+from integration.namespace import wait_for
+from integration.net.conftest import MakeNode
+from integration.net.containerd import NetContainerd
+from integration.net.engine import Place
+from integration.net.pair import Pair, endpoints
+from integration.net.traffic import assert_flows
+
+
+@pytest.fixture
+def containerd(scratch: Path, forky_root: Path, wheels: Path, peer: Path) -> Iterator[NetContainerd]:
+    """A containerd with ocihook and a bridge."""
+    node = NetContainerd(scratch, forky_root, wheels, peer)
+    try:
+        node.make_bridge()
+        node.install()
+        yield node
+    finally:
+        node.close()
+
+
+def test_pods_of_containerd_at_new_addresses(containerd: NetContainerd) -> None:
+    """As the kubelet has it: frozen while they are archived, left running, then made anew."""
+    old = {"server": Place.of(1, 2), "client": Place.of(1, 1)}
+    new = {"server": Place.of(2, 2), "client": Place.of(2, 1)}
+    words = endpoints(old["server"])
+    ids = {name: containerd.start_peer(name, old[name], name, *words[name]) for name in old}
+    said = {name: partial(containerd.said, container) for name, container in ids.items()}
+    assert_flows(said)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: containerd.checkpoint(ids[name], f"{name}.tar"), ids))
+    assert_flows(said)
+    containerd.unplug(*ids)  # what they say from now on would not be forgotten by the other's checkpoint
+    for container in ids.values():
+        containerd.remove(container)
+    pairs = [f"{a}={b}" for name in old for a, b in zip(old[name], new[name], strict=True)]
+    containerd.configure("\n".join(["[policy]", f'address_map = "{",".join(pairs)}"', ""]))
+    restored = {name: containerd.start_peer(f"{name}2", new[name], image=f"/scratch/{name}.tar") for name in ids}
+    containerd.plug(*(f"{name}2" for name in restored))
+    assert_flows({name: partial(containerd.said, container) for name, container in restored.items()})
+
+
+def test_a_container_of_podmans_own_network(make_node: MakeNode) -> None:
+    """It listens at whatever address podman gives it when it is restored."""
+    node = make_node()
+    node("network", "create", "--subnet", "10.99.7.0/24", "--disable-dns", "own")
+
+    def address() -> str:
+        shown = json.loads(node("inspect", "server"))[0]["NetworkSettings"]["Networks"]["own"]["IPAddress"]
+        return str(shown)
+
+    node.start_peer("other", "own:", "pause", says="")
+    node.start_peer("server", "own:ip=10.99.7.77", "server", "10.99.7.77/7000")
+    assert address() == "10.99.7.77"
+    archive = node.scratch / "server.tar"
+    node.checkpoint("server", archive)
+    node.remove("server")
+    node.restore(archive, "--ignore-static-ip", "--ignore-static-mac")
+    assert address() != "10.99.7.77"
+    log = node.scratch / "probe"
+    node.namespace.spawn(node.peer, "client", f"{address()}/7000", log=log)
+    wait_for("the listener to answer", lambda: "datagrams" in log.read_text())
+    assert re.search(r"^connection 1 sent \d+ received [1-9]", log.read_text(), re.MULTILINE)
+
+
+def test_containers_of_a_pod_share_a_network(make_node: MakeNode) -> None:
+    """Of two that are dumped at once neither lets the other's traffic go."""
+    pair = Pair(make_node(), tcp="established")
+    node = pair.node
+    node.start_peer("second", "server", "server", f"{pair.places['server'].four}/7100")
+    for _ in range(2):
+        with ThreadPoolExecutor() as pool:
+            names = ("server", "second")
+            list(pool.map(lambda name: node.checkpoint(name, node.scratch / f"{name}.tar", "--leave-running"), names))
+        pair.assert_flows()
+    assert all(session["effects"] == [] for session in sessions(node.namespace))
+    assert node.holds("server") == []
+
+
+def test_gpu_memory_and_connections_together(make_node: MakeNode, cuda_files: Path) -> None:
+    node = make_node(cuda_files=cuda_files)
+    devices = [("/dev/null", "ctl"), (fake_driver.GPU_NODES[3], "0")]
+    options = [f"--device={path}:/dev/nvidia{name}" for path, name in devices]
+    pair = Pair(node, server=("beside", "/cuda_workload", "24"), options=options, tcp="established")
+    wait_for("the GPU to be used", lambda: node.count("server")[0] > 2)
+    for _ in range(2):
+        before = node.count("server")
+        pair.checkpoint()
+        pair.assert_whole()
+        pair.remove()
+        pair.remove_places()
+        pair.make_places(0, is_plugged=False)
+        pair.restore()
+        pair.assert_flows()
+        node.assert_goes_on("server", before)
