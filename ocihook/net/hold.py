@@ -43,7 +43,7 @@ _DRAIN = f"meta l4proto tcp meta length > {_ACKNOWLEDGEMENT_BYTES} meta nfproto 
 _HOLD = "meta nfproto @held drop"
 _PASSES = (f"meta mark {CRIU_MARK:#x} accept", "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept")
 # The kernel's answer to a segment of a connection that nobody has is a reset without ACK (RFC 9293 3.10.7.1).
-_NO_ANSWER = "meta nfproto @held tcp flags & (rst | ack) == rst drop"
+_NO_ANSWER = "meta l4proto tcp meta nfproto @held tcp flags & (rst | ack) == rst drop"  # nft needs the protocol first
 _CRIU_TABLE = re.compile(r"CRIU-\S+")
 _WITHOUT_CRIU = ("pre-dump", "pre-restore", DETACHED_STAGE)  # stages in which CRIU has locked nothing
 _SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
