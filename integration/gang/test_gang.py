@@ -109,7 +109,7 @@ def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
             dumps = [pool.submit(node.checkpoint, name, pair.archives[name], "--leave-running") for name in NAMES]
             failures = [str(dump.exception()) for dump in dumps]
         if stage == "network-lock":
-            assert sum("is over for all members" in failure for failure in failures) == 1
+            assert any("is over for all members" in failure for failure in failures)
             assert "None" not in failures
         node.act_no_more()
         node.run("rmdir", "/run/one-killed")
