@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,11 @@ def gang(node: NetPodman, command: str, *arguments: str) -> str:
     return node.ocihook("gang", command, *arguments, "--podman", shlex.join(["podman", *node.options()]))
 
 
+def open_journals(node: NetPodman) -> list[Path]:
+    """Return the journals of sessions that have not ended."""
+    return list(node.namespace.path("/run/ocihook/sessions").glob("*.json"))
+
+
 def attempt(node: NetPodman) -> dict[str, object]:
     """Return what is known of the last attempt."""
     (found,) = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
@@ -55,7 +61,10 @@ def attempt(node: NetPodman) -> dict[str, object]:
 
 
 def assert_nothing_left(node: NetPodman) -> None:
-    wait_for("all sessions to end", lambda: not list(node.namespace.path("/run/ocihook/sessions").glob("*.json")))
+    try:
+        wait_for("all sessions to end", lambda: not open_journals(node))
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{node.agent_log()}") from error
     assert node.holds("client") + node.holds("server") == []
 
 
@@ -89,8 +98,8 @@ def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
     with ThreadPoolExecutor() as pool:  # one whose CRIU is killed while it waits
         waiting = pool.submit(node.checkpoint, "client", pair.archives["client"])
         wait_for("the client to arrive", lambda: attempt(node)["state"] == "open")
-        for pid in node.namespace.pids("criu swrk"):
-            os.kill(pid, signal.SIGKILL)
+        (journal,) = open_journals(node)
+        os.kill(json.loads(journal.read_bytes())["criu"][0], signal.SIGKILL)
         with pytest.raises(CommandError):
             waiting.result(_LIMIT_S)
     pair.assert_flows()
@@ -100,7 +109,7 @@ def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
             dumps = [pool.submit(node.checkpoint, name, pair.archives[name], "--leave-running") for name in NAMES]
             failures = [str(dump.exception()) for dump in dumps]
         if stage == "network-lock":
-            assert sum("is over for all members" in failure for failure in failures) == 1
+            assert any("is over for all members" in failure for failure in failures)
             assert "None" not in failures
         node.act_no_more()
         node.run("rmdir", "/run/one-killed")
