@@ -4,8 +4,9 @@ import dataclasses
 import errno
 import json
 import os
+import subprocess
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -44,9 +45,10 @@ MEMORY = {1: mixed_pages(200), 3: mixed_pages(30, seed=4)}
 
 
 class Node:
-    """A session of this process, which stands for CRIU, over one image set."""
+    """A session of this process, which stands for CRIU, over one image set and a container of one process."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init_pid: int) -> None:
+        self.init_pid = init_pid
         self.directory = tmp_path / "checkpoint"
         make_image_set(self.directory, MEMORY)
         self.runtime_dir = tmp_path / "run"
@@ -72,7 +74,7 @@ class Node:
 
     def stage(self, name: str) -> tuple[int, str]:
         image_dir = f"/proc/{os.getpid()}/fd/{self.image_fd}"
-        return self.session.handle(wire.Request(name, os.getpid(), os.getpid(), image_dir))
+        return self.session.handle(wire.Request(name, os.getpid(), self.init_pid, image_dir))
 
     def reload(self) -> Journal:
         self.journal = Journal.load(self.journal.path)
@@ -81,8 +83,10 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    return Node(tmp_path, monkeypatch)
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    with subprocess.Popen(["sleep", "infinity"]) as init:  # the container, without what this process has open
+        yield Node(tmp_path, monkeypatch, init.pid)
+        init.kill()
 
 
 def fail_with(error: BaseException) -> Callable[..., object]:
