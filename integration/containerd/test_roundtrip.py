@@ -13,6 +13,7 @@ from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.podman.engine import assert_packed, image_names
 from integration.registry import DockerRegistry
+from ocihook.criu.conf import action_scripts
 
 
 @pytest.mark.parametrize("source", ["archive", "registry", "layout"])
