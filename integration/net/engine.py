@@ -11,7 +11,6 @@ from integration.namespace import Namespace, wait_for
 from integration.packages.engine import PIVOTED
 from integration.podman.engine import IMAGE, Podman
 
-INTEGRATION = Path(__file__).parents[1]
 BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
 _HELD = """table inet node {
     chain in { type filter hook input priority 0; counter drop; }
@@ -84,17 +83,6 @@ class NetPodman(Podman):
         """Install ocihook; cgroups are not CRIU's affair here, as only version 1 has controllers on some machines."""
         self.namespace.path("/etc/criu").mkdir(exist_ok=True)
         self.ocihook("install")
-
-    def start_agent(self, program: str, *arguments: str) -> None:
-        """Start a special agent, of `integration`, which this node does not have; no other may run."""
-        site = self.scratch / "site/integration"
-        site.mkdir(parents=True, exist_ok=True)
-        for name in ("steps.py", program):
-            shutil.copy(INTEGRATION / name, site)
-        site_path = f"/opt/ocihook:{site.parent}"
-        log = self.scratch / "agent.log"
-        self.namespace.spawn("python3", str(site / program), *arguments, log=log, PYTHONPATH=site_path)
-        wait_for("the agent to listen", self.namespace.path("/run/ocihook/agent.sock").exists)
 
     def act_at(self, stage: str, command: str) -> None:
         """Let CRIU run a shell command at a stage when our hook has given its verdict; one takes the other's place."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from integration.journals import sessions
 from integration.net.engine import NetPodman, Place
 from integration.net.traffic import assert_flows, progress
 
@@ -44,6 +45,12 @@ class Pair:
         """Remove the nodes."""
         for name in NAMES:
             self.node.remove_place(name)
+
+    def assert_nothing_is_left(self) -> None:
+        """Check that all sessions have ended, and that nothing holds traffic any more."""
+        assert all(session["effects"] == [] for session in sessions(self.node.namespace))
+        for name in NAMES:
+            assert self.node.holds(name) == []
 
     def assert_whole(self) -> None:
         """Check that no connection has broken."""

@@ -2,7 +2,7 @@
 
 import re
 
-from integration.journals import last_session
+from integration.journals import last_session, sessions
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman, Place
 
@@ -66,6 +66,7 @@ def restored(node: NetPodman, place: Place, policy: str) -> dict[str, str]:
     node.make_place("kinds", place)
     node.configure_policy(tcp=policy)
     node.restore(node.scratch / "kinds.tar")
+    assert all(session["effects"] == [] for session in sessions(node.namespace))
     return node.use_kinds("kinds")
 
 

@@ -31,7 +31,7 @@ def test_both_ends_at_new_addresses(make_node: MakeNode, runtime: str) -> None:
             pair.node.configure_policy(address_map=",".join(pairs))
         pair.restore()
         pair.assert_flows()
-        assert not pair.node.holds("client") + pair.node.holds("server")
+        pair.assert_nothing_is_left()
 
 
 def test_left_running(make_node: MakeNode) -> None:
@@ -40,7 +40,7 @@ def test_left_running(make_node: MakeNode) -> None:
     for _ in range(20 if IS_NIGHTLY else 3):
         pair.checkpoint("--leave-running")
         pair.assert_flows()
-    assert not pair.node.holds("client") + pair.node.holds("server")
+    pair.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
@@ -57,3 +57,4 @@ def test_the_old_address_comes_back_early(make_node: MakeNode, runtime: str) -> 
     node.act_at("pre-restore", node.lets_in("server"))
     node.restore(pair.archives["server"])
     pair.assert_flows()
+    pair.assert_nothing_is_left()
