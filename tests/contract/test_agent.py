@@ -39,10 +39,10 @@ echo 'idle_timeout_s = 1' >> /etc/ocihook/config.toml
 class Node:
     """A namespace with a rendered action script, an image set, and a bundle."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, init_pid: int) -> None:
         self.namespace = Namespace(_SETUP)
         self.agents: list[subprocess.Popen[bytes]] = []
-        self.init = subprocess.Popen(["sleep", "infinity"])  # the container, without a socket or a file of the test's
+        self.init_pid = init_pid
         self.scratch = scratch
         self.images = scratch / "checkpoint"
         self.script = scratch / "criu-action"
@@ -63,7 +63,7 @@ class Node:
 
     def criu_command(self, verb: str, stages: list[str], images: Path | None = None) -> list[str]:
         """Return the command of a shell that looks like runc and runs the stand-in as its child."""
-        arguments = [str(FAKE_CRIU), str(self.script), str(images or self.images), str(self.init.pid), *stages]
+        arguments = [str(FAKE_CRIU), str(self.script), str(images or self.images), str(self.init_pid), *stages]
         inner = f"{sys.executable} {' '.join(arguments)}; true"
         runc = f"exec -a runc sh -s -- {verb} --bundle {self.bundle} {ID}"
         return ["bash", "-c", f"{runc} <<'EOF'\n{inner}\nEOF"]
@@ -102,8 +102,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
+def node(tmp_path: Path, container_pid: int) -> Iterator[Node]:
+    made = Node(tmp_path, container_pid)
     try:
         yield made
         for agent in made.agents:
@@ -111,8 +111,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
         wait_for("the agent to leave", lambda: not made.run_dir("agent.sock").exists())
     finally:
         made.namespace.close()
-        made.init.kill()
-        made.init.wait()
 
 
 def test_a_dump_and_a_restore_without_any_agent_running(node: Node) -> None:

@@ -503,9 +503,11 @@ def test_priority_while_others_wait() -> None:
     assert in_child(act) == 0
 
 
-def test_a_restore_uses_its_checkpoint_from_its_first_stage_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_uses_its_checkpoint_from_its_first_stage_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container_pid: int
+) -> None:
     """As a session of its own, which then waits for CRIU's next stage."""
-    session = SessionNode(tmp_path, monkeypatch)
+    session = SessionNode(tmp_path, monkeypatch, container_pid)
     node = Node(tmp_path / "node")
     shutil.rmtree(session.directory)
     shutil.copytree(node.images, session.directory)

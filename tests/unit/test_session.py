@@ -4,9 +4,8 @@ import dataclasses
 import errno
 import json
 import os
-import subprocess
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -83,10 +82,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    with subprocess.Popen(["sleep", "infinity"]) as init:  # the container, without what this process has open
-        yield Node(tmp_path, monkeypatch, init.pid)
-        init.kill()
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container_pid: int) -> Node:
+    return Node(tmp_path, monkeypatch, container_pid)
 
 
 def fail_with(error: BaseException) -> Callable[..., object]:

@@ -80,8 +80,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    return Node(tmp_path, monkeypatch)
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container_pid: int) -> Node:
+    return Node(tmp_path, monkeypatch, container_pid)
 
 
 def calls(names: tuple[str, ...], *who: str) -> list[tuple[str, str]]:
