@@ -12,7 +12,7 @@ PROJECT = Path(__file__).parents[2]
 MAX_BYTES = 12 << 20
 # All of ocihook, and what it imports late.
 IMPORT_ALL = """
-import importlib, pkgutil, sys
+import importlib, os, pkgutil, sys
 sys.path.insert(0, sys.argv[1])
 import ocihook
 for module in pkgutil.walk_packages(ocihook.__path__, "ocihook."):
@@ -24,7 +24,7 @@ from ocihook.cli.render import print_table, progress_bar
 from ocihook.container.engine_archive import zstd
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import destroy, inet_sockets, links, routes, unix_sockets
-here = NetNamespace.at("/proc/self/ns/net")
+here = NetNamespace.of(os.getpid())
 links(here), routes(here), unix_sockets(here), destroy(here, inet_sockets(here)[:0])
 print_table(["A"], [["b"]])
 driver.CUcheckpointRestoreArgs().gpuPairs
@@ -38,9 +38,7 @@ print("imported")
 
 def run_in(root: Path, directory: Path, *command: str) -> str:
     """Run a command in a root tree that has `directory` as /mnt; return what it prints."""
-    enter = (
-        'mount --bind "$1" "$2/mnt" && cd "$2/mnt" && shift 2 && exec chroot .. sh -c \'cd /mnt && exec "$@"\' sh "$@"'
-    )
+    enter = 'mount --bind "$1" "$2/mnt" && mount --bind /proc "$2/proc" && cd "$2/mnt" && shift 2 && exec chroot .. sh -c \'cd /mnt && exec "$@"\' sh "$@"'
     inside = ["unshare", "--mount", "sh", "-ec", enter, "sh", str(directory), str(root), *command]
     return subprocess.run(
         inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False

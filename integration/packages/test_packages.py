@@ -168,8 +168,9 @@ def is_of_package(name: str) -> bool:
     """Tell whether a file is where a package may have one, or where dpkg and its helpers keep their records."""
     ours = ("usr/bin/ocihook", "usr/lib/ocihook/", "usr/libexec/ocihook/", "usr/share/doc/ocihook/", "etc/ocihook/")
     units = ("usr/lib/systemd/", "etc/systemd/system/", "usr/lib/tmpfiles.d/ocihook", "usr/share/lintian/overrides/")
+    hooks = ("usr/share/containers/oci/hooks.d/50-ocihook.json",)
     shared = ("licenses/ocihook/", "ocihook/", "man/", "bash-completion/", "zsh/", "fish/")
-    return name.startswith((*ours, *units, *(f"usr/share/{directory}" for directory in shared)))
+    return name.startswith((*ours, *units, *hooks, *(f"usr/share/{directory}" for directory in shared)))
 
 
 def assert_bytecode_is_not_checked(node: Node, release: str) -> None:
