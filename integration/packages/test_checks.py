@@ -38,7 +38,8 @@ print("imported")
 
 def run_in(root: Path, directory: Path, *command: str) -> str:
     """Run a command in a root tree that has `directory` as /mnt; return what it prints."""
-    enter = 'mount --bind "$1" "$2/mnt" && mount --bind /proc "$2/proc" && cd "$2/mnt" && shift 2 && exec chroot .. sh -c \'cd /mnt && exec "$@"\' sh "$@"'
+    mounts = 'mount --bind "$1" "$2/mnt" && mount --bind /proc "$2/proc" && cd "$2/mnt"'
+    enter = mounts + ' && shift 2 && exec chroot .. sh -c \'cd /mnt && exec "$@"\' sh "$@"'
     inside = ["unshare", "--mount", "sh", "-ec", enter, "sh", str(directory), str(root), *command]
     return subprocess.run(
         inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
