@@ -167,7 +167,7 @@ class _Demo:
             criu_memory_s=memory_us / 1e6,
             pack_s=_phase_s(dumped, "pack"),
             restore_s=restore_s,
-            unpack_s=_phase_s(restored, "unpack"),
+            unpack_s=_phase_s(restored, "unpack") + _phase_s(restored, "memory write back"),
             count_before=count_before,
             count_after=count_after,
             checksum_before=checksum_before,
