@@ -103,7 +103,7 @@ class ObjectRemote:
     def pruning(self, every_s: float) -> Iterator[bool]:
         """Return whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
         prefix = f"{self._prefix}pruned/"
-        mine = prefix + secrets.token_hex(8)
+        mine = f"{prefix}{time.time_ns():016x}-{secrets.token_hex(8)}"  # of one second, as S3 counts, the first wins
         self._blobs.write(mine, b"")
         try:
             begun = {blob.name: blob.modified_s for blob in self._blobs.below(prefix)}

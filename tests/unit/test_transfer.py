@@ -677,6 +677,14 @@ def test_one_of_several_nodes_prunes_the_remote(node: Node, remote: str, tmp_pat
     assert [row.id for row in list_remote(remote)] == [third]
 
 
+def test_of_nodes_that_prune_within_one_second_the_first_does(remote: str) -> None:
+    turns = []
+    for _ in range(20):
+        with open_remote(remote, "team").pruning(3600) as is_ours:
+            turns.append(is_ours)
+    assert turns == [True] + [False] * 19
+
+
 def test_a_prune_by_policy_that_fails_is_not_counted(node: Node, directory: Path) -> None:
     push(node.domain, ids(node)[0], str(directory))
     remote = open_remote(str(directory), "team")
