@@ -128,5 +128,5 @@ def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 60.0) ->
 
 
 def is_required() -> bool:
-    """Tell whether a missing tool is a failure (in CI) and not a reason to skip."""
+    """Return whether a missing tool is a failure (in CI) and not a reason to skip."""
     return bool(os.environ.get("OCIHOOK_REQUIRE_INTEGRATION"))

@@ -28,7 +28,7 @@ class ContainerRef:
 
     @property
     def is_in_pod(self) -> bool:
-        """Tell whether it is a pod's, and so somebody else's than the administrator's."""
+        """Return whether it is a pod's, and so somebody else's than the administrator's."""
         return bool(self.pod_namespace) or self.engine == "cri-o"  # without a kubelet CRI-O tells no namespace
 
     def __str__(self) -> str:

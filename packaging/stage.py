@@ -187,7 +187,7 @@ def unpack(wheel: Path, site: Path) -> None:
 
 
 def is_kept(distribution: str, name: str) -> bool:
-    """Tell whether a file of a distribution is taken."""
+    """Return whether a file of a distribution is taken."""
     return _matches(name, (*KEPT[distribution], *LICENSES)) and not _matches(name, DROPPED)
 
 

@@ -30,7 +30,7 @@ while [ -e /run/slow ]; do sleep 0.05; done
 
 
 def is_told(node: Containerd) -> bool:
-    """Tell whether the node's metrics say that the engine has given up."""
+    """Return whether the node's metrics say that the engine has given up."""
     return 'ocihook_open_sessions{state="given-up"} 1.0' in node.ocihook("metrics")
 
 
@@ -49,7 +49,7 @@ def release(node: Containerd) -> None:
 
 
 def has_come_to(session: dict[str, Any], stage: str) -> bool:
-    """Tell whether a dump was in a stage when it was given up."""
+    """Return whether a dump was in a stage when it was given up."""
     if stage == "criu":
         return session["stages"]["pre-dump"].get("status") == 0 and "criu_ended" in session["facts"]
     return any(phase["name"] in (stage, f"gpu {stage}") for phase in session["phases"])

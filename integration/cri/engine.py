@@ -251,7 +251,7 @@ class CriEngine:
         return pid
 
     def is_running(self, container: str) -> bool:
-        """Tell whether a container runs, by the engine's own word."""
+        """Return whether a container runs, by the engine's own word."""
         state: int = self.call("ContainerStatus", container_id=container).status.state
         return state == RUNNING
 
@@ -267,7 +267,7 @@ class CriEngine:
         assert self.count(container)[1] == before[1]
 
     def is_open(self) -> bool:
-        """Tell whether a session is open."""
+        """Return whether a session is open."""
         return any(self.namespace.path("/run/ocihook/sessions").glob("*.json"))
 
     def checkpoint(self, container: str, name: str, timeout_s: float = TIMEOUT_S) -> Path:

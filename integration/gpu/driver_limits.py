@@ -213,7 +213,7 @@ def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 
 def goes_on(process: subprocess.Popen[str]) -> bool:
-    """Tell whether it still counts; what it has printed before is skipped."""
+    """Return whether it still counts; what it has printed before is skipped."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     with contextlib.suppress(TypeError, BlockingIOError):

@@ -180,7 +180,7 @@ class Program:
         torch.cuda.synchronize()
 
     def verify(self) -> dict[str, Any]:
-        """Tell whether all memory is as it was, and whether more can be had."""
+        """Return whether all memory is as it was, and whether more can be had."""
         for kind, address, size, number in self.blocks:
             if number:
                 for at in (0, size - WORD):

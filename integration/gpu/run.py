@@ -459,7 +459,7 @@ def run_case(case: str, number: int) -> dict[str, Any]:
 
 
 def verify(container: Container, program: str, lines_at_dump: int, *, leave_running: bool) -> bool:
-    """Tell whether it went on where it was with the memory it had; a training's losses are compared elsewhere."""
+    """Return whether it went on where it was with the memory it had; a training's losses are compared elsewhere."""
     before, after = container.lines[:lines_at_dump], container.lines[lines_at_dump:]
     if program == "train":
         container.wait_for(max(0, 120 - len(container.lines)))

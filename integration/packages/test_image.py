@@ -99,7 +99,7 @@ def test_image_comes_serves_is_exchanged_and_goes(image_contexts: tuple[Path, Pa
 
 
 def is_in_use(release: str) -> bool:
-    """Tell whether a process of this machine has been started from a release."""
+    """Return whether a process of this machine has been started from a release."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if f"/opt/ocihook/lib/ocihook/{release}/" in path.read_text():

@@ -165,7 +165,7 @@ def assert_has_no_page_images(archive: Path) -> None:
 
 
 def is_of_package(name: str) -> bool:
-    """Tell whether a file is where a package may have one, or where dpkg and its helpers keep their records."""
+    """Return whether a file is where a package may have one, or where dpkg and its helpers keep their records."""
     ours = ("usr/bin/ocihook", "usr/lib/ocihook/", "usr/libexec/ocihook/", "usr/share/doc/ocihook/", "etc/ocihook/")
     units = ("usr/lib/systemd/", "etc/systemd/system/", "usr/lib/tmpfiles.d/ocihook", "usr/share/lintian/overrides/")
     hooks = ("usr/share/containers/oci/hooks.d/50-ocihook.json",)

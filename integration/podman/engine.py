@@ -145,7 +145,7 @@ class Podman:
         return (int(found[-1][0]), found[-1][1]) if found else (0, "")
 
     def is_running(self, name: str) -> bool:
-        """Tell whether a container runs, by podman's own word."""
+        """Return whether a container runs, by podman's own word."""
         return self("inspect", "--format", "{{.State.Status}}", name, check=False).strip() == "running"
 
     def assert_counts(self, name: str) -> None:

@@ -110,12 +110,12 @@ def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookE
 
 
 def is_packed(facts: ArchiveFacts) -> bool:
-    """Tell whether the memory in an archive is packed."""
+    """Return whether the memory in an archive is packed."""
     return MANIFEST_NAME in facts.sizes
 
 
 def is_thin(facts: ArchiveFacts) -> bool:
-    """Tell whether the memory of an archive is in a store."""
+    """Return whether the memory of an archive is in a store."""
     return THIN_NAME in facts.sizes
 
 

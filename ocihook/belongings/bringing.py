@@ -46,12 +46,12 @@ class Change(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether nothing is to have the name."""
+        """Return whether nothing is to have the name."""
         return self.info.ischr() and not self.info.devmajor and not self.info.devminor
 
     @property
     def is_opaque(self) -> bool:
-        """Tell whether it is a directory of which nothing that was in it stays."""
+        """Return whether it is a directory of which nothing that was in it stays."""
         return self.info.isdir() and OPAQUE in self.info.pax_headers
 
 

@@ -169,7 +169,7 @@ def _attributes(entry: Entry) -> dict[str, str]:
 
 
 def _overlay_says(entry: Entry, what: str) -> bool:
-    """Tell whether overlayfs says so of a file or directory of its upper one."""
+    """Return whether overlayfs says so of a file or directory of its upper one."""
     with entry.open() as fd:
         names = attribute_names(fd)
     return any(prefix + what in names for prefix in OVERLAY)

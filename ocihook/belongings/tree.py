@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     @property
     def is_directory(self) -> bool:
-        """Tell whether it is one."""
+        """Return whether it is one."""
         return stat.S_ISDIR(self.status.st_mode)
 
     def open(self) -> contextlib.AbstractContextManager[int]:

@@ -250,7 +250,7 @@ def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..
 
 
 def has_pending(store: Store) -> bool:
-    """Tell whether a checkpoint is waiting to be completed, or to be told lost."""
+    """Return whether a checkpoint is waiting to be completed, or to be told lost."""
     return any(pending_ids(domain) or half_removed(domain) or lost_in_memory(domain) for domain in store.domains())
 
 

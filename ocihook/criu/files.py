@@ -28,7 +28,7 @@ class CriuOptions:
         return f"echo {option} >> {quote(self.file)}"
 
     def has(self, *names: str) -> bool:
-        """Tell whether one of these is set."""
+        """Return whether one of these is set."""
         return not self.names.isdisjoint(names)
 
 

@@ -96,7 +96,7 @@ class InetSocket(NamedTuple):
 
     @property
     def is_connection(self) -> bool:
-        """Tell whether it is a TCP socket with another end: of these CRIU keeps queues and sequence numbers."""
+        """Return whether it is a TCP socket with another end: of these CRIU keeps queues and sequence numbers."""
         return self.kind == socket.SOCK_STREAM and self.protocol == socket.IPPROTO_TCP and self.remote_port != 0
 
     @property

@@ -142,7 +142,7 @@ def _find(blocks: Sequence[_Block], wanted: Mapping[bytes, Move]) -> dict[bytes,
 
 
 def _is_right(fields: tuple[int, ...], move: Move, blocks: Sequence[_Block], starts: Sequence[int]) -> bool:
-    """Tell whether both counts are those of the image, and the words behind both pointers, or already the new ones."""
+    """Return whether both counts are the image's, and the words behind both pointers too, or already the new ones."""
     for count, pointer, old, new in zip(fields[::2], fields[1::2], move.sock.ends, move.ends, strict=True):
         if count != len(old) // _WORD_BYTES or pointer % _WORD_BYTES:
             return False

@@ -83,7 +83,7 @@ def run_output(*command: str) -> str:
 
 
 def libcriu_reads_conf(root: Path = Path("/")) -> bool | None:
-    """Tell whether the libcriu that crun loads can name a configuration file to CRIU; None if there is no libcriu."""
+    """Return whether the libcriu that crun loads can name a configuration file to CRIU; None if there is no libcriu."""
     for directory in _LIBRARY_DIRS:
         for library in root.glob(f"{directory}/libcriu.so.2"):
             return _LIBCRIU_CALL in library.read_bytes()
@@ -91,7 +91,7 @@ def libcriu_reads_conf(root: Path = Path("/")) -> bool | None:
 
 
 def locks_by_nftables(root: Path = Path("/")) -> bool:
-    """Tell whether CRIU can lock a network by nftables; of another root, whether it is built so, with the library."""
+    """Return whether CRIU can lock a network by nftables; of another root, whether it is built so, with the library."""
     if root == Path("/"):
         criu = find_program("criu")
         return criu is not None and _IS_SUPPORTED in run_output(criu.path, "check", "--feature", _NFTABLES_FEATURE)
@@ -101,5 +101,5 @@ def locks_by_nftables(root: Path = Path("/")) -> bool:
 
 
 def crun_reads_its_conf(crun: Program, root: Path = Path("/")) -> bool:
-    """Tell whether crun hands crun.conf (or runc.conf) to CRIU; if not, only default.conf is read."""
+    """Return whether crun hands crun.conf (or runc.conf) to CRIU; if not, only default.conf is read."""
     return crun.version >= _CRUN_READS_CONF and bool(libcriu_reads_conf(root))

@@ -130,7 +130,7 @@ class Attempt:
                 told[str(key)] = str(value) if told.get(str(key), str(value)) == str(value) else ""
 
     def is_met(self, place: int) -> bool:
-        """Tell whether all members have come to a phase."""
+        """Return whether all members have come to a phase."""
         return self.reached[place] == self.join.size
 
     def missing(self, place: int) -> list[str]:

@@ -60,7 +60,7 @@ def load_bindings() -> None:
 
 
 def has_driver() -> bool:
-    """Tell whether there is a driver library on this node."""
+    """Return whether there is a driver library on this node."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -33,7 +33,7 @@ class Gpu(Participant):
         self._taken: GpuCheckpointed | None = None
 
     def needs_tasks(self, dump: Dump) -> bool:
-        """Tell whether any process has to do with NVIDIA: the driver's calls return only where tasks run."""
+        """Return whether any process has to do with NVIDIA: the driver's calls return only where tasks run."""
         self._signs = find_gpu_processes(dump.init_pid)
         dump.has_gpu = bool(self._signs)
         return dump.has_gpu

@@ -242,7 +242,7 @@ def _checkpoint_prefaulted(
 
 
 def _has_huge_pages() -> bool:
-    """Tell whether the node has huge pages for those who ask."""
+    """Return whether the node has huge pages for those who ask."""
     try:
         return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:

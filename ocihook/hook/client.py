@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def _is_kept_from_end() -> bool:
-    """Tell whether CRIU, whose work directory this process is in, waits at its end, or will."""
+    """Return whether CRIU, whose work directory this process is in, waits at its end, or will."""
     return os.path.lexists(wire.KEPT_NAME)
 
 
@@ -125,7 +125,7 @@ def _start_agent() -> int:
 
 
 def _has_left(agent: int) -> bool:
-    """Tell whether an agent that was started here has left in peace.
+    """Return whether an agent that was started here has left in peace.
 
     Raises:
         OSError: if it failed; another one would, too.

@@ -273,7 +273,7 @@ def _put_back(path: Path, saved: Path) -> None:
 
 
 def is_cut(directory: Path) -> bool:
-    """Tell whether any pagemap of an image set was cut."""
+    """Return whether any pagemap of an image set was cut."""
     return any(True for _ in _saved(directory))
 
 

@@ -345,7 +345,7 @@ def region_bytes(manifest: PackedManifest) -> int:
 
 
 def is_read_twice(regions: Iterable[PackedRegion | StoredRegion]) -> bool:
-    """Tell whether moved memory is verified before there are processes to write it into, and not only on its way there.
+    """Return whether moved memory is verified before there are processes to write it into, not only on its way there.
 
     It is where the packs stay in memory until then, beside the processes: all of it is read from the disk once.
     """

@@ -30,13 +30,13 @@ class Freezer:
     version: int  # of cgroups: 1 or 2
 
     def is_frozen(self) -> bool:
-        """Tell whether every task in it stands still, by its own freezer or an ancestor's."""
+        """Return whether every task in it stands still, by its own freezer or an ancestor's."""
         if self.version == 1:
             return self._read("freezer.state") == "FROZEN"
         return "frozen 1" in self._read("cgroup.events").splitlines()
 
     def is_set(self) -> bool:
-        """Tell whether it is this freezer that was told to stop the tasks, and not an ancestor's alone."""
+        """Return whether it is this freezer that was told to stop the tasks, and not an ancestor's alone."""
         if self.version == 1:
             return self._read("freezer.self_freezing") == "1"
         return self._read("cgroup.freeze") == "1"

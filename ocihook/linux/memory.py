@@ -229,7 +229,7 @@ class CopyBuffer:
         self.view = memoryview(self.data)[self.start : self.start + size_bytes]
 
     def has(self, content: bytes | memoryview, at: int) -> bool:
-        """Tell whether there is this content from a place in `view` on."""
+        """Return whether there is this content from a place in `view` on."""
         return self.data.startswith(content, self.start + at)
 
 

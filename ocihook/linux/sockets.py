@@ -85,7 +85,7 @@ def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
 
 
 def hides_socket_options() -> bool:
-    """Tell whether this kernel no longer answers what CRIU before 4.2 asks of Internet sockets (criu#2705)."""
+    """Return whether this kernel no longer answers what CRIU before 4.2 asks of Internet sockets (criu#2705)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED)

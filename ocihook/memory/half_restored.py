@@ -71,7 +71,7 @@ def kill(processes: Sequence[Process]) -> None:
 
 
 def _is_criu(pid: int, criu_pid: int) -> bool:
-    """Tell whether a process has CRIU's executable, as no action script has."""
+    """Return whether a process has CRIU's executable, as no action script has."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/exe").samefile(f"/proc/{criu_pid}/exe")
     return False

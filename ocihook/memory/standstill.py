@@ -125,7 +125,7 @@ class Standstill(Participant):
 
 
 def is_given_up(journal: Journal) -> bool:
-    """Tell whether the engine waits no more: its runtime has ended before CRIU, or before a verdict."""
+    """Return whether the engine waits no more: its runtime has ended before CRIU, or before a verdict."""
     has_ended = journal.runtime is not None and not journal.runtime.is_alive()
     if has_ended and (journal.criu.is_alive() or journal.is_interrupted):
         journal.give_up()

@@ -225,7 +225,7 @@ def _iptables(namespace: NetNamespace, program: str, *arguments: str, text: str 
 
 
 def _is_shared(namespace: NetNamespace, journal: Journal) -> bool:
-    """Tell whether another session of this node, whose CRIU lives, holds the same network."""
+    """Return whether another session of this node, whose CRIU lives, holds the same network."""
     for path in open_journals(journal.path.parent.parent):
         if path != journal.path:
             with contextlib.suppress(OcihookError, OSError):

@@ -40,7 +40,7 @@ class NetNamespace(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Tell whether this process is in it: for an agent, whether it is the node's."""
+        """Return whether this process is in it: for an agent, whether it is the node's."""
         return os.stat("/proc/thread-self/ns/net").st_ino == self.inode
 
     def open(self) -> int:

@@ -61,7 +61,7 @@ class InetSocket(NamedTuple):
 
     @property
     def is_connection(self) -> bool:
-        """Tell whether it is a TCP connection that a process has."""
+        """Return whether it is a TCP connection that a process has."""
         is_tcp = self.protocol in (socket.IPPROTO_TCP, MPTCP)
         return is_tcp and self.inode != 0 and self.state not in (CLOSE, LISTEN, TIME_WAIT)
 

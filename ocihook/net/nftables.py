@@ -34,7 +34,7 @@ def _library() -> ctypes.CDLL:
 
 
 def has_nftables() -> bool:
-    """Tell whether the library is there."""
+    """Return whether the library is there."""
     try:
         _library()
     except OSError:

@@ -37,7 +37,7 @@ class Endpoint(Protocol):
 
     @property
     def is_connection(self) -> bool:
-        """Tell whether it is a TCP connection."""
+        """Return whether it is a TCP connection."""
 
     @property
     def local(self) -> IPAddress:
@@ -80,7 +80,7 @@ def fate(sock: Endpoint, policy: TcpPolicy, own: Collection[IPAddress], gang: Co
 
 
 def _fits(rule: Rule, sock: Endpoint, gang: Collection[IPAddress]) -> bool:
-    """Tell whether a rule means a connection."""
+    """Return whether a rule means a connection."""
     if rule.is_gang:
         return sock.remote in gang
     return rule.port in (0, sock.remote_port) and (rule.network is None or sock.remote in rule.network)

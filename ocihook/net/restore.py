@@ -307,7 +307,7 @@ def _sender(place: Place, number: int) -> Sender:
 
 
 def _goes_on(sock: socket.socket) -> bool:
-    """Tell whether the peer has confirmed anything since the restore, or the connection is over."""
+    """Return whether the peer has confirmed anything since the restore, or the connection is over."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
     except OSError:

@@ -26,7 +26,7 @@ def prefix() -> Path | None:
 
 
 def is_packaged() -> bool:
-    """Tell whether a package owns launcher and units."""
+    """Return whether a package owns launcher and units."""
     return prefix() == PACKAGE_PREFIX
 
 

@@ -54,7 +54,7 @@ def _is_criu_at_work(pid: int) -> bool:
 
 
 def _is_nodes_criu(pid: int) -> bool:
-    """Tell whether a process runs a CRIU of the node: any other may call itself so, and those of containers do not end.
+    """Return whether a process runs a CRIU of the node: any process may have its title, and a container's does not end.
 
     It is the node's own, from wherever it is run, or another one in our mount namespace, as one that was replaced.
     """

@@ -81,7 +81,7 @@ class Change:
         return "\n".join(difflib.unified_diff(old, new, old_name, new_name, lineterm=""))
 
     def is_needed(self) -> bool:
-        """Tell whether the file is not yet as it is to be."""
+        """Return whether the file is not yet as it is to be."""
         if self.before != self.after or self.before is None or self.mode is None:
             return self.before != self.after
         status = self.path.stat()
@@ -348,7 +348,7 @@ def make_directories(directory: Path) -> None:
 
 
 def is_signed(content: bytes | None) -> bool:
-    """Tell whether a file's content is of `ocihook install`."""
+    """Return whether a file's content is of `ocihook install`."""
     return SIGN.encode() in (content or b"")
 
 

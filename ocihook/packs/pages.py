@@ -77,7 +77,7 @@ class Parts:
                 yield Part(low, high - low, self._to[number] + low - at)
 
     def touches(self, start: int, end: int) -> bool:
-        """Tell whether anything of them lies between two offsets."""
+        """Return whether anything of them lies between two offsets."""
         return next(self.within(start, end), None) is not None
 
 
@@ -119,7 +119,7 @@ class Target(NamedTuple):
     parts: Parts | None = None  # of the image, if the rest need not even be read
 
     def wants(self, start: int, size_bytes: int) -> bool:
-        """Tell whether anything of so many bytes from an offset in the image on goes there."""
+        """Return whether anything of so many bytes from an offset in the image on goes there."""
         return self.parts is None or self.parts.touches(start, start + size_bytes)
 
 

@@ -65,7 +65,7 @@ class Call:
 
     @property
     def is_crun(self) -> bool:
-        """Tell whether it is crun, or else runc."""
+        """Return whether it is crun, or else runc."""
         return self.runtime == "crun"
 
     @property

@@ -156,5 +156,5 @@ def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain,
 
 
 def is_restart(now: ContainerRef, then: ContainerRef) -> bool:
-    """Tell whether a container is that of a checkpoint, or in the same pod: it was restarted, and not made again."""
+    """Return whether a container is that of a checkpoint, or in the same pod: it was restarted, and not made again."""
     return now.id == then.id or (bool(now.pod_uid) and now.pod_uid == then.pod_uid)

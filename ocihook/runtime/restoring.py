@@ -71,7 +71,7 @@ class Restoring:
     places: Mapping[str, Path] = field(default_factory=dict)  # where they are brought, by their names in the tar
 
     def is_attended(self) -> bool:
-        """Tell whether somebody else is at it, who is not the other worker."""
+        """Return whether somebody else is at it, who is not the other worker."""
         return any(worker.is_alive() for worker in self.workers if worker.pid not in (os.getpid(), os.getppid()))
 
 

@@ -75,7 +75,7 @@ def signal_of(call: Call) -> str:
 
 
 def _is_wanted(name: str, kept: containers.Kept) -> bool:
-    """Tell whether a signal stops a container that is to be checkpointed then; what is wrong was told at `create`."""
+    """Return whether a signal stops a container that is to be checkpointed then; what is wrong was told at `create`."""
     try:
         config = read_config(kept)
         notes = config.get("annotations") or {}

@@ -60,7 +60,7 @@ class Stop:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether nothing is to be done any more."""
+        """Return whether nothing is to be done any more."""
         return bool(self.outcome)
 
 
@@ -91,13 +91,13 @@ def stops_under_way() -> Iterator[str]:
 
 
 def is_stopping(domain: str, member: str) -> bool:
-    """Tell whether a container of a lineage is being checkpointed, as it is stopped."""
+    """Return whether a container of a lineage is being checkpointed, as it is stopped."""
     kept = (containers.read(container_id) for container_id in stops_under_way())
     return any(each and each.domain == domain and lineage(each.container) == member for each in kept)
 
 
 def is_stop_signal(name: str, config: Mapping[str, Any]) -> bool:
-    """Tell whether a signal, by number or by name without SIG, begins a stop of a container."""
+    """Return whether a signal, by number or by name without SIG, begins a stop of a container."""
     named = str((config.get("annotations") or {}).get(_STOP_SIGNAL, "")).upper().removeprefix("SIG")
     return name in _TERM or (bool(named) and name == named)
 

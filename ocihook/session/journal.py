@@ -92,7 +92,7 @@ class Journal:
 
     @property
     def is_given_up(self) -> bool:
-        """Tell whether the runtime has ended before CRIU: its engine waits no more, and resumes nothing."""
+        """Return whether the runtime has ended before CRIU: its engine waits no more, and resumes nothing."""
         return self._data["given_up"] is not None
 
     def give_up(self) -> None:
@@ -142,7 +142,7 @@ class Journal:
         return from_json(kind, self._data["facts"])
 
     def knows(self, kind: type[Facts]) -> bool:
-        """Tell whether facts of a kind were noted."""
+        """Return whether facts of a kind were noted."""
         return not kind.__dataclass_fields__.keys().isdisjoint(self._data["facts"])
 
     def verdict_of(self, stage: str) -> tuple[int, str] | None:
@@ -152,7 +152,7 @@ class Journal:
 
     @property
     def is_interrupted(self) -> bool:
-        """Tell whether a stage was begun and has no verdict: CRIU is waiting for it, or was ended while it did."""
+        """Return whether a stage was begun and has no verdict: CRIU is waiting for it, or was ended while it did."""
         return any("status" not in entry for entry in self._data["stages"].values())
 
     def begin_stage(self, stage: str) -> bool:

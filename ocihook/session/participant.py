@@ -68,7 +68,7 @@ class Gang(Protocol):
         """
 
     def agree(self, attempt: int, *, is_locked: bool) -> bool:
-        """Tell whether the CUDA processes of all members are locked, if those of this one are."""
+        """Return whether the CUDA processes of all members are locked, if those of this one are."""
 
 
 class Alone(Gang):
@@ -80,7 +80,7 @@ class Alone(Gang):
         return {}
 
     def agree(self, attempt: int, *, is_locked: bool) -> bool:
-        """Tell whether this one is."""
+        """Return whether this one is."""
         del attempt
         return is_locked
 
@@ -226,7 +226,7 @@ class Participant:
         """Refuse what is known to fail. Nothing is touched here, and the container may be frozen by its engine."""
 
     def needs_tasks(self, dump: Dump) -> bool:
-        """Tell whether the container's tasks must run for what is to be prepared."""
+        """Return whether the container's tasks must run for what is to be prepared."""
         del dump
         return False
 

@@ -60,7 +60,7 @@ class KeptFromEnd(Effect, kind="kept-from-end"):
             os.close(work_directory)
 
     def has_detached(self, criu: Process) -> bool:
-        """Tell whether CRIU traces no process of the container any more."""
+        """Return whether CRIU traces no process of the container any more."""
         return all(tracer_pid(tid) != criu.pid for pid in descendants(self.init.pid) for tid in thread_ids(pid))
 
     def open_images(self, journal: Journal) -> int:
@@ -132,7 +132,7 @@ def forget_earlier(criu_pid: int) -> None:
 
 
 def can_wait(dump: Dump) -> bool:
-    """Tell whether anything is gained by waiting: of a container that its engine has frozen, nothing is."""
+    """Return whether anything is gained by waiting: of a container that its engine has frozen, nothing is."""
     return dump.call().leave_running and dump.journal.find(Paused) is None
 
 
@@ -163,13 +163,13 @@ def keep_from_end(dump: Dump) -> bool:
 
 
 def is_kept_from_end(journal: Journal) -> bool:
-    """Tell whether CRIU waits at its end for what is to come then, or will."""
+    """Return whether CRIU waits at its end for what is to come then, or will."""
     verdict = journal.verdict_of("post-dump")
     is_done = journal.verdict_of(DETACHED_STAGE) is not None
     return journal.find(KeptFromEnd) is not None and verdict is not None and verdict[0] == 0 and not is_done
 
 
 def is_due(journal: Journal) -> bool:
-    """Tell whether CRIU has detached from the container, and what is to come then can."""
+    """Return whether CRIU has detached from the container, and what is to come then can."""
     effect = journal.find(KeptFromEnd)
     return effect is not None and is_kept_from_end(journal) and effect.has_detached(journal.criu)

@@ -223,7 +223,7 @@ class PageImages(Participant):
 
 
 def _is_kept(dump: Dump) -> bool:
-    """Tell whether the packs of moved memory are in memory."""
+    """Return whether the packs of moved memory are in memory."""
     kept = dump.journal.find(KeptMemory)
     return bool(kept and dump.moved and dump.moved.packs and (kept.directory / dump.moved.packs[0].name).exists())
 

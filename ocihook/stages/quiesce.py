@@ -37,7 +37,7 @@ class Quiesce(Participant):
     """Lets the application come to rest, if it wants to be asked."""
 
     def needs_tasks(self, dump: Dump) -> bool:
-        """Tell whether it is to be asked."""
+        """Return whether it is to be asked."""
         return bool(dump.policy.quiesce_signal)
 
     def prepare(self, dump: Dump) -> None:

@@ -16,7 +16,7 @@ from ocihook.store.stored_manifest import BELONGINGS_NAME
 
 
 def is_stopped(dump: Dump) -> bool:
-    """Tell whether the container is being stopped."""
+    """Return whether the container is being stopped."""
     place = stopping_dir(dump.store.root, dump.container.id)
     return same_directory(place, identity(dump.directory / "..")) is not None
 

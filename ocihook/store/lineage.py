@@ -42,7 +42,7 @@ def _member_of_owner(container: ContainerRef) -> str:
 
 
 def has_identity(container: ContainerRef) -> bool:
-    """Tell whether a container is one of its own and not any replica of a Deployment."""
+    """Return whether a container is one of its own and not any replica of a Deployment."""
     stem = _RANDOM.sub("", container.pod_name)
     return stem == container.pod_name or not _HASH.search(stem)
 

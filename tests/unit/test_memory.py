@@ -128,12 +128,12 @@ def test_an_injected_call_gives_memory_back_and_disturbs_nothing(program: Progra
 
 
 def is_in(call: str, tid: int) -> bool:
-    """Tell whether a thread waits in a system call."""
+    """Return whether a thread waits in a system call."""
     return Path(f"/proc/{tid}/syscall").read_text().split()[0] == call
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped by a signal, and not by a tracer."""
+    """Return whether a process is stopped by a signal, and not by a tracer."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 

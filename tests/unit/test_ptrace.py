@@ -312,7 +312,7 @@ def wait_for_pause(pid: int) -> None:
 
 
 def is_restarted(tid: int) -> bool:
-    """Tell whether a thread waits for the rest of what had been interrupted: the kernel forgets that in a frame."""
+    """Return whether a thread waits for the rest of what had been interrupted: the kernel forgets that in a frame."""
     return Path(f"/proc/{tid}/syscall").read_text().split()[0] == RESTART_SYSCALL
 
 

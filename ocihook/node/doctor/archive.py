@@ -162,7 +162,7 @@ def _check_image(checkpoint: _Checkpoint) -> Iterator[Finding]:
 
 
 def _has_image(engine: str, image: str) -> bool | None:
-    """Tell whether an engine has an image; None if it cannot be asked."""
+    """Return whether an engine has an image; None if it cannot be asked."""
     if engine == "containerd":
         listed = _run("ctr", "-n", "k8s.io", "images", "ls", "-q")
         return image in listed.stdout.splitlines() if listed and listed.returncode == 0 else None

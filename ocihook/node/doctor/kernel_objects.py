@@ -98,7 +98,7 @@ def _check_lost_mounts(workload: Workload) -> Iterator[Finding]:
 
 
 def _is_on_mount(file: OpenFile) -> bool:
-    """Tell whether the mount through which a file was opened is one that the process sees."""
+    """Return whether the mount through which a file was opened is one that the process sees."""
     number = mount_id(file.pid, file.fd)
     return number < 0 or any(mount.id == number for mount in mounts(file.pid))
 
@@ -131,7 +131,7 @@ def _check_watches(workload: Workload) -> Iterator[Finding]:
 
 
 def _is_found(workload: Workload, watch: Watch) -> bool:
-    """Tell whether CRIU will find a file by looking through the places that it knows."""
+    """Return whether CRIU will find a file by looking through the places that it knows."""
     left = _MAX_SCANNED
     for place in (*_SCANNED, *workload.options.scanned):
         for directory, names, others in os.walk(f"/proc/{workload.init_pid}/root{place}"):
@@ -214,7 +214,7 @@ def _by_podman(workload: Workload) -> str:
 
 
 def _is_everywhere(address: str) -> bool:
-    """Tell whether each network has an address: that of all interfaces, and those of the loopback device."""
+    """Return whether each network has an address: that of all interfaces, and those of the loopback device."""
     return ip_address(address).is_unspecified or ip_address(address).is_loopback
 
 

@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def has_own_pids(self) -> bool:
-        """Tell whether it has a PID namespace of its own."""
+        """Return whether it has a PID namespace of its own."""
         return namespaces(self.init_pid).get("pid") != namespaces(os.getpid()).get("pid")
 
 
