@@ -13,7 +13,7 @@ from typing import Any
 
 from ocihook.errors import CudaError, CudaLockTimeout, CudaStateError, CudaUnsupported
 
-FIRST_DRIVER_VERSION = 12080  # as cuDriverGetVersion tells it: the first with this API, driver 570
+FIRST_DRIVER_VERSION = 12080  # as cuDriverGetVersion returns it: the first with this API, driver 570
 
 # Of a verb, or of any: what integration/gpu/results/{driver-limits,probes}-580.json were seen to end so.
 _REMEDIES: Mapping[str, str] = {
@@ -51,7 +51,7 @@ _STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED, CudaStat
 def load_bindings() -> None:
     """Import what is otherwise imported late, where it may be needed: on a node with the driver's device.
 
-    For a process that outlives the files it was started from, as an agent does when its package is exchanged.
+    For a process that outlives the files it was started from, as an agent does when its package is upgraded.
     """
     if _CONTROL_DEVICE.exists():
         import pynvml  # noqa: F401 - for gpu/nvml.py
@@ -87,7 +87,7 @@ class CudaDriver:
             )
 
     def state(self, pid: int) -> CudaState | None:
-        """Return the state of a process; None if it has nothing to do with CUDA."""
+        """Return the state of a process; None if it does not use CUDA."""
         code, value = self._api.cuCheckpointProcessGetState(pid)
         if code.name == "CUDA_ERROR_NOT_INITIALIZED":
             return None
@@ -109,17 +109,17 @@ class CudaDriver:
         self._check(self._api.cuCheckpointProcessLock(pid, arguments)[0], "lock", pid)
 
     def checkpoint(self, pid: int) -> None:
-        """Move device memory of a locked process into its own memory, and let go of the GPU."""
+        """Move device memory of a locked process into its own memory, and release the GPU."""
         self._check(self._api.cuCheckpointProcessCheckpoint(pid, None)[0], "checkpoint", pid)
 
     def restore(self, pid: int, gpu_map: GpuMap = ()) -> None:
         """Give a checkpointed process its GPU and device memory back; it stays locked.
 
-        Must not be tried without enough free memory on the GPU: the process is lost then, as 580 was seen to do it.
+        Must not be tried without enough free memory on the GPU: the process is lost then, as was seen with 580.
 
         Args:
             pid: of the process.
-            gpu_map: UUIDs (as NVML tells them) that it had, each with the one to take instead. With any, every GPU
+            gpu_map: UUIDs (as NVML reports them) that it had, each with the one to take instead. With any, every GPU
                 that the process has open must be in it (CUDA_VISIBLE_DEVICES or not), else INVALID_VALUE.
         """
         arguments = None

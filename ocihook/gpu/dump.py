@@ -139,7 +139,7 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
             resume_all(driver, left, spans=spans)
 
     def _tell_of_the_dead(self, journal: Journal) -> None:
-        """Say which processes have ended before they had their GPU back, unless the dump was to end them."""
+        """Report which processes ended before they had their GPU back, unless the dump was to end them."""
         ended = [taken.process.pid for taken in self.processes if not taken.process.is_alive()]
         verdict = journal.verdict_of("post-dump")
         is_meant = not journal.facts(CallFacts).leave_running and verdict is not None and verdict[0] == 0
@@ -174,7 +174,7 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
     """Refuse what could not be restored; lock every CUDA process of a container, whose tasks must be able to run.
 
     Args:
-        dump: gets the effect that brings all back.
+        dump: gets the effect that gives everything back.
         signs: of the processes that have to do with NVIDIA.
 
     Returns:
@@ -195,7 +195,7 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
         criu = options_for(runtime, call.criu_config, call.criu_asked)
         others = [*file_refusals(dump.init_pid, criu), *trace_refusals(dump.init_pid)]
         heed([*refusals(situation), *others], policy.gpu_preflight)
-    # What somebody else has locked or checkpointed is left to them: CRIU leaves it as it is, too.
+    # What others have locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
     if not ours:
         return None

@@ -1,6 +1,6 @@
-"""The node's GPUs as NVML tells them: which, how much memory, and which process holds how much of it.
+"""The node's GPUs as NVML reports them: which, how much memory, and which process holds how much of it.
 
-NVML starts a thread and opens device files in whoever asks, so ask in a process that ends afterwards.
+NVML starts a thread and opens device files in its caller, so call it in a process that ends afterwards.
 """
 
 import contextlib

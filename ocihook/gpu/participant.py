@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 
 class Gpu(Participant):
-    """Takes and gives GPU state."""
+    """Moves GPU state out, and back in."""
 
     def __init__(self) -> None:
         self._signs: Sequence[Signs] = ()
         self._taken: GpuCheckpointed | None = None
 
     def needs_tasks(self, dump: Dump) -> bool:
-        """Return whether any process has to do with NVIDIA: the driver's calls return only where tasks run."""
+        """Return whether any process uses NVIDIA's driver: its calls return only where tasks run."""
         self._signs = find_gpu_processes(dump.init_pid)
         dump.has_gpu = bool(self._signs)
         return dump.has_gpu
@@ -48,7 +48,7 @@ class Gpu(Participant):
             checkpoint_gpus(dump, self._taken)
 
     def after_images(self, dump: Dump) -> str:
-        """Say what the checkpoint consists of beside CRIU's images."""
+        """Return what the checkpoint consists of beside CRIU's images."""
         dump.moved = moved_regions(dump.journal)
         return ""
 
@@ -64,13 +64,13 @@ class Gpu(Participant):
             note_half_restored(restore)
 
     def processes_wait(self, restore: Restore) -> str:
-        """Write GPU memory: here and not when all is about to run, where CRIU takes no veto."""
+        """Write GPU memory: here, and not just before tasks run, where CRIU takes no veto."""
         checkpoint = restore.checkpoint
         size = fill_memory(restore, checkpoint) if checkpoint and checkpoint.region_processes else 0
         return f"container {restore.journal.container}: {size} bytes of GPU memory written" if size else ""
 
     def about_to_run(self, restore: Restore) -> None:
-        """Freeze a container that would run without its GPU, if it can be; most programs bear that."""
+        """Freeze a container that would run without its GPU, if possible; most programs survive that run."""
         threads = (restore.journal.facts(GpuFacts).gpu or {}).get("threads")
         if threads:
             try:

@@ -1,4 +1,4 @@
-"""What is known before a dump to come back never: refused while the container still runs and nothing is touched.
+"""Refuses what is known not to survive a restore, while the container still runs and nothing is touched.
 
 A checkpoint of CUDA can succeed whose restore fails, and the job is lost then, left running or not. What is checked
 here was seen to fail on a real node (integration/gpu/results/driver-limits-580.json, probes-580.json) or is NVIDIA's
@@ -35,7 +35,7 @@ _NCCL_NEEDS: Mapping[str, str] = {
     "NCCL_CUMEM_HOST_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-# What CRIU is told after ocihook's block holds; `ocihook install` adds nothing where somebody names a directory.
+# What follows ocihook's block in CRIU's file wins; `ocihook install` adds nothing where a directory is named already.
 KEEP_PLUGIN_OUT = "`ocihook install`; if that changes nothing, name a directory without it as CRIU's `libdir`"
 _GIB = 1 << 30
 
@@ -49,7 +49,7 @@ class Situation:
     init_pid: int
     driver_version: str  # as in 580.159.04
     machine: str
-    processes: Sequence[Signs]  # that have to do with NVIDIA
+    processes: Sequence[Signs]  # that use NVIDIA's driver
     cuda_pids: frozenset[int]  # those of them that the driver can checkpoint
     gpus: Sequence[Gpu]
     available_ram_bytes: int
@@ -73,9 +73,9 @@ class Situation:
 
         Args:
             init_pid: of the container.
-            processes: its processes that have to do with NVIDIA.
+            processes: its processes that use NVIDIA's driver.
             states: what the driver says of them.
-            patience: how long it is waited for.
+            patience: how long to wait.
             packs_dir: where packs go.
             plugin: of CRIU for CUDA, that it would load.
 
@@ -100,7 +100,7 @@ class Situation:
         )
 
     def read_again(self, patience: Patience) -> "Situation":
-        """Return the same with what the processes hold by now, and what room there is: for when they are locked.
+        """Return the same with what the processes hold now, and what room there is: for when they are locked.
 
         What they hold changes until then: it may be less than was read before, or more.
 

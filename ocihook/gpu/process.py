@@ -16,12 +16,12 @@ class CudaProcess:
 
     @classmethod
     def find(cls, driver: CudaDriver, pid: int) -> "CudaProcess | None":
-        """Return the process, None if it has nothing to do with CUDA."""
+        """Return the process, None if it does not use CUDA."""
         return None if driver.state(pid) is None else cls(driver, pid)
 
     @property
     def state(self) -> CudaState:
-        """Its state, asked anew."""
+        """Its state, asked of the driver each time."""
         state = self._driver.state(self.pid)
         if state is None:
             raise CudaStateError(f"process {self.pid} no longer uses CUDA", result="CUDA_ERROR_NOT_INITIALIZED")
@@ -52,7 +52,7 @@ class CudaProcess:
         `measure`, given its name.
 
         Raises:
-            CudaStateError: if the driver has given it up (failed).
+            CudaStateError: if the driver has given up on it (failed).
         """
         state = self.state
         if state is CudaState.FAILED:

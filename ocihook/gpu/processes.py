@@ -1,8 +1,8 @@
 """The CUDA processes of a container: found, locked, checkpointed and resumed, all of them at once.
 
-Every call to the driver is made in a process of its own with a limit on its time: it does not return while the
-process that it is about stands still. One that only asks ends with whoever waits for it; one that changes a process is
-not broken off, and whoever has made it asks afterwards whether anybody still waits.
+Every call to the driver is made in a process of its own with a time limit: it does not return while the process that
+it is about stands still. A call that only asks ends with its caller; one that changes a process is not interrupted,
+and its caller checks afterwards whether anybody still waits.
 """
 
 import logging
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def find_gpu_processes(init_pid: int) -> list[Signs]:
-    """Return the signs of those processes of a container that have to do with NVIDIA; the others are not touched."""
+    """Return the signs of those processes of a container that use NVIDIA's driver; the others are not touched."""
     found = (read_signs(pid) for pid in descendants(init_pid))
     return [signs for signs in found if signs.has_driver or signs.device_files]
 
@@ -62,7 +62,7 @@ def states(driver: CudaDriver, processes: Sequence[Process], patience: Patience)
     """Return the driver's state of each process; None for one without CUDA, or that has ended.
 
     Raises:
-        CudaError: if the driver does not tell.
+        CudaError: if the driver does not answer.
         GivenUp: if nobody waits for it any more.
     """
     outcomes = call_each(lambda process: driver.state(process.pid), processes, patience.within(CALL_TIMEOUT_S))
@@ -78,7 +78,7 @@ def states(driver: CudaDriver, processes: Sequence[Process], patience: Patience)
 
 
 class Agree(Protocol):
-    """Tells whether all members of a gang are locked, at an attempt that all of them make."""
+    """Reports whether all members of a gang are locked, in an attempt that all of them make."""
 
     def __call__(self, attempt: int, *, is_locked: bool) -> bool:
         """Ask, if this member is locked or not."""
@@ -97,12 +97,12 @@ def lock_all(
 
     Ranks of a job wait for one another inside CUDA: one that is locked can keep another from coming to its lock. So
     the attempts are short, and when one fails all are unlocked for a moment. One process alone waits for nobody: it is
-    given all time at once, since a lock that is tried again begins anew behind the work that came meanwhile.
+    given all time at once, since a lock that is tried again queues behind the work that came meanwhile.
 
-    Those of a gang wait for one another, too: with `agree` all its members try at the same moments, with equal pauses.
+    Members of a gang wait for one another, too: with `agree` all try at the same moments, with equal pauses.
 
     Raises:
-        CudaLockTimeout: if they do not come to rest in time.
+        CudaLockTimeout: if their CUDA calls do not end in time.
         CudaError: on anything else. All are unlocked again.
         GivenUp: if nobody waits for it any more; what is locked by then is left so.
     """
@@ -132,9 +132,9 @@ def driver_threads(driver: CudaDriver, processes: Sequence[Process], patience: P
     """Return the thread of each process that does the driver's work, and must run for it.
 
     Raises:
-        CudaError: if the driver does not tell.
+        CudaError: if the driver does not answer.
         GivenUp: if nobody waits for it any more.
-        TraceError: if it tells of one that is none of the process's: the driver's call would not return.
+        TraceError: if it names one that is not the process's: the driver's call would not return.
     """
     patience = patience.within(CALL_TIMEOUT_S)
     outcomes = call_each(lambda process: driver.restore_thread_id(process.pid), processes, patience)
@@ -143,7 +143,7 @@ def driver_threads(driver: CudaDriver, processes: Sequence[Process], patience: P
         if isinstance(outcome, Exception):
             raise _as_cuda_error(outcome, process, "restore thread")
         if outcome not in thread_ids(process.pid):
-            raise TraceError(f"the driver's thread {outcome} is none of process {process.pid}'s")
+            raise TraceError(f"thread {outcome}, which the driver names, is not of process {process.pid}")
         threads[process] = outcome
     return threads
 
@@ -161,7 +161,7 @@ def checkpoint_all(
     Args:
         driver: to ask.
         threads: of the processes, the driver's. All others must be held: what is new in memory is the driver's then.
-        patience: how long to wait until the driver can begin with a process; then it is not broken off.
+        patience: how long to wait until the driver can begin with a process; from then on it is not interrupted.
         spans: gets how long each took.
         workers: how many processes may work at once, for all of them together.
 
@@ -318,9 +318,9 @@ def resume_all(
 def _on_each(
     function: Callable[[Process], Any], processes: Sequence[Process], timeout_s: float, verb: str
 ) -> dict[Process, OcihookError]:
-    """Call `function` with every process at once, and do not break it off; return the errors.
+    """Call `function` with every process at once, and do not interrupt it; return the errors.
 
-    That a process has ended is no error.
+    A process that has ended is not an error.
     """
     outcomes = call_each(function, processes, Patience(timeout_s=timeout_s))
     return {

@@ -83,7 +83,7 @@ class GpuRestored(Effect, kind="gpu-restored"):
                 resume_all(driver, waiting, targets.gpu_map, spans)
 
     def give_up(self, error: CudaError, journal: Journal) -> CudaError:
-        """Do with the container what its policy says, and return the error that tells."""
+        """Do with the container what its policy says, and return the error that reports it."""
         if journal.facts(CallFacts).policy.on_gpu_restore_error == "keep":
             return CudaError(
                 f"{error}. Its processes wait for their GPU state (on_gpu_restore_error = 'keep'): remove the container"

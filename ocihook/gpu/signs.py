@@ -1,4 +1,4 @@
-"""What the kernel shows of a process's use of CUDA, without a call to the driver: it may be frozen or not ours at all.
+"""What the kernel shows of a process's use of CUDA, without a call to the driver: it may be frozen, or not ours.
 
 What the signs mean was recorded on a real node: integration/gpu/results/driver-limits-580.json, probes-580.json.
 """

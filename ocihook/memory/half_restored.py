@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class HalfRestored(Effect, kind="half-restored"):
     """CRIU has made processes. They stay if CRIU is killed, and so do those that init makes by itself.
 
-    They would wait for CRIU for ever or, once CRIU has let go, run without their memory or a GPU. No engine knows of
-    them.
+    They would wait for CRIU for ever or, once CRIU has released them, run without their memory or a GPU. No engine
+    knows of them.
     """
 
     processes: list[Process]
@@ -53,7 +53,7 @@ def note_half_restored(restore: Restore) -> None:
 
 
 def forget_half_restored(restore: Restore) -> None:
-    """Let restored processes live: they have all that they need. If CRIU was killed meanwhile, they are nobody's.
+    """Let restored processes live: they have all that they need. If CRIU was killed meanwhile, nobody owns them.
 
     Raises:
         GivenUp: if it was.

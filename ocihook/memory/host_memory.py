@@ -54,7 +54,7 @@ class HostMemory(Participant):
         packed = restore.checkpoint.image_names if restore.checkpoint else ()
         try:
             cuts = plan(restore.directory, packed)
-        except (ImageError, OSError) as error:  # whoever reads the images next refuses them, or bears it
+        except (ImageError, OSError) as error:  # the next reader of the images refuses them, or can do with them
             log.warning("all memory goes through CRIU: %s", plain(error))
             return
         may_be_plain = restore.call().workers >= _LEAST_WORKERS
@@ -100,7 +100,7 @@ class HostMemory(Participant):
         return f"{size} bytes of host memory written past CRIU"
 
     def running(self, restore: Restore) -> None:
-        """Let the processes live, which have all by now."""
+        """Let the processes live: they have all their memory now."""
         forget_half_restored(restore)
 
 

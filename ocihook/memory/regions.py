@@ -60,7 +60,7 @@ def move_out(  # noqa: PLR0913 - what is moved, what is said of it, and how
     """Copy the spans of checkpointed processes into packs in `directory`; they stay in the processes, too.
 
     Returns:
-        What was moved. It is no manifest of the image set, which CRIU has not written yet.
+        What was moved. It is not the image set's manifest: CRIU has not written that set yet.
 
     Raises:
         OSError: from the file system, a full one included.
@@ -110,7 +110,7 @@ def pin(moved: PackedManifest, directory: Path, pins: Path) -> None:
 
 
 def release(checkpointed: Sequence[CheckpointedProcess], patience: Patience, spans: Spans | None = None) -> None:
-    """Make every process drop its spans, which read as zeros then. One that has begun with it is not interrupted.
+    """Make every process drop its spans, which read as zeros then. One that has begun is not interrupted.
 
     Raises:
         TraceError: if one cannot be made to; it may have dropped some.
@@ -125,7 +125,7 @@ def release(checkpointed: Sequence[CheckpointedProcess], patience: Patience, spa
     patience.check()
     for (process, *_), outcome in zip(checkpointed, outcomes, strict=True):
         if isinstance(outcome, Exception) and process.is_alive():
-            raise TraceError(f"process {process.pid} did not give its memory back: {outcome}") from outcome
+            raise TraceError(f"process {process.pid} did not release its memory: {outcome}") from outcome
 
 
 def _release(checkpointed: CheckpointedProcess, patience: Patience) -> None:
@@ -158,8 +158,8 @@ def write_back(
         directory: with manifest and packs.
         processes: by the names that the regions have for them. Regions of others are left out.
         workers: processes to use.
-        patience: how long it is waited for.
-        progress: told the bytes done.
+        patience: how long to wait.
+        progress: called with the bytes done.
         spans: gets how long each worker was at each process.
 
     Returns:

@@ -1,12 +1,12 @@
-"""Keeps a container still while its GPU state is taken from it, and lets it run when nobody keeps it any more.
+"""Keeps a container still while its GPU state is moved out, and lets it run when nobody else holds it.
 
 A program may ask the driver about work that it once gave it without waiting for a lock, as NCCL's watchdog does all the
 time (cuEventQuery). In a checkpointed process such a call ends it: what it looks at is not mapped then. So from before
 the driver's checkpoint until after its restore all threads are held but the one that the driver itself needs; and
 while CRIU is at work, which must hold them itself, the container is frozen.
 
-CRI-O and containerd freeze a container before its dump, and resume it afterwards, unless they have lost patience by
-then. CRIU leaves a container as frozen as it found it. So who has given up has a container that nobody resumes.
+CRI-O and containerd freeze a container before its dump and resume it afterwards, unless they have given up by then.
+CRIU leaves a container as frozen as it found it. So after an engine gave up nobody resumes its container.
 """
 
 import contextlib
@@ -86,11 +86,11 @@ def _thaw_for_good(freezer: Freezer, journal: Journal) -> None:
     """
     if journal.criu.is_alive() and journal.stage not in ("pre-dump", DETACHED_STAGE):
         raise FreezeError(f"CRIU (pid {journal.criu.pid}) still holds the container")
-    freezer.thaw(ENDLESS)  # which has a limit of its own: that is up to the kernel and to nobody's patience
+    freezer.thaw(ENDLESS)  # which has a limit of its own: that is up to the kernel alone
 
 
 class Standstill(Participant):
-    """Thaws what the engine has frozen, so that others can ask it; freezes it again before CRIU begins."""
+    """Thaws what the engine has frozen, so that others can work on it; freezes it again before CRIU begins."""
 
     def prepare(self, dump: Dump) -> None:
         """Let the tasks run, if anybody needs them to.
@@ -120,12 +120,12 @@ class Standstill(Participant):
                 dump.journal.save()
 
     def running(self, restore: Restore) -> None:
-        """Let everything run; also what the policy keeps without its GPU is the engine's now."""
+        """Let everything run; what the policy keeps without its GPU is the engine's now, too."""
         _thaw(restore.journal, restore.patience)
 
 
 def is_given_up(journal: Journal) -> bool:
-    """Return whether the engine waits no more: its runtime has ended before CRIU, or before a verdict."""
+    """Return whether the engine has given up: its runtime has ended before CRIU, or before a verdict."""
     has_ended = journal.runtime is not None and not journal.runtime.is_alive()
     if has_ended and (journal.criu.is_alive() or journal.is_interrupted):
         journal.give_up()
@@ -133,7 +133,7 @@ def is_given_up(journal: Journal) -> bool:
 
 
 def freeze_restored(restore: Restore, names: Container[str]) -> None:
-    """Freeze processes that CRIU has restored and is about to let go of, each in a cgroup made for that.
+    """Freeze processes that CRIU has restored and is about to release, each in a cgroup made for that.
 
     Their own cgroup will not do: runtimes have CRIU itself in it at this time.
 
@@ -164,7 +164,7 @@ def _thaw(journal: Journal, patience: Patience) -> None:
 
 @contextlib.contextmanager
 def standing_still(journal: Journal, threads: Mapping[Process, int], patience: Patience) -> Iterator[None]:
-    """Hold the threads of processes from when CRIU has let go of them; what nobody else will thaw is thawed.
+    """Hold the threads of processes once CRIU has released them; what nobody else will thaw is thawed.
 
     Args:
         journal: of the session.
@@ -172,7 +172,7 @@ def standing_still(journal: Journal, threads: Mapping[Process, int], patience: P
         patience: how long to wait for CRIU.
 
     Raises:
-        FreezeError: if CRIU does not let go in time, or what was frozen here cannot be thawed.
+        FreezeError: if CRIU does not release them in time, or what was frozen here cannot be thawed.
         TraceError: if they cannot be held.
     """
     for process in threads:

@@ -41,8 +41,8 @@ class KeptFromEnd(Effect, kind="kept-from-end"):
     def undo(self, journal: Journal, patience: Patience) -> None:
         """See that CRIU does not wait there.
 
-        One that does already is killed, so that its runtime fails: the checkpoint is not complete, and nothing else is
-        left to be told that.
+        One that does already is killed, so that its runtime fails: the checkpoint is not complete, and there is no
+        other way left to report that.
 
         Raises:
             OcihookError: if it has not detached from the container yet.

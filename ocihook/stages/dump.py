@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def pre_dump(
     journal: Journal, patience: Patience, request: Request, directory: Path, load_settings: Callable[[], Settings]
 ) -> str:
-    """Find out which container is dumped and what is wanted, let it come to rest, take away what CRIU cannot take.
+    """Find out which container is dumped and what is wanted, quiesce it, move out what CRIU cannot dump.
 
     Raises:
         OcihookError: to refuse the dump; the container runs on as if nothing had been done to it.
@@ -52,11 +52,11 @@ def pre_dump(
             participant.hold(dump)
             patience.check()
     except Exception as failure:
-        journal.note_error(failure, "failed")  # which the gang is told
+        journal.note_error(failure, "failed")  # which the gang hears of
         try:
             undo_all(journal, Patience(timeout_s=0))  # while what is held is held
         except OcihookError as error:
-            log.warning("%s", error)  # tried again when CRIU is gone; why the dump is refused is told
+            log.warning("%s", error)  # tried again when CRIU is gone; the refusal itself is reported
         raise
     finally:
         dump.hold.release()
@@ -95,7 +95,7 @@ def detached(
     try:
         undo_holding(journal, Patience())
     except OcihookError as error:
-        log.warning("%s", error)  # tried again when CRIU is gone; the checkpoint is not the worse for it
+        log.warning("%s", error)  # tried again when CRIU is gone; the checkpoint is good all the same
     messages = [participant.container_runs(dump) for participant in reversed(participants())]
     patience.check()
     kept.release(journal)
@@ -163,7 +163,7 @@ def pack_workers(settings: Settings) -> int:
 
 
 def criu_version(criu_pid: int) -> str:
-    """Return the version of a running CRIU, "" if it does not tell."""
+    """Return the version of a running CRIU, "" if it does not say."""
     try:
         done = subprocess.run(
             [f"/proc/{criu_pid}/exe", "--version"], capture_output=True, text=True, timeout=5, check=False

@@ -14,11 +14,11 @@ from ocihook.stages.until_started import UntilStarted
 _ORDER: tuple[type[Participant], ...] = (
     UntilStarted,  # freezes what is restored, and not started yet
     Membership,  # the other containers of the job come to the same moment, or none does
-    Standstill,  # thaws what the engine has frozen, so that the others can be asked; freezes it again
-    Quiesce,  # the application comes to rest by itself
+    Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
+    Quiesce,  # the application quiesces itself
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
-    Network,  # no packet moves any more; sockets come to lie where the container is restored
+    Network,  # no packet moves any more; sockets move to where the container is restored
     HostMemory,  # and most of the memory in them goes into restored processes past CRIU
     Gpu,  # GPU memory goes into packs, or into the processes' own
 )

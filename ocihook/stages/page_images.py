@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Packing(Effect, kind="packing"):
-    """Page images are on their way into packs. Whether it came to its commit, the manifest shows."""
+    """Page images are on their way into packs. The manifest shows whether that was committed."""
 
-    ends_with_stage: ClassVar[bool] = False  # whoever begins anew must know of it
+    ends_with_stage: ClassVar[bool] = False  # a stage that starts over must know of it
     directory: Path
     identity: list[int]
 
     def undo(self, _journal: Journal, _patience: Patience) -> None:
-        """Complete it, or take it back."""
+        """Complete it, or undo it."""
         directory = same_directory(self.directory, self.identity)
         if directory:
             finish_packing(directory)
@@ -147,7 +147,7 @@ class PageImages(Participant):
         return self._replace(dump)
 
     def _replace(self, dump: Dump) -> str:
-        """Pack; or leave the images as CRIU wrote them, if that fails and the policy does not mind."""
+        """Pack; or leave the images as CRIU wrote them, if that fails and the policy allows it."""
         moved = dump.moved
         begun = dump.journal.find(Packing)
         if begun is not None or dump.journal.knows(SizeFacts):  # and was interrupted

@@ -1,4 +1,4 @@
-"""Asks an application to come to rest before its dump, and tells it when it may go on.
+"""Asks an application to quiesce before its dump, and signals it when it may resume.
 
 The application's init gets a signal while it runs and creates (or touches) a file to say that it is ready.
 """
@@ -21,20 +21,20 @@ POLL_S = 0.002
 
 @dataclass(kw_only=True)
 class Quiesced(Effect, kind="quiesced"):
-    """The application was asked to come to rest. A stage that begins again asks once more."""
+    """The application was asked to quiesce. A stage that starts over asks once more."""
 
     ends_with_stage: ClassVar[bool] = False
     init: Process
     signal: str
 
     def undo(self, _journal: Journal, patience: Patience) -> None:
-        """Ask it to go on, as soon as it can receive a signal; twice rather than never."""
+        """Ask it to resume, as soon as it can receive a signal; twice rather than never."""
         wait_until_released(self.init, patience)
         self.init.send(signal_number(self.signal))
 
 
 class Quiesce(Participant):
-    """Lets the application come to rest, if it wants to be asked."""
+    """Quiesces the application, if it wants to be asked."""
 
     def needs_tasks(self, dump: Dump) -> bool:
         """Return whether it is to be asked."""
@@ -59,7 +59,7 @@ class Quiesce(Participant):
             )
 
     def running(self, restore: Restore) -> None:
-        """Tell a restored one, too."""
+        """Signal a restored one, too."""
         if restore.init and restore.policy.resume_signal:
             restore.init.send(signal_number(restore.policy.resume_signal))
 

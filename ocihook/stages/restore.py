@@ -32,7 +32,7 @@ def pre_restore(journal: Journal, patience: Patience, request: Request, director
     """
     settings = _settings(load)
     journal.note(call_facts(settings, request.criu_pid))
-    with contextlib.suppress(IdentificationError, ConfigError):  # it is told to people, a restore does not need it
+    with contextlib.suppress(IdentificationError, ConfigError):  # for messages only: a restore does not need it
         call = find_runtime_call(request.criu_pid)
         if call is not None:
             identify(journal, request, call, settings)
@@ -80,7 +80,7 @@ def post_resume(journal: Journal, patience: Patience, request: Request, director
     """Give the container what it waits for, and let its application go on.
 
     Raises:
-        OcihookError: if something cannot be given; CRIU ignores that, what has been done about it is said.
+        OcihookError: if something cannot be given; CRIU ignores that, so the error says what was done about it.
     """
     restore = _restore(journal, patience, request, directory, _settings(load))
     failure: Exception | None = None

@@ -1,6 +1,6 @@
 """A dump of a container that is being stopped: no engine makes an archive of it, so the store gets everything.
 
-Whoever stops it (runtime/stop.py) has CRIU write into a directory below the store that tells so.
+Whoever stops it (runtime/stop.py) has CRIU write into a directory below the store that is made for this.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def want_store(dump: Dump) -> int:
     """Have everything go into the store, or the dump fail, whatever the policy is; return the bytes beside memory.
 
     Raises:
-        UnsupportedError: if it cannot be told what the container has changed.
+        UnsupportedError: if what the container has changed cannot be found out.
         OSError: if something of it cannot be read.
     """
     call = dump.call()

@@ -43,16 +43,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Staging(Effect, kind="staging"):
-    """A place in the store was made for what a dump brings. Whether it came to its commit, the thin record shows."""
+    """A place in the store was made for what a dump brings. The thin record shows whether that was committed."""
 
-    ends_with_stage: ClassVar[bool] = False  # whoever begins anew must know of it
+    ends_with_stage: ClassVar[bool] = False  # a stage that starts over must know of it
     place: Place
     directory: Path  # the image directory
     identity: list[int]
     names: list[str] = field(default_factory=list)  # of page images that are taken out of it
 
     def undo(self, _journal: Journal, _patience: Patience) -> None:
-        """Complete it, or take it back."""
+        """Complete it, or undo it."""
         finish_staging(self.place, self.names, same_directory(self.directory, self.identity))
 
 
@@ -156,7 +156,7 @@ class StoredPages(Participant):
             (dump.directory / STAGED_NAME).touch(mode=0o600)
 
     def after_images(self, dump: Dump) -> str:
-        """Take the page images; or leave them in the engine's archive, if that fails and the policy does not mind."""
+        """Take the page images; or leave them in the engine's archive, if that fails and the policy allows it."""
         if dump.policy.mode != "store":
             return ""
         effect = dump.journal.find(Staging)

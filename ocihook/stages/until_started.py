@@ -19,7 +19,7 @@ class UntilStarted(Participant):
     """
 
     def about_to_run(self, restore: Restore) -> None:
-        """Freeze the container before it runs at all, unless its GPUs need that it does."""
+        """Freeze the container before it runs at all, unless its GPUs need it to run."""
         if restore.checkpoint is None or not restore.checkpoint.gpu:
             _hold(restore)
 
@@ -43,5 +43,5 @@ def _hold(restore: Restore) -> None:
                     freezer = Freezer(freezer.directory / HELD, freezer.version)
                     freezer.enclose(pid)
                 freezer.freeze(None)
-    except (FreezeError, OSError) as error:  # it is frozen a moment later, when it has begun to run
+    except (FreezeError, OSError) as error:  # it is frozen a moment later, after it has begun to run
         log.warning("container %s runs before it is started: %s", container, error)
