@@ -23,7 +23,7 @@ OcihookError
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
 │  └─ RegistryError         a registry cannot be reached, refuses, or sent something wrong (`status` is HTTP's)
-├─ ArchiveError             a file is no checkpoint archive, or one that was made to do harm
+├─ ArchiveError             a file is not a checkpoint archive, or one that was made to do harm
 │  └─ ArchiveDamaged        an archive is cut short or damaged
 ├─ ArchiveKindError         an archive is packed, thin or plain, and the command is for another kind
 ├─ OutputExists             a command would write over something
@@ -194,7 +194,7 @@ class RemoteError(OcihookError):
 
 
 class ArchiveError(OcihookError):
-    """A file is no checkpoint archive, or one that was made to do harm."""
+    """A file is not a checkpoint archive, or one that was made to do harm."""
 
     code = "archive"
     exit_code = 6

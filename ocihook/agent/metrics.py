@@ -39,7 +39,7 @@ def render(settings: Settings, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> by
 def answer(connection: socket.socket, settings: Settings, runtime_dir: Path) -> None:
     """Answer one HTTP request on a connection."""
     handler = MetricsHandler.factory(_registry(settings, runtime_dir))
-    handler(connection, ("", 0), None)  # it asks its server for nothing
+    handler(connection, ("", 0), None)  # it uses nothing of its server
 
 
 def _registry(settings: Settings, runtime_dir: Path) -> CollectorRegistry:
@@ -110,7 +110,7 @@ def _open_sessions(runtime_dir: Path) -> Metric:
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             try:
                 counts[_state(read_journal(path))] += 1
-            except OcihookError:  # a journal that only a person can tell the meaning of
+            except OcihookError:  # a journal that only a person can interpret
                 counts["undoing"] += 1
     family = GaugeMetricFamily("ocihook_open_sessions", "Sessions that have not ended.", labels=["state"])
     for state, count in counts.items():
@@ -119,7 +119,7 @@ def _open_sessions(runtime_dir: Path) -> Metric:
 
 
 def _state(journal: dict[str, Any]) -> str:
-    """Return what a session is about: given-up when its engine does not wait for it any more, and nobody else thaws."""
+    """Return what a session does: given-up when its engine has given up on it, and nobody else thaws."""
     criu, runtime = (ids is not None and Process(*ids).is_alive() for ids in (journal["criu"], journal["runtime"]))
     if journal["given_up"] is not None or (criu and journal["runtime"] is not None and not runtime):
         return "given-up"
@@ -171,7 +171,7 @@ def _store(store: Store) -> Iterator[Metric]:
 
 
 def _retention(settings: Settings) -> Iterator[Metric]:
-    """Tell what is bounded, and the bound; more than that is there only if nothing may go."""
+    """Yield what is bounded, and the bound; more than that is there only if nothing may be removed."""
     taken = GaugeMetricFamily("ocihook_retention_bytes", "What checkpoints take, by kind.", labels=["kind"])
     bounds = GaugeMetricFamily("ocihook_retention_max_bytes", "What they may take; 0: any number.", labels=["kind"])
     with contextlib.suppress(OcihookError, OSError):

@@ -97,13 +97,13 @@ class Agent:
         self._is_stopping = False
 
     def run(self, idle_timeout_s: float) -> None:
-        """Serve until there has been nothing to do for so long, or it is told to stop and no session is left."""
+        """Serve until there has been nothing to do for so long, or until it is stopped and no session is left."""
         for number in _STOP_SIGNALS:
             signal.signal(number, lambda *_: self._stop())
         remove_unwritten(self._runtime_dir)
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
-        with contextlib.suppress(ConfigError):  # it is told to whoever checkpoints
+        with contextlib.suppress(ConfigError):  # each checkpoint reports it
             remove_stale(self._load())
         self._take_over_stops()
         self._start_background()
@@ -161,7 +161,7 @@ class Agent:
                 socket.send_fds(control, [request.encode()], [connection.fileno()])
 
     def _start_background(self, *kinds: "_Background") -> None:
-        """Have done what is waiting to be done, by one process at a time of each kind."""
+        """Do background work, in one process at a time of each kind."""
         for kind in kinds or (_STORE, _PUSH):
             if self._is_running(kind):
                 self._again.add(kind)
@@ -218,11 +218,11 @@ class Agent:
         if kind is _STORE:
             self._start_background(_PUSH)
         if kind is _PUSH and not self._is_running(_PUSH):
-            with contextlib.suppress(OcihookError, OSError):  # told when it was loaded before
+            with contextlib.suppress(OcihookError, OSError):  # reported when it was loaded before
                 self._push_at_s = self._next_push_at_s(self._load())
 
     def _accept_scrape(self) -> None:
-        """Have metrics told by a process of its own: the agent waits for nobody."""
+        """Serve metrics by a process of its own: the agent waits for nobody."""
         assert self._metrics is not None
         try:
             connection, _ = self._metrics.accept()
@@ -241,7 +241,7 @@ class Agent:
         self._selector.register(pidfd, selectors.EVENT_READ)
 
     def _be_scrape(self, connection: socket.socket, parent: int) -> None:
-        """Body of the process that tells metrics; never returns."""
+        """Body of the process that serves metrics; never returns."""
         try:
             die_with_parent(parent)
             for number in _STOP_SIGNALS:
@@ -348,7 +348,7 @@ class Agent:
         return self._controls[session_id]
 
     def _take_over_stops(self) -> None:
-        """Go on with stops whose process was killed; of one that ended well nothing is left to do."""
+        """Continue stops whose process was killed; one that ended well has nothing left to do."""
         for container_id in stops_under_way():
             if _STOP + container_id not in self._controls:
                 self._start_stop(container_id)
@@ -423,7 +423,7 @@ class Agent:
 
 
 def _serve_stop(stopping: Stopping, control: socket.socket) -> None:
-    """Stop a container, then tell all who have asked for it; who asks later is told by another process."""
+    """Stop a container, then answer all who have asked for it; another process answers who asks later."""
     verdict = stopping.finish()
     control.setblocking(False)
     with contextlib.suppress(BlockingIOError):
@@ -449,7 +449,7 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
         leave_cgroup()
     settings = _settings()
     metrics = _metrics_listener(settings.metrics_address)
-    listener, is_ours = _listener(runtime_dir)  # whoever finds it finds the metrics, too
+    listener, is_ours = _listener(runtime_dir)  # last: a client that reaches it can read metrics, too
     if metrics is not None:
         importlib.import_module("ocihook.agent.metrics")  # its files may be another version's when it is asked
     gangs = _gang_listener(runtime_dir)
@@ -490,7 +490,7 @@ def _gang_listener(runtime_dir: Path) -> socket.socket:
 
 
 def _metrics_listener(address: str) -> socket.socket | None:
-    """Return the socket to tell metrics on; None if none is wanted, or it cannot be had."""
+    """Return the socket to serve metrics on; None if none is wanted, or there can be none."""
     if not address:
         return None
     host, _, port = address.rpartition(":")
@@ -515,6 +515,6 @@ def _metrics_listener(address: str) -> socket.socket | None:
 def _settings() -> Settings:
     try:
         return load_settings()
-    except ConfigError as error:  # told to whoever checkpoints; it is no reason not to listen
+    except ConfigError as error:  # each checkpoint reports it; it is no reason not to listen
         log.error("%s", error)
         return Settings()

@@ -61,7 +61,7 @@ class Session:
         self._waiting: list[socket.socket] = []  # hooks that get their verdict once the container runs and all is done
 
     def log_fields(self) -> dict[str, str]:
-        """Return what the journal gets with every record of this session."""
+        """Return what journald gets with every record of this session."""
         fields = {"OCIHOOK_SESSION": self.journal.session_id, "OCIHOOK_STAGE": self.journal.stage}
         if container := self.journal.container:
             fields |= {"OCIHOOK_CONTAINER": container.id, "OCIHOOK_CONTAINER_NAME": container.name}
@@ -71,7 +71,7 @@ class Session:
     def handle(self, request: wire.Request) -> tuple[int, str]:
         """Handle one stage; the same stage again gets the same verdict.
 
-        A stage that an agent began and did not end is undone and begun anew.
+        A stage that an agent began and did not end is undone and started over.
         """
         given = self.journal.verdict_of(request.stage)
         if given is not None:

@@ -44,7 +44,7 @@ EXIT_STATUS: Mapping[int, str] = {
     3: "the output is there already",
     4: "a checkpoint is damaged",
     5: "not possible on this node",
-    6: "the file is no checkpoint archive, or a hostile one",
+    6: "the file is not a checkpoint archive, or a hostile one",
     7: "the agent failed, or something is still to be undone",
     8: "the archive is packed, thin or plain already, or not what the command is for",
     9: "no space is left",

@@ -88,7 +88,7 @@ class Member(NamedTuple):
         """Return all of a small file.
 
         Raises:
-            ArchiveError: if it is none, or larger than the limit.
+            ArchiveError: if it is not a file, or larger than the limit.
         """
         if self.data is None or self.info.size > limit_bytes:
             raise ArchiveError(f"member {self.name!r} is not a file of at most {limit_bytes} bytes")
@@ -96,7 +96,7 @@ class Member(NamedTuple):
 
 
 class ArchiveFacts(NamedTuple):
-    """What an archive tells of its container."""
+    """What an archive says of its container."""
 
     container: ContainerRef
     image: str
@@ -151,7 +151,7 @@ def _open(path: Path) -> Iterator[Tar]:
         try:
             tar = Tar(file, is_stream=compression != "none")
         except _READ_ERRORS as error:
-            raise ArchiveError(f"{path} is no tar archive, or damaged at its start: {error}") from error
+            raise ArchiveError(f"{path} is not a tar archive, or damaged at its start: {error}") from error
         yield tar
         if compression != "none":
             _read_to_end(file, path)
@@ -197,10 +197,10 @@ def _pass_by(_member: Member) -> None:
 
 
 def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> ArchiveFacts:
-    """Return what an archive tells of its container; let `visit` have every other member on the way.
+    """Return what an archive says of its container; `visit` gets every other member on the way.
 
     Raises:
-        ArchiveError: if it is damaged, hostile, or no checkpoint archive.
+        ArchiveError: if it is damaged, hostile, or not a checkpoint archive.
     """
     names: set[str] = set()
     sizes: dict[str, int] = {}
@@ -214,7 +214,7 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
         else:
             visit(member)
     if not sizes or "config.dump" not in documents:
-        raise ArchiveError(f"{path} is no checkpoint archive: it has no config.dump or no checkpoint/")
+        raise ArchiveError(f"{path} is not a checkpoint archive: it has no config.dump or no checkpoint/")
     config = documents["config.dump"]
     said = documents.get("spec.dump", {}).get("annotations")
     annotations = {str(key): str(value) for key, value in said.items()} if isinstance(said, Mapping) else {}
@@ -263,7 +263,7 @@ def _document(member: Member, path: Path) -> Mapping[str, Any]:
 
 
 def content_digest(path: Path, progress: Callable[[int], object]) -> str:
-    """Return the SHA-256 of an archive without its compression; progress is told the bytes of the file read.
+    """Return the SHA-256 of an archive without its compression; progress is called with the bytes of the file read.
 
     Raises:
         ArchiveError: if its compression is damaged.
@@ -272,11 +272,11 @@ def content_digest(path: Path, progress: Callable[[int], object]) -> str:
     with path.open("rb") as file, _errors_told(str(path)):
         compression = compression_of(path)
         stream = file if compression == "none" else _decompressed(file, compression)
-        told = 0
+        reported = 0
         while piece := stream.read(1 << 20):
             hasher.update(piece)
-            progress(file.tell() - told)
-            told = file.tell()
+            progress(file.tell() - reported)
+            reported = file.tell()
     return f"sha256:{hasher.hexdigest()}"
 
 

@@ -1,9 +1,9 @@
-"""Tells from a bundle's annotations which engine made a container, and under which names its users know it.
+"""Finds out by a bundle's annotations which engine made a container, and under which names its users know it.
 
 A pod's own annotations stand beside those of the engine, and in a restore those of the archive, too. So only what
 engines write after all of these counts: containerd its `io.kubernetes.cri.*`, CRI-O the labels that come from the
-kubelet, with the pod's namespace. Who has the mark of one of them is in a pod, whatever else is said of him; who has
-both has forged one. podman takes everything from an archive: who has it restore one trusts its author with the node.
+kubelet, with the pod's namespace. A container with the mark of one of them is in a pod, whatever else it has; one with
+both has forged one. podman takes everything from an archive: to restore one is to trust its author with the node.
 """
 
 import re
@@ -58,17 +58,17 @@ def engine_of(annotations: Mapping[str, str]) -> str:
 def container_ref(
     annotations: Mapping[str, str], *, container_id: str, runtime: str, bundle: str, name: str = ""
 ) -> ContainerRef:
-    """Return everything that the annotations tell of a container; `name` if they do not tell one.
+    """Return everything that the annotations say of a container; `name` if they have none.
 
     Raises:
-        IdentificationError: if they do not tell whose it is: not one engine and one namespace.
+        IdentificationError: if they contradict one another: not one engine and one namespace.
     """
     namespaces = {names.pod_namespace: annotations.get(names.pod_namespace) for names in _ENGINES.values()}
     marks = {key: value for key, value in namespaces.items() if value is not None}
     if len(marks) > 1 or not all(map(_NAMESPACE.fullmatch, marks.values())):
-        told = ", ".join(f"{key} {value!r}" for key, value in marks.items())
+        claims = ", ".join(f"{key} {value!r}" for key, value in marks.items())
         raise IdentificationError(
-            f"container {short_id(container_id)} has the annotations {told}: nobody can tell whose it is",
+            f"container {short_id(container_id)} has the annotations {claims}: its owner is ambiguous",
             hint="an engine writes one of them, remove the other from the pod",
         )
     engine = engine_of(annotations)
@@ -91,7 +91,7 @@ def gang_ref(annotations: Mapping[str, str], container: ContainerRef) -> GangRef
         return None
     if not _GANG_NAME.fullmatch(name):
         raise ConfigError(
-            f"annotation {GANG_ANNOTATION}: {name!r} is no name for a gang",
+            f"annotation {GANG_ANNOTATION}: {name!r} is not a valid name of a gang",
             hint="up to 63 letters, digits, '.', '_' and '-', the first and the last a letter or digit",
         )
     if not size.isascii() or not size.isdigit() or not 1 < int(size[:6]) <= _MAX_GANG:

@@ -1,4 +1,4 @@
-"""Tells from CRIU's pid which runtime called it, for which container, and how.
+"""Finds out from CRIU's pid which runtime called it, for which container, and how.
 
 CRIU's parent is `runc|crun [--root R] checkpoint|restore ... ID`. runc keeps R/ID/state.json, crun R/ID/status;
 both name the bundle. All paths are the caller's, so they are read below /proc/<criu>/root.
@@ -101,9 +101,9 @@ def find_runtime_call(criu_pid: int) -> RuntimeCall | None:
 
 
 def _state_of(criu_pid: int, call: RuntimeCall, root: str) -> tuple[str, str]:
-    """Return bundle and cgroup of a container as its runtime keeps them, "" for what it does not tell."""
+    """Return bundle and cgroup of a container as its runtime keeps them, "" for what it does not record."""
     if "/" in call.container_id or call.container_id.startswith("."):
-        raise IdentificationError(f"{call.runtime} was called for {call.container_id!r}, which is no container id")
+        raise IdentificationError(f"{call.runtime} was called for {call.container_id!r}, which is not a container id")
     name = "state.json" if call.runtime == "runc" else "status"
     try:
         state = _read_json(_seen_by(criu_pid, f"{root}/{call.container_id}/{name}"))
@@ -162,7 +162,7 @@ def _namespace_file(criu_pid: int, path: str) -> str:
             found = _seen_by(criu_pid, name)
             if os.stat(found).st_dev == kind:
                 return str(found)
-    raise IdentificationError(f"{path}, which the container's bundle names, is no network namespace")
+    raise IdentificationError(f"{path}, which the container's bundle names, is not a network namespace")
 
 
 class DeviceNode(NamedTuple):

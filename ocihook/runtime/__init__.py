@@ -1,1 +1,1 @@
-"""The runtime handler: a container that is made again is restored, and one that is stopped is checkpointed."""
+"""The runtime handler: a container that is created again is restored, and one that is stopped is checkpointed."""

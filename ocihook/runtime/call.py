@@ -73,16 +73,16 @@ class Call:
         """Which container this is about.
 
         Raises:
-            OcihookError: if it is named as no runtime would take it.
+            OcihookError: if no runtime would accept its name.
         """
         name = self.positional[0] if self.positional else ""
         if not name or "/" in name or name.startswith("."):
-            raise OcihookError(f"{self.runtime} was called for {name!r}, which is no container id")
+            raise OcihookError(f"{self.runtime} was called for {name!r}, which is not a container id")
         return name
 
     @property
     def state_directory(self) -> Path:
-        """Where the runtime keeps what it knows of the container."""
+        """Where the runtime keeps the container's state."""
         return Path(self.global_option("--root") or ("/run/crun" if self.is_crun else "/run/runc")) / self.container_id
 
     @property
@@ -91,7 +91,7 @@ class Call:
         return Path(self.options.get("--bundle", ".")).absolute()
 
     def pass_on(self) -> NoReturn:
-        """Become the runtime, called as we were."""
+        """Execute the runtime in our place, with the same arguments."""
         os.execv(self.program, [str(self.program), *self.words])  # noqa: S606 - as our launcher does
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Sees that all processes of a restored container are in the cgroup that its runtime has given it, and stand still.
+"""Moves all processes of a restored container into the cgroup that its runtime gave it, and freezes them there.
 
 runc 1.1 lets CRIU put them into the cgroup that they were dumped in, of a container that is gone: limits and metrics
 would be of an empty one.
@@ -33,7 +33,7 @@ def cgroups_of(call: Call) -> list[Path]:
         paths = json.loads((call.state_directory / "state.json").read_bytes())["cgroup_paths"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OcihookError(
-            f"{call.runtime} does not tell the cgroup of container {call.container_id}: {error!r}"
+            f"{call.runtime} does not report the cgroup of container {call.container_id}: {error!r}"
         ) from error
     return [Path(path) for path in dict.fromkeys(_values(paths)) if Path(path, "cgroup.procs").exists()]
 

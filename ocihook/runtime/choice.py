@@ -1,4 +1,4 @@
-"""Which checkpoint a new container goes on from: the one that is named, or the newest of its member."""
+"""Which checkpoint a new container resumes from: the one that is named, or the newest of its member."""
 
 import contextlib
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ class Known(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The checkpoint that a container goes on from."""
+    """The checkpoint that a container resumes from."""
 
     thin: Thin
     is_restart: bool  # it is of the same container, or pod: this one was restarted, and not made again
@@ -46,7 +46,7 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience) -
 
     Raises:
         NoCheckpoint: if there is none.
-        UnsupportedError: if the container has no identity by which the latest could be told.
+        UnsupportedError: if the container has no identity that says which checkpoints are its own.
         RemoteError: if the remote, which may have a newer one, does not answer in time.
         IntegrityError: if one is damaged.
         GivenUp: if nobody waits for it any more.
@@ -54,10 +54,10 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience) -
     store, wanted = Store.of(settings, patience), policy.restore_from
     if wanted == LATEST and not has_identity(kept.container):
         raise UnsupportedError(
-            f"pod {kept.container.pod_name} is one of many that are alike: nobody can tell which checkpoint is its own",
+            f"pod {kept.container.pod_name} is one of many that are alike: which checkpoint is its own is not known",
             hint="name a checkpoint by its id, or a member by ocihook.io/member",
         )
-    if wanted == LATEST:  # a new pod may be made before the old one has come to its end
+    if wanted == LATEST:  # a new pod may be made before the old one has ended
         patience.within(STOP_S).until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
     names = [kept.domain] if wanted == LATEST else domains_of(kept.domain, store.names(), settings)
     for name in names:
@@ -102,7 +102,7 @@ def _here(store: Store, name: str) -> Iterable[Known]:
         if manifest.belongings_bytes:
             yield _known(manifest)
     for checkpoint_id in pending_ids(domain):
-        with contextlib.suppress(IntegrityError):  # it was lost, and is told so elsewhere
+        with contextlib.suppress(IntegrityError):  # it was lost, which is reported elsewhere
             job = read_job(domain, checkpoint_id)
             if job is not None and job.belongings_bytes:
                 yield Known(job.id, job.container, job.created)

@@ -18,7 +18,7 @@ from ocihook.session.record import from_json, to_json
 
 RECORD_NAME = "container.json"
 HELD_NAME = "held"  # restored, and frozen until it is started
-ENDED_NAME = "ended"  # checkpointed away: the runtime has nothing of it any more
+ENDED_NAME = "ended"  # checkpointed and gone: the runtime has nothing of it any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def root(runtime_dir: Path | None = None) -> Path:
 
 
 def keep(kept: Kept, runtime_dir: Path | None = None) -> Path:
-    """Make a container ours, or say something else of it; return its directory."""
+    """Make a container ours, or change its record; return its directory."""
     directory = directory_of(kept.container.id, runtime_dir)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(directory / RECORD_NAME, json.dumps(to_json(kept)).encode(), mode=0o600, durable=False)
@@ -76,5 +76,5 @@ def all_kept(runtime_dir: Path | None = None) -> Iterator[Kept]:
 
 
 def forget(container_id: str, runtime_dir: Path | None = None) -> None:
-    """Have a container be ours no more. May run any time."""
+    """Forget a container. May run any time."""
     shutil.rmtree(directory_of(container_id, runtime_dir), ignore_errors=True)

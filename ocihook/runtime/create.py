@@ -30,7 +30,7 @@ def create(call: Call) -> int:
     """Restore the container, or have the runtime make it, which does not return.
 
     Raises:
-        OcihookError: if it is not to be made: its annotations are wrong, or it was to be restored or nothing.
+        OcihookError: if it must not be made: its annotations are wrong, or it was to be restored and nothing else.
     """
     config = _read_config(call)
     notes = annotations_of(config)
@@ -56,11 +56,11 @@ def create(call: Call) -> int:
 
 
 def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Policy, settings: Settings) -> bool:
-    """Restore, if there is something to restore; False: it begins anew, and all is as if nothing had been tried."""
+    """Restore, if there is something to restore; False: it starts from scratch, as if nothing had been tried."""
     try:
         chosen = choose(kept, policy, settings, ENDLESS)
         if chosen.is_restart and not policy.restore_on_restart:
-            call.say(f"container {kept.container} was restarted in its pod, and begins anew", "info")
+            call.say(f"container {kept.container} was restarted in its pod, and starts from scratch", "info")
             return False
         restore(call, kept, config, chosen.thin, settings)
     except GivenUp:
@@ -70,9 +70,9 @@ def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Poli
         why = plain(error).rstrip(".")
         if is_to_fail:
             raise OcihookError(f"container {kept.container} is not restored: {why}. Nothing was started") from error
-        told = f"container {kept.container} is not restored and begins anew: {why}"
-        log.warning(told)
-        call.say(told, "warning")
+        message = f"container {kept.container} is not restored and starts from scratch: {why}"
+        log.warning(message)
+        call.say(message, "warning")
         return False
     return True
 
@@ -91,7 +91,7 @@ def read_policy(settings: Settings, notes: Mapping[str, str], *, in_pod: bool) -
 
 
 def _key(name: str) -> str:
-    """Return the key that an annotation sets, "" if it is none of ours."""
+    """Return the key that an annotation sets, "" if it is not one of ours."""
     return name.removeprefix(ANNOTATION_PREFIX).replace("-", "_") if name.startswith(ANNOTATION_PREFIX) else ""
 
 

@@ -1,4 +1,4 @@
-"""Whether a container may go on from a checkpoint: what its bundle says now against what it said then."""
+"""Whether a container may resume from a checkpoint: what its bundle says now against what it said then."""
 
 import json
 import os
@@ -14,9 +14,9 @@ _STORAGE = re.compile(r"(?P<root>/.+)/\w+-containers/(?P<id>[0-9a-f]{64})/userda
 
 
 class SpecFacts(NamedTuple):
-    """What of a bundle must be the same for processes to go on in it."""
+    """What of a bundle must be the same for processes to resume in it."""
 
-    image: str  # by id or digest where the engine tells it, else by name; "" where it tells nothing
+    image: str  # by id or digest where the engine records it, else by name; "" where it records nothing
     mounts: tuple[str, ...]  # where they are in the container
     user: str  # uid:gid of the first process, and further groups
     namespaces: tuple[str, ...]
@@ -28,7 +28,7 @@ def spec_facts(config: Mapping[str, Any], bundle: Path) -> SpecFacts:
     """Return what counts of a bundle's config.json.
 
     Raises:
-        UnsupportedError: if that is none.
+        UnsupportedError: if it is not one.
     """
     try:
         process, linux = config.get("process") or {}, config.get("linux") or {}
@@ -44,11 +44,11 @@ def spec_facts(config: Mapping[str, Any], bundle: Path) -> SpecFacts:
             has_terminal=bool(process.get("terminal")),
         )
     except (AttributeError, KeyError, TypeError) as error:
-        raise UnsupportedError(f"{bundle}/config.json is none that a runtime takes: {error!r}") from error
+        raise UnsupportedError(f"{bundle}/config.json is not one that a runtime accepts: {error!r}") from error
 
 
 def _image(annotations: Mapping[str, str], bundle: Path) -> str:
-    """Return the image: podman tells it nobody, but its storage has it."""
+    """Return the image: podman writes it into no bundle, but its storage has it."""
     named = next((annotations[name] for name in _IMAGES if annotations.get(name)), "")
     found = _STORAGE.fullmatch(str(bundle))
     if named.startswith("sha256:") or "@sha256:" in named or not found:
@@ -65,7 +65,7 @@ def _kind(bundle: Path) -> str:
 
 
 def check_spec(then: SpecFacts, now: SpecFacts) -> None:
-    """Refuse a checkpoint of a container that was made otherwise than this one.
+    """Refuse a checkpoint of a container that was configured differently.
 
     Raises:
         UnsupportedError: naming all that differs.
@@ -73,8 +73,8 @@ def check_spec(then: SpecFacts, now: SpecFacts) -> None:
     differing = list(_differences(then, now))
     if differing:
         raise UnsupportedError(
-            printable(f"the container is not made as the one that was checkpointed: {'; '.join(differing)}"),
-            hint="make it as it was then, or begin anew without ocihook.io/restore-from",
+            printable(f"the container is not configured as the one that was checkpointed: {'; '.join(differing)}"),
+            hint="configure it as it was then, or start from scratch without ocihook.io/restore-from",
         )
 
 

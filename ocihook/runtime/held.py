@@ -1,4 +1,4 @@
-"""What was restored stands still, in its own cgroup, until its engine starts it; so long it is `created`."""
+"""What was restored stands still, in its own cgroup, until its engine starts it; until then it is `created`."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from ocihook.runtime.cgroups import freezer_of
 
 
 def start(call: Call) -> int:
-    """Let a container run that is held; one that was not restored the runtime starts."""
+    """Let a container run that is held; the runtime starts one that was not restored."""
     kept = containers.read(call.container_id)
     mark = containers.directory_of(call.container_id) / containers.HELD_NAME
     if kept is None or kept.init is None or not mark.exists():
@@ -24,16 +24,16 @@ def start(call: Call) -> int:
 
 
 def state(call: Call) -> int:
-    """Tell what the runtime tells, but that what is held has been created and not started."""
+    """Print the state that the runtime reports; of a container that is held, `created`."""
     if (containers.directory_of(call.container_id) / containers.ENDED_NAME).exists():
         return stop.state(call)
     if not (containers.directory_of(call.container_id) / containers.HELD_NAME).exists():
         call.pass_on()
-    told = call.run("state", call.container_id)
-    if told.returncode:
-        sys.stderr.write(told.stderr)
-        return told.returncode
-    found = json.loads(told.stdout)
+    answer = call.run("state", call.container_id)
+    if answer.returncode:
+        sys.stderr.write(answer.stderr)
+        return answer.returncode
+    found = json.loads(answer.stdout)
     if found.get("status") in ("running", "paused"):
         found["status"] = "created"
     json.dump(found, sys.stdout)

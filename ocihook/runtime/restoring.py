@@ -1,8 +1,8 @@
-"""A restore in place of `create`: by a process that two watch, so that whoever is killed, nothing is left half done.
+"""A restore in place of `create`, by two processes that watch each other: whichever is killed, nothing stays half done.
 
-The engine's own process waits, and a process of ours works. If the worker is killed the other one takes back what was
-done; if the other one is killed, as by an engine that has given up, the worker does. If both are, whoever is called
-next for this container does, or `ocihook recover`. What is to be taken back is on record before it is done.
+The process that the engine called waits, and a worker restores. If the worker is killed the first one undoes what was
+done; if the first one is killed, as by an engine that has given up, the worker does. If both are, the next call for
+this container does, or `ocihook recover`. What is to be undone is on record before it is done.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from ocihook.store.verify import verify_checkpoint
 from ocihook.wire import RESTORING_NAME
 
 MOST_ATTEMPTS = 2  # of one checkpoint on one node that may fail
-_ENDING_S = 30.0  # for CRIU, and the agent that served it, to be done once they were told to stop
+_ENDING_S = 30.0  # for CRIU and the agent that served it to end, once they were stopped
 _LOOK_S = 0.5  # between looks at what CRIU may have left
 _TAIL = 400  # characters of a runtime's log
 _PIPE_BYTES = 4096
@@ -71,7 +71,7 @@ class Restoring:
     places: Mapping[str, Path] = field(default_factory=dict)  # where they are brought, by their names in the tar
 
     def is_attended(self) -> bool:
-        """Return whether somebody else is at it, who is not the other worker."""
+        """Return whether another process is at it, which is not the other worker."""
         return any(worker.is_alive() for worker in self.workers if worker.pid not in (os.getpid(), os.getppid()))
 
 
@@ -102,7 +102,7 @@ def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen
 def _watch(
     call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, settings: Settings
 ) -> str | None:
-    """Have a worker restore; return why it could not. What one that was killed has left is taken back here."""
+    """Have a worker restore; return why it could not. What a killed worker has left is undone here."""
     caller = Process.find(os.getpid())
     assert caller is not None
     reader, writer = os.pipe()
@@ -112,20 +112,20 @@ def _watch(
         _work(writer, caller, lambda patience: _restore(call, kept, config, chosen, settings, patience), kept)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        told = pipe.read()  # waits: for the worker, whose patience is with this process
+        report = pipe.read()  # waits: for the worker, whose patience is with this process
     os.waitpid(worker, 0)
-    if told == _DONE:
+    if report == _DONE:
         return None
-    if not told:
+    if not report:
         _end_descendants()
         settle(kept.container.id)
         return "the process that was restoring it was killed"
-    return told.decode(errors="replace")
+    return report.decode(errors="replace")
 
 
 def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: containers.Kept) -> NoReturn:
     """Body of the worker; never returns."""
-    told = _DONE
+    report = _DONE
     try:
         adopt_orphans(wanted=True)
         me = Process.find(os.getpid())
@@ -133,17 +133,17 @@ def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: c
         _note(kept, Restoring(workers=(caller, me)))
         act(Patience({"the engine's call": caller}))
     except Exception as error:
-        told = plain(error).encode() or b"?"
+        report = plain(error).encode() or b"?"
         if not isinstance(error, OcihookError | OSError):
             log.exception("restore of container %s", kept.container)
         try:
             _end_descendants()
             settle(kept.container.id)
         except (OcihookError, OSError) as undo_error:
-            told += f". What was done could not be taken back: {plain(undo_error)}".encode()
+            report += f". What was done could not be undone: {plain(undo_error)}".encode()
     finally:
-        with contextlib.suppress(OSError):  # nobody is there to be told
-            os.write(writer, told[:_PIPE_BYTES])
+        with contextlib.suppress(OSError):  # nobody is there to read it
+            os.write(writer, report[:_PIPE_BYTES])
         os._exit(0)
 
 
@@ -178,10 +178,10 @@ def _restore(
 
 
 def _check(call: Call, config: Mapping[str, Any], domain: Domain, manifest: StoredManifest, place: Path) -> None:
-    """Refuse what cannot go on here, before anything of the container is changed.
+    """Refuse what cannot be restored here, before anything of the container is changed.
 
-    A runtime that was given a terminal has used its socket up when its restore fails, and nothing can begin anew: then
-    every byte is read twice, first here.
+    A runtime that was given a terminal has used its socket up when its restore fails, and the container cannot start
+    from scratch: then every byte is read twice, first here.
     """
     if manifest.container.runtime != call.runtime:
         raise UnsupportedError(
@@ -215,10 +215,10 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
         os.close(pidfd)
     if runtime.wait() != 0:  # waits: no, it has ended
         raise RestoreError(_why(work, log_path))
-    told = call.run("state", call.container_id)
-    init = Process.find(int(json.loads(told.stdout)["pid"])) if told.returncode == 0 else None
+    answer = call.run("state", call.container_id)
+    init = Process.find(int(json.loads(answer.stdout)["pid"])) if answer.returncode == 0 else None
     if init is None:
-        raise RestoreError(f"it has ended at once: {told.stderr.strip()}")
+        raise RestoreError(f"it has ended at once: {answer.stderr.strip()}")
     return init
 
 
@@ -272,14 +272,14 @@ def _use_own_criu_settings(call: Call, kept: containers.Kept, config: Mapping[st
 
 
 def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
-    """Take back what is left of a restore whose workers are gone; the container can begin anew then. May run any time.
+    """Undo what is left of a restore whose workers are gone; the container can then start over. May run any time.
 
     Args:
         container_id: whose restore.
-        wait_s: for who may still be taking it back.
+        wait_s: for a process that may still be undoing it.
 
     Raises:
-        OcihookError: if somebody is still at it, or something cannot be taken back: it is tried again.
+        OcihookError: if a process is still at it, or something cannot be undone: it is tried again.
     """
     Patience(timeout_s=wait_s).until(lambda: not ((noted := _read(container_id)) and noted.is_attended()))
     found, kept = _read(container_id), containers.read(container_id)
@@ -306,11 +306,11 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
 
 
 def _delete(call: Call) -> None:
-    """Have the runtime forget a container; what it has of it may be busy until the last process is gone."""
+    """Have the runtime delete a container, which may be busy until its last process is gone."""
 
     def is_gone() -> bool:
         unmount(call.state_directory / "criu-root")  # which a killed runc leaves mounted
-        call.run("delete", "--force", call.container_id)  # which fails if the runtime has nothing of it
+        call.run("delete", "--force", call.container_id)  # which fails if the runtime does not know it
         return not call.state_directory.exists()
 
     if not Patience(timeout_s=_ENDING_S).until(is_gone):
@@ -318,7 +318,7 @@ def _delete(call: Call) -> None:
 
 
 def recover_restores() -> list[Recovery]:
-    """Take back every restore whose workers were killed, with what is kept of its container; those that run stay."""
+    """Undo every restore whose workers were killed, and forget its container; those that run stay."""
     return [_recover(path.parent.name) for path in sorted(containers.root().glob(f"*/{RESTORING_NAME}"))]
 
 
@@ -396,7 +396,7 @@ def _kill(pids: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def _claimed(kept: containers.Kept, chosen: Thin, settings: Settings) -> Iterator[None]:
-    """Be the only container that is restored from a checkpoint, and that runs from it. Forked processes share that."""
+    """Claim a checkpoint: one container at most is restored and runs from it. Forked processes share the claim."""
     root = Path(settings.store_dir) / "restoring"
     make_directory(root, within=Path(settings.store_dir))
     lock = os.open(root / f"{chosen.checkpoint_id}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -408,7 +408,7 @@ def _claimed(kept: containers.Kept, chosen: Thin, settings: Settings) -> Iterato
             if is_other and other.init is not None and other.init.is_alive():
                 raise RestoreError(
                     f"checkpoint {chosen.checkpoint_id} runs already, as container {other.container}",
-                    hint="stop that one first: two must not go on from the same state",
+                    hint="stop that one first: two must not resume from the same state",
                 )
         yield
     finally:
@@ -436,7 +436,7 @@ def _attempts(path: Path) -> int:
 
 
 def _count_attempt(chosen: Thin, settings: Settings) -> None:
-    """Count an attempt before it is made: whoever makes it may be killed."""
+    """Count an attempt before it is made: the process that makes it may be killed."""
     path = attempts_path(settings, chosen)
     replace_file(path, str(_attempts(path) + 1).encode(), mode=0o600)
 

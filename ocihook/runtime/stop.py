@@ -1,8 +1,8 @@
-"""What the engine is told of a container that is stopped: `kill` becomes a checkpoint, and the rest fits to it.
+"""The calls for a container that is stopped: `kill` becomes a checkpoint, and `state` and `delete` fit to it.
 
-Engines ask once for a stop and take a `kill` that has failed for the end of it. So `kill` ends well whatever becomes
-of the checkpoint, and the agent is at it (stopping.py), whom nobody kills with the engine's own call. crun forgets a
-container that was checkpointed, and engines do not understand what it says of that: so we say what it would.
+Engines ask once for a stop, and give up after a `kill` that failed. So `kill` succeeds whatever becomes of the
+checkpoint; the agent makes it (stopping.py), which does not die with the engine's call. crun forgets a container that
+was checkpointed, and engines misread its error: so the state is reported here.
 """
 
 import json
@@ -29,7 +29,7 @@ def kill(call: Call, ask: Ask) -> int:
         ask: asks the agent.
 
     Raises:
-        OcihookError: if the container is named as no runtime would take it.
+        OcihookError: if no runtime would accept the container's name.
     """
     kept = containers.read(call.container_id)
     directory = containers.directory_of(call.container_id)
@@ -55,7 +55,7 @@ def _is_under_way(container_id: str) -> bool:
 
 
 def _is_gone(call: Call, ask: Ask) -> bool:
-    """Wait until the stop is over; tell whether the container was checkpointed."""
+    """Wait until the stop is over; return whether the container was checkpointed."""
     try:
         status, message = ask(wire.Request(wire.STOP_STAGE, call.pid, 0, call.container_id).encode())
     except (OSError, wire.ProtocolError) as error:
@@ -75,7 +75,7 @@ def signal_of(call: Call) -> str:
 
 
 def _is_wanted(name: str, kept: containers.Kept) -> bool:
-    """Return whether a signal stops a container that is to be checkpointed then; what is wrong was told at `create`."""
+    """Return whether a signal stops a container that is then to be checkpointed; `create` reports what is wrong."""
     try:
         config = read_config(kept)
         notes = config.get("annotations") or {}
@@ -86,30 +86,30 @@ def _is_wanted(name: str, kept: containers.Kept) -> bool:
 
 
 def state(call: Call) -> int:
-    """Tell of a container that was checkpointed away what OCI says of one that has ended."""
+    """Print the state `stopped` of OCI for a container that was checkpointed and is gone."""
     kept = containers.read(call.container_id)
     if kept is None:
         call.pass_on()
-    told = {
+    answer = {
         "ociVersion": "1.0.2",
         "id": call.container_id,
         "pid": 0,
         "status": "stopped",
         "bundle": str(kept.bundle),
     }
-    json.dump(told, sys.stdout)
+    json.dump(answer, sys.stdout)
     return 0
 
 
 def delete(call: Call, ask: Ask) -> int:
-    """Delete a container, whatever its runtime still knows of it.
+    """Delete a container, whether its runtime still knows it or not.
 
     Args:
         call: `delete`.
         ask: asks the agent.
 
     Raises:
-        OcihookError: if what a restore has done cannot be taken back.
+        OcihookError: if what a restore has done cannot be undone.
     """
     settle(call.container_id)
     if _is_under_way(call.container_id):

@@ -1,8 +1,8 @@
 """A container is checkpointed in place of the signal that stops it: the agent's part, which no engine can kill.
 
-What is wanted is on record before the agent is asked, and what came of it before anybody is told. So an agent that was
-killed is followed by one that goes on: it waits for the runtime that is dumping, or begins. A checkpoint that fails is
-taken back, and the container gets its signal.
+The request is on record before the agent is asked, and the result before anybody hears of it. So the agent that follows
+a killed one goes on: it waits for the runtime that is dumping, or begins. A checkpoint that fails is removed, and the
+container gets its signal.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ STOP_NAME = "stop.json"  # in the directory of a container
 CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
 _TERM = frozenset(("15", "TERM"))
 _STOP_SIGNAL = "org.opencontainers.image.stopSignal"  # an annotation that podman writes
-_ENDING_S = 60.0  # for CRIU to be done once its runtime was killed
+_ENDING_S = 60.0  # for CRIU to end once its runtime was killed
 _LOG_NAME = "runtime.log"
 _LOG_BYTES = 64 << 10  # of CRIU's log, at its end
 _TAIL_CHARACTERS = 400  # of the runtime's own words
@@ -125,17 +125,17 @@ class Stopping:
         """Take it up.
 
         Raises:
-            OcihookError: if there is no such container of ours, or none that is to be stopped.
+            OcihookError: if the container is not ours, or is not to be stopped.
         """
         kept, stop = containers.read(container_id), read_stop(container_id)
         if kept is None or stop is None:
-            raise OcihookError(f"container {container_id} is none that is to be stopped")
+            raise OcihookError(f"container {container_id} is not being stopped")
         self._kept, self._stop = kept, stop
         self._load = load
         self._id = container_id
 
     def log_fields(self) -> dict[str, str]:
-        """Return what the journal is told with every record of it."""
+        """Return what journald gets with every record of it."""
         container = self._kept.container
         fields = {"OCIHOOK_CONTAINER": container.id, "OCIHOOK_CONTAINER_NAME": container.name}
         fields |= {"OCIHOOK_POD": container.pod_name, "OCIHOOK_NAMESPACE": container.pod_namespace}
@@ -169,9 +169,9 @@ class Stopping:
         self._conclude(settings, place)
 
     def _begin(self, settings: Settings, place: Path) -> None:
-        """Look whether it can be checkpointed, before anything is done to it."""
-        told = self._call("state", self._id)
-        state = json.loads(told.stdout) if told.returncode == 0 else {}
+        """Check that it can be checkpointed, before anything is done to it."""
+        answer = self._call("state", self._id)
+        state = json.loads(answer.stdout) if answer.returncode == 0 else {}
         init = Process.find(int(state.get("pid") or 0))
         if state.get("status") != "running" or init is None:
             raise UnsupportedError(f"it is {state.get('status', 'not known to its runtime')}")
@@ -187,7 +187,7 @@ class Stopping:
         """Call the runtime.
 
         Raises:
-            OcihookError: if it is not done in time.
+            OcihookError: if it does not end in time.
         """
         call = Call.parse(self._kept.program, [*self._kept.prefix, "checkpoint"])
         words = [
@@ -211,11 +211,11 @@ class Stopping:
             running.wait()  # waits: no, it was killed
             self._wait_for_end([process for pid in criu if (process := Process.find(pid))])
             raise OcihookError(
-                f"its checkpoint was not done in {settings.stop_timeout_s:g} s", hint="raise [agent] stop_timeout_s"
+                f"its checkpoint took longer than {settings.stop_timeout_s:g} s", hint="raise [agent] stop_timeout_s"
             ) from None
 
     def _wait_for_end(self, processes: list[Process]) -> None:
-        """Wait until CRIU, whose runtime was killed, and the session that served it are done."""
+        """Wait until CRIU, whose runtime was killed, and the session that served it have ended."""
         patience = Patience(timeout_s=_ENDING_S)
         if not patience.until(lambda: not any(process.is_alive() for process in processes)):
             log.warning("container %s: CRIU does not end", self._kept.container)
@@ -235,7 +235,7 @@ class Stopping:
         self._wait_for_end([])
 
     def _conclude(self, settings: Settings, place: Path) -> None:
-        """See what came of the dump.
+        """Check the result of the dump.
 
         Raises:
             OcihookError: if the container is not checkpointed.
@@ -284,7 +284,7 @@ class Stopping:
 
 
 def remove_stale(settings: Settings) -> None:
-    """Remove what was dumped of containers that nobody stops any more, as after a boot. For an agent that starts."""
+    """Remove the dumps of containers that nobody stops any more, as after a boot. For an agent that starts."""
     for place in stopping_dir(Path(settings.store_dir), "x").parent.glob("*"):
         stop = read_stop(place.name)
         if stop is None or stop.is_over:
@@ -292,7 +292,7 @@ def remove_stale(settings: Settings) -> None:
 
 
 def withdraw(settings: Settings, thin: Thin) -> None:
-    """Remove a checkpoint of a container that runs on: nobody may take it for what it was when it was stopped.
+    """Remove a checkpoint of a container that runs on: it is not the container's last state.
 
     Raises:
         OcihookError: if it cannot be removed.
@@ -320,7 +320,7 @@ def _dumping(place: Path) -> Process | None:
 
 
 def _why(place: Path) -> str:
-    """Return why the runtime failed: by CRIU's log if that tells, else in its own words."""
+    """Return why the runtime failed: from CRIU's log if that shows it, else in its own words."""
     with contextlib.suppress(OSError):
         text = (place / "dump.log").read_text(errors="replace")[-_LOG_BYTES:]
         explanation = explain(text)

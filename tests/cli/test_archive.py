@@ -113,7 +113,7 @@ def test_one_bad_file_does_not_end_a_list(tmp_path: Path, plain: Path) -> None:
     listed = {Path(entry["path"]).name: entry for entry in run_json("list", tmp_path)["archives"]}
     assert listed["plain.tar"]["container"] == "default/p1/c1"
     assert listed["plain.tar"]["error"] is None
-    assert "is no tar archive" in listed["notes.txt"]["error"]
+    assert "is not a tar archive" in listed["notes.txt"]["error"]
 
 
 def test_damage_is_one_line_and_exit_status_4(tmp_path: Path, plain: Path) -> None:

@@ -123,7 +123,7 @@ def test_errors_are_json_for_programs(archive: Path, tmp_path: Path) -> None:
     """On stderr, one object on one line: stdout is left to results."""
     for arguments, code, status, word in (
         (["archive", "pack", str(archive), str(archive)], "exists", 3, "exists"),
-        (["archive", "inspect", __file__], "archive", 6, "is no tar archive"),
+        (["archive", "inspect", __file__], "archive", 6, "is not a tar archive"),
         (["archive", "list"], "usage", 2, "Missing argument"),
         (["timeline", "--html", str(tmp_path / "none/x.html"), "nothing"], "store", 1, "'nothing'"),
     ):

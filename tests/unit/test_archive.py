@@ -232,10 +232,10 @@ def test_a_lost_list_of_descriptors_is_noticed(tmp_path: Path, plain: Path, kind
 
 def test_what_is_no_checkpoint_archive_says_so(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", entry("readme"))
-    with pytest.raises(ArchiveError, match="is no checkpoint archive"):
+    with pytest.raises(ArchiveError, match="is not a checkpoint archive"):
         read_facts(tmp_path / "a.tar")
     (tmp_path / "b.tar").write_bytes(gzip.compress(b"hello"))
-    with pytest.raises(ArchiveError, match="is no tar archive, or damaged at its start"):
+    with pytest.raises(ArchiveError, match="is not a tar archive, or damaged at its start"):
         read_facts(tmp_path / "b.tar")
     listed = dict(ops.list_archives([tmp_path]))
     assert all(isinstance(value, ArchiveError) for value in listed.values())

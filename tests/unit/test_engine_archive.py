@@ -89,7 +89,7 @@ def test_a_damaged_header_is_not_taken_for_the_end(tmp_path: Path, plain: Path, 
 )
 def test_what_is_no_tar_says_so(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ArchiveError, match="is no tar archive, or damaged at its start"):
+    with pytest.raises(ArchiveError, match="is not a tar archive, or damaged at its start"):
         read_all(tmp_path / "a")
 
 

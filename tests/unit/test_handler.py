@@ -121,7 +121,7 @@ def test_a_call_is_read_as_runtimes_read_it() -> None:
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
 def test_what_is_no_id_is_refused(name: str) -> None:
     call = Call.parse(Path("/usr/sbin/runc"), ["start", *([name] if name else [])])
-    with pytest.raises(OcihookError, match="is no container id"):
+    with pytest.raises(OcihookError, match="is not a container id"):
         _ = call.container_id
 
 

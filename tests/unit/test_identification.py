@@ -100,7 +100,7 @@ def test_state_that_is_missing_or_broken(called_by: list[str], tmp_path: Path) -
 @pytest.mark.parametrize("name", ["../../etc", "a/b", ".hidden"])
 def test_an_id_is_no_path(called_by: list[str], name: str) -> None:
     called_by[:] = ["runc", "checkpoint", name]
-    with pytest.raises(IdentificationError, match="is no container id"):
+    with pytest.raises(IdentificationError, match="is not a container id"):
         find_runtime_call(os.getpid())
 
 
@@ -198,7 +198,7 @@ def test_what_a_pod_says_changes_neither_its_engine_nor_its_namespace(engine: st
             is_twofold = {"io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace"} <= annotations.keys()
             if is_twofold:
                 refused += 1
-                with pytest.raises(IdentificationError, match="nobody can tell whose it is"):
+                with pytest.raises(IdentificationError, match="its owner is ambiguous"):
                     container_ref(annotations, container_id=ID, runtime="runc", bundle="/b")
                 assert engine_of(annotations) == ""
                 continue
@@ -211,7 +211,7 @@ def test_what_a_pod_says_changes_neither_its_engine_nor_its_namespace(engine: st
 @pytest.mark.parametrize("namespace", ["", "_node", "../x", "Team"])
 @pytest.mark.parametrize("key", ["io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace"])
 def test_a_pod_has_a_namespace(key: str, namespace: str) -> None:
-    with pytest.raises(IdentificationError, match="nobody can tell whose it is"):
+    with pytest.raises(IdentificationError, match="its owner is ambiguous"):
         container_ref({key: namespace}, container_id=ID, runtime="runc", bundle="/b")
 
 

@@ -40,7 +40,7 @@ def test_the_namespace_that_a_bundle_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/proc/self/ns/none", "/etc/hostname", "/proc/self/ns"])
 def test_what_is_no_namespace(tmp_path: Path, path: str) -> None:
     with pytest.raises(
-        IdentificationError, match=f"{path}, which the container's bundle names, is no network namespace"
+        IdentificationError, match=f"{path}, which the container's bundle names, is not a network namespace"
     ):
         find_network_namespace(os.getpid(), bundle(tmp_path, {"type": "network", "path": path}))
 

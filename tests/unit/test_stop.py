@@ -201,7 +201,7 @@ def test_a_stop_that_is_over_is_told_again(node: Path) -> None:
 
 
 def test_none_that_is_to_be_stopped(node: Path) -> None:
-    with pytest.raises(OcihookError, match="none that is to be stopped"):
+    with pytest.raises(OcihookError, match="is not being stopped"):
         Stopping(ID, lambda: settings(node))
     record_of(ID).write_text("{")
     assert read_stop(ID) is None
