@@ -12,7 +12,7 @@ Interfaces = Mapping[str, Sequence[IPAddress]]  # their addresses, in order, by 
 
 @dataclass(frozen=True)
 class AddressMap:
-    """New addresses by old ones; what is in neither is nobody's that moves, and stays."""
+    """New addresses by old ones; an address in neither belongs to nothing that moves, and stays."""
 
     pairs: Mapping[IPAddress, IPAddress]
     gaps: Mapping[IPAddress, str] = field(default_factory=dict)  # old ones without a new one, and why

@@ -1,7 +1,7 @@
 """The network's part of a dump: what cannot be dumped is refused, traffic is held, and what CRIU loses is noted.
 
-Before the images: what is on its way arrives, then no packet moves any more. After them the container is frozen: should
-CRIU be killed from there on, nobody touches a connection before it is out of repair mode.
+Before the images: packets in flight arrive, then no packet moves any more. After them the container is frozen: should
+CRIU be killed from there on, nothing uses a connection before it is out of repair mode.
 """
 
 import logging
@@ -26,7 +26,7 @@ from ocihook.net.repair import InRepair
 from ocihook.net.survey import Survey
 from ocihook.session.participant import Dump
 
-DRAIN_S = 0.2  # for what is on its way; most networks answer within a few milliseconds
+DRAIN_S = 0.2  # for packets in flight; most networks answer within a few milliseconds
 _SHOWN = 3  # connections that an error names
 _UNACKED = slice(24, 28)  # tcpi_unacked of struct tcp_info (linux/tcp.h): segments without an answer
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Options(NamedTuple):
-    """What sockets have that their images have not, by inode."""
+    """What sockets have that their images lack, by inode."""
 
     tcp: dict[str, TcpOptions]
     reusable: tuple[int, ...]  # that have SO_REUSEADDR
@@ -69,7 +69,7 @@ MPTCP_REMEDY = "GODEBUG=multipathtcp=0 for Go programs; sysctl net.mptcp.enabled
 
 
 def policy_of(dump: Dump) -> TcpPolicy:
-    """Return what is wanted; what the user asked the engine for, by an option of its own, comes first."""
+    """Return the wanted policy; an option that the user gave the engine comes first."""
     return asked(parse(dump.policy.tcp, "tcp"), dump.call().criu_asked)
 
 
@@ -80,7 +80,7 @@ def named(sockets: Sequence[InetSocket]) -> str:
 
 
 def hold_network(dump: Dump) -> None:
-    """Note what the network is, then let what is on its way arrive, and hold the rest."""
+    """Note what the network is, then let packets in flight arrive, and hold the rest."""
     pids = descendants(dump.init_pid)
     survey, init = Survey.of(pids), Process.find(dump.init_pid)
     if survey is None or init is None:
@@ -135,7 +135,7 @@ def _unacknowledged(sock: socket.socket) -> int:
 
 
 def freeze_for_repair(dump: Dump) -> None:
-    """Keep the container from running before its connections are out of repair mode, whatever becomes of CRIU."""
+    """Keep the container from running before its connections are out of repair mode, even if CRIU is killed."""
     effect, held = dump.journal.find(InRepair), dump.journal.find(TrafficHeld)
     if effect is None:
         return
@@ -151,7 +151,7 @@ def freeze_for_repair(dump: Dump) -> None:
 
 
 def _waiting(dump: Dump) -> tuple[Waiting, ...]:
-    """Return the connections that have data which nobody has confirmed, as CRIU's images have them."""
+    """Return the connections with unacknowledged data, as CRIU's images have them."""
     found = []
     try:
         for sock in FilesImage.read(dump.directory).sockets:

@@ -1,11 +1,11 @@
 """The hold: no packet leaves or reaches a container's network while its connections are on their way.
 
 A table of nftables does it, one for each session: `inet ocihook-SESSION`. A packet passes if no table drops it, so
-where several containers of a pod are dumped at once the last of them lets go, and nobody counts. CRIU's own lock
-comes later and goes earlier, and with crun there is none in a restore.
+where several containers of a pod are dumped at once the last of them releases it, and nobody counts. CRIU's own lock
+begins later and ends earlier, and with crun there is none in a restore.
 
 Where the container has ended with its dump its peers still wait for it. Then one rule of the table stays for as long:
-the kernel may not answer them that nobody is there.
+it keeps the kernel from resetting their connections.
 
 Its rules drop while a set has elements, and these expire by themselves: should agent and CRIU both be killed, traffic
 goes on after `HOLD_LIMIT_S` at the latest.
@@ -47,7 +47,7 @@ _NO_ANSWER = "meta nfproto @held meta l4proto tcp tcp flags & (rst | ack) == rst
 _CRIU_TABLE = re.compile(r"CRIU-\S+")
 _WITHOUT_CRIU = ("pre-dump", "pre-restore", DETACHED_STAGE)  # stages in which CRIU has locked nothing
 _SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
-# As CRIU takes its own chain away (criu/netfilter.c), which then goes, too.
+# As CRIU empties its own chain (criu/netfilter.c), which is then deleted, too.
 _REMOVE_CHAIN = "*filter\n-D INPUT -j CRIU\n-D OUTPUT -j CRIU\n-F CRIU\n-X CRIU\nCOMMIT\n"
 
 _LEGACY_TABLES = Path("/proc/thread-self/net/ip_tables_names")
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Waiting(NamedTuple):
-    """A connection with data that nobody has confirmed, of which CRIU's image tells the number of the oldest byte."""
+    """A connection with unacknowledged data; CRIU's image has the sequence number of the oldest byte."""
 
     local: str
     local_port: int
@@ -77,7 +77,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
     is_open: bool = False  # it passes our table again; CRIU's lock may still be there
 
     def undo(self, journal: Journal, _patience: Patience) -> None:
-        """Let it pass: our table goes, and what a CRIU that was killed, or failed, has left of its own."""
+        """Let it pass: remove our table, and the lock that a killed or failed CRIU has left."""
         if journal.criu.is_alive() and journal.stage not in _WITHOUT_CRIU:
             raise OcihookError(f"CRIU (pid {journal.criu.pid}) is still at work on the network")
         with contextlib.suppress(FileNotFoundError):  # the namespace is gone
@@ -119,8 +119,8 @@ def hold(
         namespace: the container's.
         init: its first process, if it is dumped.
         with_loopback: whether traffic of the container with itself is held, too.
-        drain: keep only new data from leaving, while what is on its way arrives and is acknowledged. To TCP what the
-            kernel drops here is not lost but unsent: it waits for no timer when it may go.
+        drain: keep only new data from leaving, while packets in flight arrive and are acknowledged. To TCP what the
+            kernel drops here is not lost but unsent: it needs no timer to be sent later.
 
     Raises:
         RulesRefused: if the kernel does not take rules.
@@ -134,7 +134,7 @@ def hold(
 
 
 def release(journal: Journal) -> None:
-    """Let traffic pass our table. Should CRIU be killed, or fail, before `forget_hold`, its lock goes, too."""
+    """Let traffic pass our table. Should CRIU be killed, or fail, before `forget_hold`, its lock is removed, too."""
     held = journal.find(TrafficHeld)
     if held is not None and not held.is_open:
         with contextlib.suppress(FileNotFoundError):
@@ -153,7 +153,7 @@ def _tables_of_ended(namespace: NetNamespace, journal: Journal) -> list[str]:
 
 
 def forget_hold(journal: Journal) -> None:
-    """Forget a hold that is over: CRIU has taken its own lock away, too."""
+    """Forget a hold that is over: CRIU has removed its own lock, too."""
     held = journal.find(TrafficHeld)
     if held is not None and held.is_open:
         journal.forget(held)
@@ -165,7 +165,7 @@ def table_of(journal: Journal) -> str:
 
 
 def make_table(namespace: NetNamespace, name: str, rules: Mapping[str, list[str]], *, with_loopback: bool) -> None:
-    """Make a table, or make it another one at once.
+    """Make a table, or replace it in one transaction.
 
     Args:
         namespace: where.
@@ -189,7 +189,7 @@ def remove_table(namespace: NetNamespace, name: str) -> None:
 
 
 def criu_locks(namespace: NetNamespace) -> list[str]:
-    """Return by what CRIU keeps packets out of a namespace: names of tables, and `CRIU` for its chains."""
+    """Return CRIU's locks on a namespace: names of tables, and `CRIU` for its chains."""
     known = nftables.tables(namespace)
     found = [name for family, name in known if family == "inet" and _CRIU_TABLE.fullmatch(name)]
     has_filter = ("ip", "filter") in known or "filter" in namespace.run(_legacy_tables)

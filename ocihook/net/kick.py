@@ -1,9 +1,9 @@
 """Wakes a sender that waits for a retransmission timer that has backed off while its packets were held.
 
-An ICMP "host unreachable" about the oldest byte that is not confirmed takes one step of the back-off away (RFC 6069;
-the kernel's tcp_ld_RTO_revert), and retransmits at once if the timer had passed by then. It is made here, about a
+An ICMP "host unreachable" about the oldest unacknowledged byte reverts one step of the back-off (RFC 6069; the
+kernel's tcp_ld_RTO_revert), and retransmits at once if the timer would have expired by then. It is made here, about a
 connection of this very namespace, and sent to the connection's own address: nothing leaves the node. The number of that
-byte is known from CRIU's image; to ask the kernel for it would take TCP_REPAIR, which costs a running process its
+byte is known from CRIU's image; asking the kernel for it would take TCP_REPAIR, which costs a running process its
 connection if it receives at that moment.
 """
 
@@ -34,11 +34,11 @@ class Sender(NamedTuple):
     local_port: int
     remote: IPAddress
     remote_port: int
-    unacknowledged: int  # sequence number of the oldest byte that is not confirmed
+    unacknowledged: int  # sequence number of the oldest unacknowledged byte
 
 
 def kick(namespace: NetNamespace, senders: Iterable[Sender]) -> int:
-    """Wake senders; those that do not wait do not mind. Return how many there were.
+    """Wake senders; it does not disturb those that do not wait. Return how many there were.
 
     Raises:
         OSError: if the namespace cannot be entered.
@@ -62,7 +62,7 @@ def kick(namespace: NetNamespace, senders: Iterable[Sender]) -> int:
 
 
 def unreachable(sender: Sender) -> bytes:
-    """Return the ICMP message that says so of a packet of a connection."""
+    """Return the ICMP message about a packet of a connection."""
     start = _TCP.pack(sender.local_port, sender.remote_port, sender.unacknowledged)
     if isinstance(sender.local, IPv6Address):
         header = _IPV6.pack(6 << 28, _PACKET_BYTES, socket.IPPROTO_TCP, 64, sender.local.packed, sender.remote.packed)

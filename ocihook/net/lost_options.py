@@ -1,4 +1,4 @@
-"""What CRIU loses of sockets without a word (criu/sk-tcp.c, criu/sockets.c): read before a dump, put back after it.
+"""What CRIU silently loses of sockets (criu/sk-tcp.c, criu/sockets.c): read before a dump, put back after it.
 
 A socket is reached through a copy of its descriptor, which changes nothing for its owner.
 """
@@ -46,7 +46,7 @@ def read_options(sock: socket.socket) -> TcpOptions:
     """Return the options of a TCP socket.
 
     Raises:
-        OSError: if it does not tell.
+        OSError: if the kernel refuses.
     """
     congestion = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
     return TcpOptions(
@@ -78,7 +78,7 @@ def put_back(sock: socket.socket, wanted: TcpOptions) -> list[str]:
 def multicast_groups(pid: int) -> list[str]:
     """Return the multicast groups that are joined in the network of a process, each with its interface.
 
-    Which socket has joined one nobody tells.
+    Which socket has joined one, the kernel does not report.
     """
     found, device = [], ""
     for line in _lines(pid, "igmp")[1:]:

@@ -29,7 +29,7 @@ class Plan:
     """What becomes of the sockets of a checkpoint."""
 
     moves: list[Move] = field(default_factory=list)  # of all whose addresses change, those that end among them
-    kept: list[Move] = field(default_factory=list)  # connections with others that go on, wherever they are then
+    kept: list[Move] = field(default_factory=list)  # connections with others that live on, wherever they are then
     closed: list[Move] = field(default_factory=list)
 
     @property
@@ -56,7 +56,7 @@ def make_plan(
         gang: those of the members of its gang, as they were.
 
     Raises:
-        UnsupportedError: naming the sockets that would need an address that there is none for.
+        UnsupportedError: naming the sockets that need an address without a new one.
     """
     plan, closed, lost = Plan(), [], []
     for sock in sockets:
@@ -95,7 +95,7 @@ def _gaps(lost: Sequence[InetSocket], gaps: Mapping[IPAddress, str]) -> Unsuppor
     named = "; ".join(map(str, lost[:_SHOWN])) + (f"; and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")
     why = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
     return UnsupportedError(
-        f"{len(lost)} sockets need an address that there is none for ({named}): {why}",
+        f"{len(lost)} sockets need an address that has no new one ({named}): {why}",
         hint="restore where the same interfaces have as many addresses, or name the new ones with "
         "`ocihook archive move ARCHIVE --address OLD=NEW`",
     )

@@ -58,7 +58,7 @@ class NetNamespace(NamedTuple):
         raise FileNotFoundError(f"network namespace {self.inode} is gone")
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do something in it, in a thread of its own; return what comes of that.
+        """Call something in it, in a thread of its own; return its result.
 
         Raises:
             FileNotFoundError: if the namespace is gone.

@@ -1,4 +1,4 @@
-"""What the kernel tells of a network namespace over netlink: its sockets, links, addresses and routes.
+"""What the kernel reports of a network namespace over netlink: its sockets, links, addresses and routes.
 
 Messages are pyroute2's, which is imported here only, and late: it takes 0.1 s and 20 MiB. They go over a plain socket
 with a time-out. See sock_diag(7) and rtnetlink(7).
@@ -26,7 +26,7 @@ PROTOCOLS = (socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_UDPLITE, MPT
 IPAddress = IPv4Address | IPv6Address
 _Message = Any  # of pyroute2, which has no types
 
-_TIMEOUT_S = 10.0  # for the kernel to tell
+_TIMEOUT_S = 10.0  # for the kernel to answer
 _BUFFER_BYTES = 1 << 18
 _SOCK_DIAG = 4  # NETLINK_SOCK_DIAG
 _SOCK_DIAG_BY_FAMILY, _SOCK_DESTROY = 20, 21
@@ -56,7 +56,7 @@ class InetSocket(NamedTuple):
     remote_port: int  # 0: it is not connected
     device: int  # index of the link that it is bound to; 0: of none
     receive_queue: int  # bytes; of a listener, how many nobody has accepted
-    send_queue: int  # bytes that the peer has not confirmed, or that were not sent
+    send_queue: int  # bytes that are unacknowledged, or unsent
     cookie: int
 
     @property
@@ -110,7 +110,7 @@ def inet_sockets(namespace: NetNamespace, protocols: Sequence[int] = PROTOCOLS) 
     """Return the sockets of a namespace.
 
     Raises:
-        OSError: if it is gone, cannot be entered, or the kernel does not tell.
+        OSError: if it is gone, cannot be entered, or the kernel does not answer.
     """
     from pyroute2.netlink.diag import inet_diag_msg
 
@@ -304,7 +304,7 @@ def _ask(
             if found == _ERROR:
                 code = -struct.unpack_from("=i", data, position + _HEADER.size)[0]
                 if code:
-                    raise OSError(code, f"the kernel refused what it was asked over netlink: {os.strerror(code)}")
+                    raise OSError(code, f"the kernel refused a netlink request: {os.strerror(code)}")
                 return
             message = answer(data, offset=position)
             message.decode()

@@ -15,7 +15,7 @@ _TABLE = re.compile(r"^table (\w+) (\S+)$", re.MULTILINE)
 
 
 class RulesRefused(UnsupportedError):
-    """The kernel, or libnftables, does not take rules."""
+    """The kernel, or libnftables, does not accept rules."""
 
     code = "nftables"
 
@@ -34,7 +34,7 @@ def _library() -> ctypes.CDLL:
 
 
 def has_nftables() -> bool:
-    """Return whether the library is there."""
+    """Return whether the library is installed."""
     try:
         _library()
     except OSError:
@@ -43,7 +43,7 @@ def has_nftables() -> bool:
 
 
 def run(namespace: NetNamespace, commands: str) -> str:
-    """Give nftables commands in a namespace, all or none; return what they print.
+    """Run nftables commands in a namespace, all or none; return what they print.
 
     Raises:
         RulesRefused: with what libnftables says.
@@ -52,7 +52,9 @@ def run(namespace: NetNamespace, commands: str) -> str:
     try:
         library = _library()
     except OSError as error:
-        raise RulesRefused(f"{LIBRARY} is not there", hint="install libnftables, or the package nftables") from error
+        raise RulesRefused(
+            f"{LIBRARY} is not installed", hint="install libnftables, or the package nftables"
+        ) from error
     status, output, said = namespace.run(lambda: _run(library, commands))
     if status != 0:
         raise RulesRefused(f"rules for network namespace {namespace.inode} were refused: {said.strip()}")

@@ -75,5 +75,5 @@ def decode_note(data: bytes) -> NetworkNote:
         note.own  # noqa: B018 - an address that is none is a ValueError
         [int(inode) for inode in note.options]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise IntegrityError(f"the note about the network says what none says: {error}") from error
+        raise IntegrityError(f"the note about the network is malformed: {error}") from error
     return note

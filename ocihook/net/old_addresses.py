@@ -1,4 +1,4 @@
-"""Where a restored container has addresses that it had: told, not changed, as only it knows what they are for."""
+"""Finds old addresses in a restored container: reported, not changed, as only it knows what they are for."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 20
 
 
 def carriers(init_pid: int, moved: Mapping[str, str]) -> Iterator[str]:
-    """Yield what of a restored container names addresses that it has no more, in words.
+    """Yield in words what of a restored container names addresses that it no longer has.
 
     Args:
         init_pid: its first process.

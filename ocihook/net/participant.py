@@ -16,7 +16,7 @@ class Network(Participant):
         refuse(dump)
 
     def hold(self, dump: Dump) -> None:
-        """Note addresses, let what is on its way arrive, and hold traffic."""
+        """Note addresses, let packets in flight arrive, and hold traffic."""
         hold_network(dump)
 
     def after_images(self, dump: Dump) -> str:
@@ -25,7 +25,7 @@ class Network(Participant):
         return ""
 
     def check(self, restore: Restore) -> None:
-        """Decide what becomes of each socket, and hold traffic, before others begin with what takes long."""
+        """Decide what becomes of each socket, and hold traffic, before other participants begin their long work."""
         self._moving = prepare(restore)
 
     def before_processes(self, restore: Restore) -> str:

@@ -27,7 +27,7 @@ IN_WORDS = {
     Fate.STAYS: "is kept",
     Fate.MOVES: "is kept, at whatever address the container is restored",
     Fate.KEPT_IF_SAME: "is kept where the container is restored at the same address; else it ends (ECONNRESET)",
-    Fate.CLOSED: "ends when the container is restored (ECONNRESET); left running, it goes on",
+    Fate.CLOSED: "ends when the container is restored (ECONNRESET); left running, it lives on",
     Fate.REFUSED: "refuses a dump",
 }
 
@@ -80,14 +80,14 @@ def fate(sock: Endpoint, policy: TcpPolicy, own: Collection[IPAddress], gang: Co
 
 
 def _fits(rule: Rule, sock: Endpoint, gang: Collection[IPAddress]) -> bool:
-    """Return whether a rule means a connection."""
+    """Return whether a rule matches a connection."""
     if rule.is_gang:
         return sock.remote in gang
     return rule.port in (0, sock.remote_port) and (rule.network is None or sock.remote in rule.network)
 
 
 def asked(policy: TcpPolicy, options: Collection[str]) -> TcpPolicy:
-    """Return the policy of a container for a call of its runtime: what its user asks for there by name, holds.
+    """Return the policy of a container for a call of its runtime: an option given there by name wins.
 
     Args:
         policy: the container's.

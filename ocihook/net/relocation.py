@@ -18,11 +18,11 @@ from ocihook.net.policy import IPAddress, TcpPolicy
 from ocihook.packs.packed_manifest import MANIFEST_NAME, OtherImage, digest_file, write_manifest
 from ocihook.store.thin import read_thin
 
-CHANGED = (FILES_NAME, NETWORK_NAME, MANIFEST_NAME)  # what is written anew of what there is
+CHANGED = (FILES_NAME, NETWORK_NAME, MANIFEST_NAME)  # what is rewritten, where it exists
 
 
 def relocate(directory: Path, pairs: Mapping[IPAddress, IPAddress], *, close_others: bool) -> Plan:
-    """Write the images of a checkpoint that have addresses anew; return what has become of its sockets.
+    """Rewrite the images of a checkpoint that have addresses; return what has become of its sockets.
 
     Args:
         directory: the image set, without its packs if they are elsewhere.

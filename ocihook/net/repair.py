@@ -1,4 +1,4 @@
-"""Connections that a CRIU which was killed has left in repair mode (TCP_REPAIR): out of it, before anybody uses them.
+"""Takes connections that a killed CRIU has left in repair mode (TCP_REPAIR) out of it, before anything uses them.
 
 In that mode a socket is only a description of itself: the next call of the application fails (EPERM), and most die of
 it. Both this and the freeze that keeps the application from calling begin when CRIU's images are complete: until then
@@ -17,7 +17,7 @@ from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.wire import DETACHED_STAGE
 
-_REPAIR, _REPAIR_OFF = 19, 0  # TCP_REPAIR of linux/tcp.h; off with a window probe, which tells the peer
+_REPAIR, _REPAIR_OFF = 19, 0  # TCP_REPAIR of linux/tcp.h; off with a window probe, which notifies the peer
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class InRepair(Effect, kind="in-repair"):
                 ended,
             )
         elif ended:
-            log.info("container %s: %d connections that a killed CRIU had go on", journal.container, ended)
+            log.info("container %s: %d connections that a killed CRIU had live on", journal.container, ended)
 
 
 def end_repair(pids: list[int], reusable: tuple[int, ...]) -> int:

@@ -35,7 +35,7 @@ from ocihook.net.policy import IPAddress, asked, parse
 from ocihook.session.effect import Facts
 from ocihook.session.participant import Restore
 
-_STALL_LIMIT_S = 0.3  # that CRIU is kept waiting to see whether connections go on
+_STALL_LIMIT_S = 0.3  # that CRIU is kept waiting to see whether connections resume
 _BYTES_ACKED = struct.Struct("=120xQ")  # tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
 _MAX_I32, _MAX_U32 = (1 << 31) - 1, (1 << 32) - 1
 _SHOWN = 3  # connections that a message names
@@ -58,7 +58,7 @@ class NetworkFacts(Facts):
 
     network: NetNamespace | None = None
     moved_addresses: dict[str, str] = field(default_factory=dict)  # of the container itself
-    senders: list[tuple[Place, int]] = field(default_factory=list)  # with the number of the oldest unconfirmed byte
+    senders: list[tuple[Place, int]] = field(default_factory=list)  # with the number of the oldest unacknowledged byte
     to_destroy: list[Place] = field(default_factory=list)
     tcp_options: list[tuple[Place, TcpOptions]] = field(default_factory=list)
     lost_groups: list[str] = field(default_factory=list)  # of multicast
@@ -112,7 +112,7 @@ def _plan(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
 
 
 def move_sockets(restore: Restore, moving: Moving) -> str:
-    """Move sockets in CRIU's memory; note what is still to be done for them. Return what is to be told.
+    """Move sockets in CRIU's memory; note what is still to be done for them. Return what to report.
 
     Raises:
         OcihookError: to refuse the restore, naming the sockets; nothing was started.
@@ -134,15 +134,15 @@ def move_sockets(restore: Restore, moving: Moving) -> str:
 
 
 def _addresses_of_gang(restore: Restore, own: AddressMap, sockets: Iterable[InetSocket]) -> dict[IPAddress, IPAddress]:
-    """Tell the other members of the gang where this one is, and return where those are that it is connected with."""
+    """Publish to the gang where this member is, and return where those are that it is connected with."""
     mine = {str(old): str(new) for old, new in own.pairs.items()}
     peers = {str(sock.remote) for sock in sockets if sock.is_connection}
-    told = restore.gang.meet("addresses", mine, peers)
-    return parse_pairs((f"{old}={new}" for old, new in told.items() if new), "the gang")
+    found = restore.gang.meet("addresses", mine, peers)
+    return parse_pairs((f"{old}={new}" for old, new in found.items() if new), "the gang")
 
 
 def _hold(restore: Restore, namespace: NetNamespace, plan: Plan) -> None:
-    """Hold traffic; connections that end would do so too early without that, others get by with CRIU's own lock."""
+    """Hold traffic: without it connections that end would do so too early; for others CRIU's own lock will do."""
     try:
         hold(restore.journal, namespace, with_loopback=True)
     except RulesRefused as error:
@@ -155,7 +155,7 @@ def _own_addresses(
     sockets: Iterable[InetSocket], namespace: NetNamespace | None, note: NetworkNote | None
 ) -> AddressMap:
     """Return what becomes of the container's own addresses."""
-    if namespace is None:  # CRIU makes the namespace anew, with the addresses that it had
+    if namespace is None:  # CRIU makes a new namespace, with the addresses of the old one
         had = note.own if note else frozenset(_locals(sockets))
         return AddressMap({address: address for address in had})
     here = addresses_of(namespace)
@@ -175,7 +175,7 @@ def addresses_of(namespace: NetNamespace) -> Interfaces:
     """Return the addresses of a namespace by interface; none is of the loopback device alone.
 
     Raises:
-        OSError: if it is gone, cannot be entered, or the kernel does not tell.
+        OSError: if it is gone, cannot be entered, or the kernel does not answer.
     """
     return {link.name: [ip_interface(text).ip for text in link.addresses] for link in links(namespace)}
 
@@ -225,7 +225,7 @@ def _told(restore: Restore, plan: Plan) -> str:
 
 
 def release_sockets(restore: Restore) -> str:
-    """Put back what CRIU has lost, end what nothing else ends, and let traffic pass. Return what is to be told.
+    """Put back what CRIU has lost, end what nothing else ends, and let traffic pass. Return what to report.
 
     Raises:
         OcihookError, OSError: to let the restore fail; CRIU then kills the processes.
@@ -274,7 +274,7 @@ def _plain(address: str) -> str:
 
 
 def wake_senders(restore: Restore) -> None:
-    """Wake connections that wait for a timer; measure how long they have stood still; tell what has old addresses."""
+    """Wake connections that wait for a timer; measure how long they have stalled; report what has old addresses."""
     journal = restore.journal
     forget_hold(journal)
     facts = journal.facts(NetworkFacts)
@@ -285,12 +285,12 @@ def wake_senders(restore: Restore) -> None:
     try:
         kick(facts.network, [_sender(place, number) for place, number in facts.senders])
         _measure_stall(restore, facts)
-    except (OcihookError, OSError) as error:  # they go on by themselves, a second or more later
+    except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
         log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
 
 
 def _measure_stall(restore: Restore, facts: NetworkFacts) -> None:
-    """Record how long connections have stood still since traffic passes."""
+    """Record how long connections have stalled since traffic passes."""
     places = {place for place, _ in facts.senders}
     waiting = [sock.dup() for _, sock in tcp_sockets(descendants(restore.init_pid)) if _place_now(sock) in places]
     try:
@@ -307,7 +307,7 @@ def _sender(place: Place, number: int) -> Sender:
 
 
 def _goes_on(sock: socket.socket) -> bool:
-    """Return whether the peer has confirmed anything since the restore, or the connection is over."""
+    """Return whether the peer has acknowledged anything since the restore, or the connection is over."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a container has of sockets, in the network namespace that it is in: looked at once, for a dump or for doctor."""
+"""What a container has of sockets, in the network namespace that it is in: read once, for a dump or for doctor."""
 
 import socket
 from collections.abc import Collection

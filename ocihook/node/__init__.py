@@ -1,1 +1,1 @@
-"""The node: ocihook installed on it, taken off it, examined and shown at work."""
+"""The node: ocihook installed, removed, examined and demonstrated on it."""

@@ -120,7 +120,7 @@ class _Demo:
 
     def run(self, size_mib: int) -> DemoResult:
         self.say("ocihook install")
-        # A demo's agent has nothing to wait for.
+        # An agent of the demo need not stay.
         config = Path("/etc/ocihook/config.toml")
         config.parent.mkdir(exist_ok=True)
         config.write_text(f'[agent]\nidle_timeout_s = 1\nhistory_dir = "{self.scratch}/history"\n')

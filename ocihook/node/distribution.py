@@ -1,4 +1,4 @@
-"""What this ocihook is: a tree that a package or an image brought along, or a part of a Python environment.
+"""What this ocihook is: a tree that a package or an image installed, or a part of a Python environment.
 
 Such a tree has every module it needs in PREFIX/lib/ocihook/RELEASE/site-packages, for each Python of `PYTHONS`, and
 takes none from elsewhere; packaging/stage.py makes it. Releases never share a directory, so that no process ever

@@ -1,6 +1,6 @@
 """Waits until nothing on the node needs ocihook any more: CRIU has read its configuration long before it calls us.
 
-So whoever takes ocihook out of the configuration must not take the launcher away at once.
+So after ocihook was removed from the configuration the launcher must stay for a while.
 """
 
 import os
@@ -25,7 +25,7 @@ def wait_until_unused(runtime_dir: Path = Path(wire.RUNTIME_DIR), *, timeout_s: 
     """Wait until no CRIU is at work and no session is open, then end the agent.
 
     Raises:
-        AgentError: if that takes too long; dumps and restores that run are left to end as they would have.
+        AgentError: if that takes too long; dumps and restores that run are left alone.
     """
     deadline = time.monotonic() + timeout_s
     while users := _users(runtime_dir):

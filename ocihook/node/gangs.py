@@ -47,7 +47,7 @@ def running_members(name: str) -> dict[str, tuple[str, GangRef]]:
         known = {"container_id": container.id, "runtime": container.runtime, "bundle": container.bundle}
         try:
             ref = gang_ref(container.annotations, container_ref(container.annotations, name=named, **known))
-        except OcihookError:  # it is in no gang that anybody can name
+        except OcihookError:  # its annotations are wrong, so it is in no gang
             continue
         if ref is not None and (ref.namespace, ref.name) == ("", name):
             found[ref.member] = container.id, ref
@@ -63,7 +63,7 @@ def checkpoint(name: str, directory: Path, *, leave_running: bool = False, podma
 
     Args:
         name: of the gang.
-        directory: is made; there is nothing of that name unless all is well.
+        directory: is made; nothing of that name exists unless all succeed.
         leave_running: let the containers run on.
         podman: the command, with its global options.
 
@@ -94,7 +94,7 @@ def checkpoint(name: str, directory: Path, *, leave_running: bool = False, podma
     )
     if failures:
         _discard(partial, archives, failures)
-        raise GangError(f"gang {name} is not checkpointed: {_told(failures)}")
+        raise GangError(f"gang {name} is not checkpointed: {_in_words(failures)}")
     found = verify(list(archives.values()))
     partial.rename(directory)
     sync_directory(directory.parent)
@@ -113,14 +113,14 @@ def restore(directory: Path, *, podman: str = _PODMAN) -> GangCheckpoint:
     """Restore all containers of a gang from the archives in a directory.
 
     Raises:
-        IntegrityError: if it is no whole checkpoint of a gang; nothing was started.
+        IntegrityError: if it is not a whole checkpoint of a gang; nothing was started.
         GangError: if it fails; none of them runs.
     """
     found = verify(sorted(directory.glob("*.tar*")))
     commands = {member: ["restore", "--import", str(path)] for member, path in found.archives.items()}
     failures = _podman(podman, commands)
     if failures:
-        raise GangError(f"gang {found.note.gang} is not restored: {_told(failures)}")
+        raise GangError(f"gang {found.note.gang} is not restored: {_in_words(failures)}")
     return found
 
 
@@ -129,7 +129,7 @@ def verify(archives: Sequence[Path]) -> GangCheckpoint:
 
     Raises:
         IntegrityError: if not.
-        ArchiveError: if one is no archive, or damaged.
+        ArchiveError: if one is not an archive, or damaged.
     """
     notes, ends = {}, {}
     for path in archives:
@@ -159,7 +159,7 @@ def verify(archives: Sequence[Path]) -> GangCheckpoint:
 
 
 def _take_sockets(archive: Path, scratch: Path) -> None:
-    """Write what an archive has of its gang and its connections into a directory."""
+    """Extract what an archive has of its gang and its connections into a directory."""
 
     def visit(member: Member) -> None:
         name = member.image_name
@@ -183,7 +183,7 @@ def _podman(podman: str, commands: Mapping[str, Sequence[str]]) -> dict[str, str
     return {member: said[member] for member, process in running.items() if process.returncode != 0}
 
 
-def _told(failures: Mapping[str, str]) -> str:
+def _in_words(failures: Mapping[str, str]) -> str:
     """Return in words what failed; the member whose failure ended it for all comes first."""
     last = {member: " ".join(text.strip().splitlines()[-_LAST_LINES:]) for member, text in failures.items()}
     ordered = sorted(last.items(), key=lambda item: "is over for all members" in item[1])

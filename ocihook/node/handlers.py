@@ -1,4 +1,4 @@
-"""Puts the runtime handler before a node's runtimes, and takes it away: its programs, and a drop-in for each engine.
+"""Installs the runtime handler before a node's runtimes, and removes it: its programs, and a drop-in for each engine.
 
 No file of an engine is changed: each reads a directory of drop-ins. The programs come first and go last, and stay as
 long as a container needs them: an engine calls the handler that made a container until that is removed.
@@ -107,7 +107,7 @@ def plan_handlers(root: Path, libexec: Path) -> list[Change]:
 
 
 def plan_removal(root: Path, libexec: Path) -> list[Change]:
-    """Return what takes the handler away: drop-ins first, then its programs.
+    """Return what removes the handler: drop-ins first, then its programs.
 
     Raises:
         UnsupportedError: if containers need it.
@@ -133,7 +133,7 @@ def remove(changes: list[Change], root: Path) -> None:
     """Make the changes of `plan_removal`, and remove the directories that were made for these files.
 
     Raises:
-        UnsupportedError: if something cannot be removed; doing it again goes on.
+        UnsupportedError: if something cannot be removed; a second call continues.
     """
     directories = made_directories(change.path for change in changes if change.path.suffix != ".json")
     for change in changes:
@@ -164,14 +164,14 @@ def read_containerd(root: Path) -> ContainerdConfig:
 
 
 def notes(root: Path) -> Iterator[str]:
-    """Yield what an administrator has yet to do, a sentence each."""
+    """Yield what an administrator still has to do, a sentence each."""
     if below(root, CONTAINERD_DROP_IN).exists():
         if not read_containerd(root).reads_drop_ins:
             pattern = CONTAINERD_DROP_IN.parent / "*.toml"
             yield f'{CONTAINERD_CONFIG} does not read it yet: add `imports = ["{pattern}"]` at its top'
-        yield "restart containerd to have it know the handler: running containers are not touched"
+        yield "restart containerd to make it load the handler: running containers are not touched"
     if below(root, CRIO_DROP_IN).exists():
-        yield "reload CRI-O to have it know the handler (`systemctl reload crio`)"
+        yield "reload CRI-O to make it load the handler (`systemctl reload crio`)"
 
 
 def _drop_in(engine: str, root: Path, program: Path) -> str:
@@ -203,7 +203,7 @@ def _written(root: Path, path: Path, text: str, mode: int) -> Change:
     place = below(root, path)
     content = read(place)
     if content is not None and not is_signed(content):
-        raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="move it away")
+        raise UnsupportedError(f"{place} is not ocihook's; nothing was changed", hint="move it elsewhere")
     further = [below(root, HOOK_FILE)] if path.name == HOOK_NAME else []  # which cannot say so itself
     made = sorted({*made_directories([place]), *missing_directories(root, [place, *further])})
     record = "".join(f"{MADE}{directory}\n" for directory in made)

@@ -1,8 +1,8 @@
-"""Has CRIU call ocihook on a node, and takes that back: a launcher, a block in CRIU's configuration, systemd units.
+"""Has CRIU call ocihook on a node, and undoes that: a launcher, a block in CRIU's configuration, systemd units.
 
-The launcher comes first and goes last: whoever is interrupted leaves nothing that points into the void. It also
-records which directories were made, so that uninstalling can leave exactly what was there before. Where a package
-brought launcher and units along, those are the package's business, and only CRIU's configuration is changed.
+The launcher comes first and goes last: an interrupted run leaves nothing that points to a missing file. It also
+records which directories were made, so that uninstalling leaves exactly what was there before. Where a package has
+installed launcher and units, those are the package's, and only CRIU's configuration is changed.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ NODE = Path("/")
 LIBEXEC = Path("/usr/local/libexec/ocihook")
 LAUNCHER_NAME = "criu-action"
 CONF_NAMES = ("runc.conf", "crun.conf", "default.conf")
-# What runtimes overrule in every other file: with these no open connection makes a dump fail; what becomes of it is
-# decided in the restore. crun says nothing about skip-in-flight.
+# What runtimes override in every other file: with these no open connection makes a dump fail; what becomes of it is
+# decided in the restore. crun does not set skip-in-flight.
 _KEPT_CONNECTIONS = {
     "runc.conf": ("tcp-established", "skip-in-flight"),
     "crun.conf": ("tcp-established", "skip-in-flight"),
@@ -56,9 +56,9 @@ WANTED_BY = {
     "ocihook.service": "multi-user.target",
 }
 PACKAGE_LIBEXEC = distribution.PACKAGE_PREFIX / distribution.LIBEXEC_BELOW_PREFIX
-DRAIN_S = 900.0  # as long as systemd lets sessions finish, too
+DRAIN_S = 900.0  # as long as systemd gives sessions to finish, too
 
-SIGN = "Installed by `ocihook install`"  # what bears it is ours to replace and to remove
+SIGN = "Installed by `ocihook install`"  # files with this line are ours to replace and to remove
 MADE = "# Directory made for it: "
 _MAX_LINKS = 40  # the kernel's own limit
 
@@ -151,7 +151,7 @@ def other_action_scripts(root: Path) -> list[tuple[Path, str]]:
 
 
 def plan_uninstall(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
-    """Return what takes an installation back, in the order in which it must be.
+    """Return what undoes an installation, in the order in which it must be.
 
     Raises:
         ConfigError: if a block of ours in CRIU's configuration is damaged.
@@ -165,7 +165,7 @@ def apply_install(changes: list[Change], root: Path) -> None:
     """Make the changes of `plan_install`, and have systemd listen for the hook.
 
     Raises:
-        UnsupportedError: if something cannot be written; what was done before can stay, installing again goes on.
+        UnsupportedError: if something cannot be written; what was done before can stay, installing again continues.
     """
     for change in changes:
         apply_change(change)
@@ -198,11 +198,11 @@ def listen() -> str:
 
 
 def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, *, timeout_s: float = DRAIN_S) -> None:
-    """Make the changes of `plan_uninstall`; between configuration and launcher wait for who may still call it.
+    """Make the changes of `plan_uninstall`; between configuration and launcher wait for those who may still call it.
 
     Raises:
-        UnsupportedError: if something cannot be removed; uninstalling again goes on.
-        AgentError: if dumps and restores that run do not end in time; uninstalling again goes on.
+        UnsupportedError: if something cannot be removed; uninstalling again continues.
+        AgentError: if dumps and restores that run do not end in time; uninstalling again continues.
     """
     directories = made_directories(_launchers(root, libexec))
     confs = {below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
@@ -348,7 +348,7 @@ def make_directories(directory: Path) -> None:
 
 
 def is_signed(content: bytes | None) -> bool:
-    """Return whether a file's content is of `ocihook install`."""
+    """Return whether `ocihook install` has written a file's content."""
     return SIGN.encode() in (content or b"")
 
 
@@ -397,7 +397,7 @@ def below(root: Path, path: Path) -> Path:
     """Return where `path` is for who has `root` as its root directory: no link leads out of a tree.
 
     Raises:
-        UnsupportedError: if links lead round in a circle.
+        UnsupportedError: if links form a cycle.
     """
     place, rest, links = root, [*reversed(path.parts[1:])], 0
     while rest:
@@ -410,7 +410,7 @@ def below(root: Path, path: Path) -> Path:
         else:
             links += 1
             if links > _MAX_LINKS:
-                raise UnsupportedError(f"{step} leads round in a circle; nothing was changed", hint="mend the link")
+                raise UnsupportedError(f"the link {step} leads to itself; nothing was changed", hint="correct the link")
             target = step.readlink()
             place = root if target.is_absolute() else place
             rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
@@ -432,5 +432,5 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UnsupportedError(
             f"{path} cannot be changed: {error.strerror}",
-            hint="run it as root, on a file system that can be written; what was done so far can stay",
+            hint="run it as root, on a writable file system; what was done so far can stay",
         ) from error

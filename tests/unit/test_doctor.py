@@ -367,7 +367,7 @@ def test_what_cannot_be_read_is_told_and_stops_nothing_else(monkeypatch: pytest.
 
     finding = only(iter(run_check(_check_some_thing)))
     assert finding[:2] == ("some thing", Status.WARN)
-    assert finding.detail == "cannot be told: /x: Permission denied"
+    assert finding.detail == "could not be checked: /x: Permission denied"
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_a_line_that_criu_refuses_is_named(programs: dict[str, Program], tmp_pat
     [
         (lambda _: None, "No such file"),
         (lambda path: path.write_text(""), "is not executable"),
-        (lambda path: path.mkdir(), "is no file"),
+        (lambda path: path.mkdir(), "is not a file"),
         (lambda path: path.touch(mode=0o755), ""),
     ],
 )
@@ -445,7 +445,7 @@ def test_what_fails_on_the_node_fails_for_a_container(monkeypatch: pytest.Monkey
     monkeypatch.setattr(run, "find_container", lambda _name: found)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(run, "_run_all", lambda checks: [f for check in checks for f in run_check(check)])
-    broken = Finding("configuration", Status.FAIL, "config.toml is not TOML", "mend the file")
+    broken = Finding("configuration", Status.FAIL, "config.toml is not TOML", "correct the file")
     monkeypatch.setattr(node, "CHECKS", (lambda: iter([broken]),))
     monkeypatch.setattr(machine, "CHECKS", ())
     monkeypatch.setattr(kernel_objects, "CHECKS", ())

@@ -124,8 +124,8 @@ def test_another_host(
     [
         ("example.org/train:1", True, Status.OK, "containerd has example.org/train:1"),
         ("example.org/train:1", False, Status.WARN, "a restore pulls it first"),
-        ("example.org/train:1", None, Status.SKIP, "cannot be told"),
-        ("localhost/train;reboot", False, Status.FAIL, "can be pulled from nowhere"),
+        ("example.org/train:1", None, Status.SKIP, "is not known"),
+        ("localhost/train;reboot", False, Status.FAIL, "is in no registry"),
     ],
 )
 def test_the_base_image(

@@ -446,5 +446,5 @@ def test_a_note_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
 def test_a_note_that_says_what_none_says(body: object) -> None:
     from ocihook.packs.frame import encode_frame
 
-    with pytest.raises(IntegrityError, match="says what none says"):
+    with pytest.raises(IntegrityError, match="is malformed"):
         decode_note(encode_frame("network", 1, json.dumps(body).encode()))

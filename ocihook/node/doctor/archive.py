@@ -149,11 +149,11 @@ def _check_image(checkpoint: _Checkpoint) -> Iterator[Finding]:
         return
     found = _has_image(engine, image)
     if found is None:
-        yield Finding("image", Status.SKIP, f"whether {engine} has {image} cannot be told")
+        yield Finding("image", Status.SKIP, f"whether {engine} has {image} is not known")
     elif found:
         yield Finding("image", Status.OK, f"{engine} has {image}")
     elif image.startswith("localhost/"):
-        detail = f"{engine} does not have {image}, which was built on a node and can be pulled from nowhere"
+        detail = f"{engine} does not have {image}, which was built on a node and is in no registry"
         yield Finding("image", Status.FAIL, detail, f"bring it here: podman save {quote(image)}, podman load")
     else:
         detail = f"{engine} does not have {image}: a restore pulls it first, and fails if it cannot"
@@ -186,7 +186,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def _check_connections(checkpoint: _Checkpoint) -> Iterator[Finding]:
-    """A restore must be told what is to become of connections; a dump with tcp-close has none."""
+    """A restore needs an option for established connections; a dump with tcp-close has none."""
     if not any(fnmatch(name, _CONNECTIONS) for name in checkpoint.sizes):
         return
     options = options_for(Path(checkpoint.runtime).name)
@@ -226,4 +226,4 @@ def _check_room(checkpoint: _Checkpoint) -> Iterator[Finding]:
     need = checkpoint.archive_bytes + checkpoint.image_bytes
     where = "where the engine unpacks it" if checkpoint.archive_bytes else "there for page images"
     detail = f"{need >> 20} MiB are needed {where}; {place} has {free >> 20} MiB"
-    yield Finding("room", Status.OK if free > need else Status.WARN, detail, "" if free > need else "make room there")
+    yield Finding("room", Status.OK if free > need else Status.WARN, detail, "" if free > need else "free space there")

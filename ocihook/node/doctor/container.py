@@ -70,7 +70,7 @@ def _about_tmpfs(workload: Workload, mount: Mount) -> Iterator[Finding]:
             f"{mount.place} is memory (tmpfs) with {used_bytes // _MIB} MiB, which CRIU packs with gzip on one core"
         )
         yield Finding(
-            "tmpfs", Status.WARN, detail, f"remove from {quote(mount.place)} what can be made anew, or use a volume"
+            "tmpfs", Status.WARN, detail, f"remove from {quote(mount.place)} what can be recreated, or use a volume"
         )
 
 
@@ -79,7 +79,7 @@ def _check_network(workload: Workload) -> Iterator[Finding]:
         return
     inside = ("nsenter", "-t", str(workload.init_pid), "-n")
     if left := left_network_locks(*inside):
-        detail = f"a killed CRIU left its network locked ({left}): nothing comes through"
+        detail = f"a killed CRIU left its network locked ({left}): no packet passes"
         yield Finding("network-lock-left", Status.FAIL, detail, f"{' '.join(inside)} {REMOVE_LOCK}")
 
 
@@ -139,7 +139,7 @@ def _check_policy(workload: Workload) -> Iterator[Finding]:
     named = workload.container.annotations.get("org.criu.config")
     if named:
         detail = f"org.criu.config has CRIU read {named} in place of ocihook's configuration"
-        yield Finding("org.criu.config", Status.WARN, detail, "take the annotation away")
+        yield Finding("org.criu.config", Status.WARN, detail, "remove the annotation")
     annotations = workload.container.annotations
     try:
         container = container_ref(annotations, container_id=workload.container.id, runtime="", bundle="")
@@ -148,9 +148,9 @@ def _check_policy(workload: Workload) -> Iterator[Finding]:
         return
     policy, refused, unknown = apply_annotations(_settings(), annotations, in_pod=container.is_in_pod)
     for reason in refused:
-        yield Finding("policy", Status.FAIL, str(reason.args[0]), reason.hint or "mend the annotation")
+        yield Finding("policy", Status.FAIL, str(reason.args[0]), reason.hint or "correct the annotation")
     for sentence in unknown:
-        yield Finding("policy", Status.WARN, sentence, "mend the annotation, or have the same ocihook on all nodes")
+        yield Finding("policy", Status.WARN, sentence, "correct the annotation, or have the same ocihook on all nodes")
     if not refused:
         yield Finding("policy", Status.OK, f"mode {policy.mode}; CRIU's options come from {workload.options.file}")
 
@@ -158,7 +158,7 @@ def _check_policy(workload: Workload) -> Iterator[Finding]:
 def _settings() -> Settings:
     try:
         return load_settings()
-    except ConfigError:  # told by the check of the node
+    except ConfigError:  # reported by the check of the node
         return Settings()
 
 

@@ -1,4 +1,4 @@
-"""Checks of the runtime handler: whether a container that is made again would be restored here, and why not."""
+"""Checks of the runtime handler: whether a container that is created again would be restored here, and why not."""
 
 import re
 import subprocess
@@ -64,7 +64,7 @@ def _containerd() -> Iterator[Finding]:
     try:
         config = read_containerd(NODE)
     except ConfigError as error:
-        yield Finding(_CHECK, Status.FAIL, str(error.args[0]), "mend the file")
+        yield Finding(_CHECK, Status.FAIL, str(error.args[0]), "correct the file")
         return
     dumped = run_output("containerd", "config", "dump")
     if f"runtimes.{HANDLER}]" not in dumped:
@@ -90,7 +90,7 @@ def _check_gpus() -> Iterator[Finding]:
 
 
 def _check_grace() -> Iterator[Finding]:
-    """A node that shuts down kills what it has not been told to wait for."""
+    """A node that shuts down kills what it is not configured to wait for."""
     if not any(path.exists() for path in DROP_INS.values()) or not _KUBELET_CONFIG.exists():
         return
     grace = _kubelet_setting("shutdownGracePeriod")

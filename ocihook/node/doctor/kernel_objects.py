@@ -131,7 +131,7 @@ def _check_watches(workload: Workload) -> Iterator[Finding]:
 
 
 def _is_found(workload: Workload, watch: Watch) -> bool:
-    """Return whether CRIU will find a file by looking through the places that it knows."""
+    """Return whether CRIU will find a file by searching the places that it knows."""
     left = _MAX_SCANNED
     for place in (*_SCANNED, *workload.options.scanned):
         for directory, names, others in os.walk(f"/proc/{workload.init_pid}/root{place}"):
@@ -196,7 +196,7 @@ def _about_socket(sock: Socket, workload: Workload) -> Iterator[Finding]:
         detail = f"{who} has not accepted {sock.waiting} connections yet"
         yield Finding("tcp-in-flight", Status.FAIL, detail, options.add("skip-in-flight"))
     elif sock.waiting:
-        detail = f"{who} has not accepted {sock.waiting} connections yet: they are lost by a restore"
+        detail = f"{who} has not accepted {sock.waiting} connections yet: a restore loses them"
         yield Finding("tcp-in-flight", Status.WARN, detail, "have it accept them before the dump")
     elif sock.is_listening and workload.container is None and not _is_everywhere(sock.address):
         detail = f"{who} listens on {sock.address}, which a restore elsewhere does not have"

@@ -89,7 +89,7 @@ def _check_network_lock() -> Iterator[Finding]:
         detail = f"{missing} is not there: containers with a network of their own cannot be dumped"
         yield Finding("no-network-lock", Status.WARN, detail, f"install {method}")
     elif left := left_network_locks():
-        detail = f"a killed CRIU left the network locked ({left}): nothing comes through"
+        detail = f"a killed CRIU left the network locked ({left}): no packet passes"
         yield Finding("network-lock-left", Status.WARN, detail, REMOVE_LOCK)
     else:
         yield Finding("network lock", Status.OK, method)
@@ -98,7 +98,7 @@ def _check_network_lock() -> Iterator[Finding]:
 def left_network_locks(*inside: str) -> str:
     """Return by what CRIU still locks a network, "" if it does not; `inside` is a command that goes there."""
     if os.geteuid() != 0 or any(command_line(int(pid.name))[:1] == ["criu"] for pid in Path("/proc").glob("[0-9]*")):
-        return ""  # it cannot be told, or one is at work
+        return ""  # not known, or a CRIU is at work
     rules = run_output(*inside, "iptables-save", "-t", "filter") if shutil.which("iptables-save", path=_SBIN) else ""
     tables = run_output(*inside, "nft", "list", "tables") if shutil.which("nft", path=_SBIN) else ""
     found = re.search(r"^:CRIU\b.*|^-A \w+ .*-j CRIU\b", rules, re.MULTILINE)

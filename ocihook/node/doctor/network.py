@@ -23,12 +23,12 @@ _STATUS = {Fate.REFUSED: Status.FAIL, Fate.CLOSED: Status.WARN, Fate.KEPT_IF_SAM
 
 
 def _check_connection_options() -> Iterator[Finding]:
-    """Only the file that a runtime names beats what it sends by itself."""
+    """Only the file that a runtime names overrides what it requests itself."""
     for name in CONF_NAMES:
         path, text = CRIU_CONF_DIR / name, content(name)
         try:
             block, foreign = read_block(text, where=str(path)), remove_block(text, where=str(path))
-        except ConfigError:  # told by the check of the installation
+        except ConfigError:  # reported by the check of the installation
             continue
         if block and block.action_script and name != "default.conf" and "tcp-established" not in block.others:
             detail = f"{path} has the block of an earlier ocihook: containers with open connections are not dumped"
@@ -38,7 +38,7 @@ def _check_connection_options() -> Iterator[Finding]:
                 detail = f"{path}: tcp-close: every dump loses its connections, whatever their policy is"
                 yield Finding("connections", Status.WARN, detail, "remove it; set tcp in /etc/ocihook/config.toml")
             elif name == "default.conf" and (overruling := _overruling(option.name)):
-                detail = f"{path}: {option.name} has no effect: {overruling} overrules it in every dump"
+                detail = f"{path}: {option.name} has no effect: {overruling} overrides it in every dump"
                 remedy = "remove it; `ocihook install` writes it where it counts"
                 yield Finding("connections", Status.WARN, detail, remedy)
 
@@ -49,7 +49,7 @@ def _overruling(option: str) -> str:
 
 
 def _check_firewall() -> Iterator[Finding]:
-    """A connection that has moved appears in the middle; so it does to a node that has not seen its beginning."""
+    """To conntrack a moved connection begins in the middle, as one does whose beginning it has not seen."""
     try:
         is_strict = _LOOSE.read_text().strip() == "0"
     except OSError:  # nobody tracks connections
@@ -81,7 +81,7 @@ def _check_connections(workload: Workload) -> Iterator[Finding]:
         return
     try:
         policy = parse(_tcp_policy(workload), "tcp")
-    except OcihookError:  # told by the check of the policy
+    except OcihookError:  # reported by the check of the policy
         return
     for sock in survey.connections:
         decided = fate(sock, policy, survey.own)
@@ -97,7 +97,7 @@ def _tcp_policy(workload: Workload) -> str:
     container = container_ref(annotations, container_id=workload.container.id, runtime="", bundle="")
     try:
         settings = load_settings()
-    except ConfigError:  # told by the check of the node
+    except ConfigError:  # reported by the check of the node
         settings = Settings()
     return apply_annotations(settings, annotations, in_pod=container.is_in_pod).policy.tcp
 

@@ -128,7 +128,7 @@ def _crio(engine: Program) -> Finding:
     """CRI-O's own switch; and from 1.31 on it restores nothing where it checks signatures, as its packages have it."""
     name, text = "engine crio", engine.version_text
     if path := _crio_switch():
-        remedy = "take enable_criu_support = false (or level none) out"
+        remedy = "remove enable_criu_support = false (or level none)"
         return Finding(name, Status.WARN, f"{text}: {path} switches checkpoints off", remedy)
     if engine.version >= _CRIO_CHECKS_SIGNATURES and (path := _crio_signature_policy()):
         detail = f"{text}: {path} sets signature_policy, with which it checkpoints but cannot restore"
@@ -166,7 +166,7 @@ def _crio_signature_policy() -> Path | None:
 
 
 def _check_annotations() -> Iterator[Finding]:
-    """Where a container may name CRIU's configuration, ours is not read; and containerd passes ours on only if told."""
+    """Where a container may name CRIU's configuration, ours is not read; and containerd passes annotations on by option."""
     containerd = find_program("containerd")
     if containerd and containerd.version >= (2, 0):
         passing = r"pod_annotations\s*=\s*\[[^\]]*[\"'](\*|ocihook\.io/)"
@@ -193,7 +193,7 @@ def _check_installation() -> Iterator[Finding]:
         else:
             scripts[name] = block.action_script if block else ""
     if broken:
-        yield Finding("installation", Status.FAIL, "; ".join(broken), "mend the file, then `ocihook install`")
+        yield Finding("installation", Status.FAIL, "; ".join(broken), "correct the file, then `ocihook install`")
         return
     for runtime in _RUNTIMES:
         names = files_read_for(runtime)
@@ -270,7 +270,7 @@ def _check_agent() -> Iterator[Finding]:
 
 
 def _check_sessions(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Finding]:
-    """What a killed agent left, and what the last failure here was."""
+    """What a killed agent left, and the last failure on this node."""
     for path in open_journals(runtime_dir):
         try:
             journal = read_journal(path)
@@ -284,7 +284,7 @@ def _check_sessions(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Iterator[Find
             container = ContainerRef.from_json(journal["container"]) if journal["container"] else "unknown"
             detail = f"session {path.stem} of container {container} was left behind: {kinds}"
             yield Finding("sessions", Status.WARN, detail, "ocihook recover", Repair.RECOVER)
-    with contextlib.suppress(ConfigError):  # told by another check
+    with contextlib.suppress(ConfigError):  # reported by another check
         yield from _last_failure(Path(load_settings().history_dir))
 
 
@@ -307,7 +307,7 @@ def _check_kubelet() -> Iterator[Finding]:
         return
     if re.search(r"^\s+ContainerCheckpoint:\s*false", text, re.MULTILINE):
         detail = f"{_KUBELET_CONFIG} switches its checkpoint API off: it answers 404"
-        yield Finding("kubelet", Status.WARN, detail, "take ContainerCheckpoint: false out of featureGates")
+        yield Finding("kubelet", Status.WARN, detail, "remove ContainerCheckpoint: false from featureGates")
     match = re.search(r"^runtimeRequestTimeout:\s*[\"']?([0-9hms.]+)", text, re.MULTILINE)
     timeout_s = _seconds(match[1]) if match else 0
     if (timeout_s or _KUBELET_TIMEOUT_S) <= _KUBELET_TIMEOUT_S:
@@ -330,7 +330,7 @@ def _check_configuration() -> Iterator[Finding]:
     try:
         load_settings()
     except ConfigError as error:
-        yield Finding("configuration", Status.FAIL, str(error.args[0]), error.hint or "mend the file")
+        yield Finding("configuration", Status.FAIL, str(error.args[0]), error.hint or "correct the file")
     else:
         yield Finding("configuration", Status.OK, "/etc/ocihook")
 
@@ -350,11 +350,11 @@ def _check_criu_configuration() -> Iterator[Finding]:
                 detail = f"{path}: network-lock crashes CRIU up to 4.2 when a runtime calls it"
                 yield Finding(check, Status.FAIL, detail, f"move it to {CRIU_CONF_DIR}/default.conf")
             elif option.name in _TAKE_JOINED_VALUES_ONLY and option.value and not option.is_joined:
-                detail = f"{path}: CRIU drops the value of `{option.name} {option.value}` without a word"
+                detail = f"{path}: CRIU silently drops the value of `{option.name} {option.value}`"
                 yield Finding(check, Status.WARN, detail, f"write {option.name}={option.value}")
         try:
             foreign = action_scripts(remove_block(text, where=str(path)))
-        except ConfigError:  # told by the check of the installation
+        except ConfigError:  # reported by the check of the installation
             continue
         if foreign:
             detail = f"{path} also names {', '.join(foreign)}: it runs too, before ours if it is named after it"
@@ -362,7 +362,7 @@ def _check_criu_configuration() -> Iterator[Finding]:
 
 
 def _lines_that_end_criu(name: str, text: bytes) -> Iterator[Finding]:
-    """What CRIU refuses to read, and scripts that it cannot run: engines tell neither."""
+    """What CRIU refuses to read, and scripts that it cannot run: engines report neither."""
     path = CRIU_CONF_DIR / name
     read = [file for runtime in _RUNTIMES for file in files_read_for(runtime)]
     status = Status.FAIL if name in read or not read else Status.WARN  # no runtime of this node has CRIU read it
@@ -371,7 +371,7 @@ def _lines_that_end_criu(name: str, text: bytes) -> Iterator[Finding]:
         yield Finding("criu configuration", status, detail, f"{remedy} ({path}, line {line})")
     try:
         block = read_block(text, where=str(path))
-    except ConfigError:  # told by the check of the installation
+    except ConfigError:  # reported by the check of the installation
         block = None
     for script in scripts(text):
         if (block is None or script.path != block.action_script) and (wrong := _not_runnable(script)):
@@ -393,7 +393,7 @@ def _known_options() -> Known:
 
 
 def _not_runnable(script: Script) -> str:
-    """Return what is wrong with an action script, "" if nothing is, or if it cannot be told."""
+    """Return what is wrong with an action script, "" if nothing is, or if that is not known."""
     path = script.path if "/" in script.path else shutil.which(script.path) or script.path  # as execvp(3) has it
     try:
         mode = os.stat(path).st_mode
@@ -402,7 +402,7 @@ def _not_runnable(script: Script) -> str:
     except OSError as error:
         return f"cannot be run ({reason(error)})"
     if not stat.S_ISREG(mode):
-        return "is no file"
+        return "is not a file"
     return "" if mode & 0o111 else "is not executable"
 
 

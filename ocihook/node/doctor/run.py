@@ -27,7 +27,7 @@ def check_container(name: str) -> list[Finding]:
 
     Raises:
         IdentificationError: if there is none with this id or name.
-        UnsupportedError: if it may not be looked into.
+        UnsupportedError: if it may not be inspected.
     """
     found = find_container(name)
     return [*check_node(), *_check_workload(read_workload(found.init_pid, found))]
@@ -37,7 +37,7 @@ def check_process(pid: int) -> list[Finding]:
     """Run every check of a process and its descendants, and of CRIU; if it is a container's init, of that container.
 
     Raises:
-        UnsupportedError: if there is no such process, or it may not be looked into.
+        UnsupportedError: if there is no such process, or it may not be inspected.
     """
     found = container_of(pid)
     of_node = check_node() if found else _run_all(node.CRIU_CHECKS)
@@ -66,17 +66,17 @@ def _run_all(checks: Iterable[Callable[[], Iterator[Finding]]]) -> list[Finding]
 
 
 def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return what a check finds; that something cannot be read is a finding, too."""
+    """Return what a check finds; what cannot be read is a finding, too."""
     try:
         return list(check())
     except OSError as error:
         function = check.func if isinstance(check, partial) else check
         name = function.__name__.removeprefix("_check_").replace("_", " ")
-        return [Finding(name, Status.WARN, f"cannot be told: {plain(error)}", "run `sudo ocihook doctor`")]
+        return [Finding(name, Status.WARN, f"could not be checked: {plain(error)}", "run `sudo ocihook doctor`")]
 
 
 def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *, root: Path = NODE) -> list[str]:
-    """Do what is safe about findings; return what was done, a line each.
+    """Apply the safe remedies of findings; return what was done, a line each.
 
     Args:
         findings: of checks.

@@ -1,4 +1,4 @@
-"""The store: keys that cannot be got, a remote that is not there, checkpoints that were lost or not pushed."""
+"""The store: keys that cannot be read, a remote that is missing, checkpoints that were lost or not pushed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from ocihook.store.store import Store
 def _check_store() -> Iterator[Finding]:
     try:
         settings = load_settings()
-    except ConfigError:  # told by the check of the configuration
+    except ConfigError:  # reported by the check of the configuration
         return
     store = Store.of(settings)
     try:
@@ -34,7 +34,7 @@ def _check_store() -> Iterator[Finding]:
             detail = f"domain {domain.name} is not encrypted, and keys are configured: mode store refuses its dumps"
             yield Finding("store keys", Status.FAIL, detail, "ocihook store rekey")
     if settings.remote.startswith("/") and not Path(settings.remote).is_dir():
-        detail = f"the remote {settings.remote} is no directory: nothing is pushed to it, or pulled"
+        detail = f"the remote {settings.remote} is not a directory: nothing is pushed to it, or pulled"
         yield Finding("remote", Status.FAIL, detail, "mount it")
     elif settings.remote:
         waiting = len(due(store))

@@ -48,7 +48,7 @@ def read_workload(init_pid: int, container: RunningContainer | None = None) -> W
     if Process.find(init_pid) is None:
         raise UnsupportedError(f"there is no process {init_pid}")
     if os.geteuid() != 0:
-        raise UnsupportedError("only root can look into the processes of others", hint="use sudo")
+        raise UnsupportedError("only root can inspect the processes of others", hint="use sudo")
     pids = tuple(descendants(init_pid))
     annotations = container.annotations if container else {}
     asked = frozenset({"file-locks"}) if engine_of(annotations) == "cri-o" else frozenset[str]()
