@@ -92,7 +92,7 @@ def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
     node = make_node()
     pair = make_pair(node)
     limit_members(node, 1)
-    with pytest.raises(CommandError, match=r"1 that nobody has heard of did not come to 'arrived' within 1 s"):
+    with pytest.raises(CommandError, match=r"1 that never joined did not reach 'arrived' within 1 s"):
         node.checkpoint("client", pair.archives["client"])
     limit_members(node, _LIMIT_S)
     with ThreadPoolExecutor() as pool:  # one whose CRIU is killed while it waits

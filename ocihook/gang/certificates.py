@@ -1,4 +1,4 @@
-"""Certificates of nodes and of their coordinator: who is who between nodes, by an authority that is theirs alone."""
+"""Certificates of nodes and of their coordinator: they authenticate one another by an authority of their own."""
 
 import ssl
 from pathlib import Path
@@ -16,7 +16,7 @@ def client_tls(directory: Path) -> ssl.SSLContext:
 
 
 def server_tls(directory: Path) -> ssl.SSLContext:
-    """Return what lets in whoever has a certificate of the authority in `ca.crt`.
+    """Return what accepts every client with a certificate of the authority in `ca.crt`.
 
     Raises:
         ConfigError: if files are missing or wrong.
@@ -27,7 +27,7 @@ def server_tls(directory: Path) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
-    """Give a context what is in a directory, with names as in Kubernetes' secrets of certificates."""
+    """Load a directory's files into a context; they are named as in Kubernetes' TLS secrets."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_cert_chain(directory / "tls.crt", directory / "tls.key")

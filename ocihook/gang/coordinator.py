@@ -13,7 +13,7 @@ from ocihook.gang.epochs import Epochs, all_gangs
 from ocihook.gang.protocol import REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
 from ocihook.session.record import from_json, to_json
 
-LONGEST_WAIT_S = 2.0  # of a request for others to come; then the member asks again
+LONGEST_WAIT_S = 2.0  # that a request waits for other members; then the member asks again
 _VERBS = ("join", "meet", "vote", "leave")
 
 
@@ -34,11 +34,11 @@ class Coordinator:
         """Answer a member; wait for a while if others are missing.
 
         Args:
-            node: that speaks for it, as the transport knows it.
+            node: that sends the request, as the transport authenticated it.
             request: of the member.
 
         Raises:
-            GangError: if the request is none, or nothing can be made durable.
+            GangError: if the request is malformed, or nothing can be stored.
         """
         wait_s = request.get("wait_s", LONGEST_WAIT_S)
         until = time.monotonic() + min(LONGEST_WAIT_S, float(wait_s) if isinstance(wait_s, int | float) else 0.0)
@@ -51,9 +51,9 @@ class Coordinator:
                     self._changed.wait(left_s)
                     answer = _ask(gang, node, request)
             except (KeyError, TypeError, ValueError) as error:
-                raise GangError(f"this is no request of a member: {error!r}") from error
+                raise GangError(f"not a valid request of a member: {error!r}") from error
             except OSError as error:
-                raise GangError(f"the coordinator can keep nothing: {plain(error)}") from error
+                raise GangError(f"the coordinator cannot store anything: {plain(error)}") from error
         return {name: value for name, value in to_json(answer._asdict()).items() if value}
 
     def status(self) -> list[dict[str, Any]]:
@@ -103,18 +103,18 @@ def _ask(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
         return gang.leave(claim, str(request["reason"]), Phase(phase) if phase else None)
     if verb == "meet":
         return gang.meet(claim, Phase(request["phase"]), request.get("message"), map(str, request.get("about", ())))
-    raise ValueError(f"{verb!r} is none of {', '.join(_VERBS)}")
+    raise ValueError(f"{verb!r} is not one of {', '.join(_VERBS)}")
 
 
 def _decide(epochs: Epochs, attempt: Attempt) -> str:
-    """Keep an attempt whose members have all come to its end; return why it cannot stand."""
+    """Store an attempt whose members have all reached its end; return why it is not valid."""
     said = attempt.messages
     fitting = 0
     if attempt.join.act == "dump":
         try:
             ends = {name: [from_json(End, end) for end in (said.get(name) or {})["ends"]] for name in attempt.seats}
         except (KeyError, TypeError, ValueError) as error:
-            return f"a member did not tell of its connections: {error!r}"
+            return f"a member's list of connections is malformed: {error!r}"
         wrong, fitting = contradictions(ends)
         if wrong:
             return described(wrong)
@@ -126,5 +126,5 @@ def _decide(epochs: Epochs, attempt: Attempt) -> str:
     try:
         epochs.keep(attempt.epoch, {**record, "decided": time.time()})
     except OSError as error:
-        return f"the coordinator cannot keep it: {plain(error)}"
+        return f"the coordinator cannot store it: {plain(error)}"
     return ""

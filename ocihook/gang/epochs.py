@@ -1,8 +1,8 @@
 """What a coordinator keeps of a gang on disk: which epochs are taken, and the manifest of each that was decided.
 
 A directory for each gang, below one for its namespace. `last` is the number of the newest epoch; it is written before
-anyone is told that number. EPOCH.json is an attempt that all members have come to the end of; it is written before any
-of them is told so. docs/formats.md has its fields.
+that number is handed out. EPOCH.json is an attempt whose end all members have reached; it is written before any of
+them learns that. docs/formats.md has its fields.
 """
 
 import json
@@ -28,10 +28,10 @@ class Epochs:
         """Take a gang's directory.
 
         Raises:
-            GangError: if the names are none.
+            GangError: if the names are not valid.
         """
         if (namespace and not _NAME.fullmatch(namespace)) or not _NAME.fullmatch(name):
-            raise GangError(f"{namespace!r} and {name!r} are no names of a namespace and a gang")
+            raise GangError(f"{namespace!r} and {name!r} are not valid names of a namespace and a gang")
         self.namespace, self.name = namespace, name
         self._directory = root / (namespace or NO_NAMESPACE) / name
 
@@ -49,7 +49,7 @@ class Epochs:
         replace_file(self._directory / "last", b"%d\n" % epoch, mode=0o600)
 
     def keep(self, epoch: int, record: Mapping[str, Any]) -> None:
-        """Make durable what all members have come to."""
+        """Make durable what all members have reached."""
         data = {"version": _VERSION, "namespace": self.namespace, "gang": self.name, "epoch": epoch, **record}
         replace_file(self._path(epoch), json.dumps(data, indent=1).encode(), mode=0o600)
         for old in self.decided()[:-_KEPT]:

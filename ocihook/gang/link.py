@@ -54,14 +54,14 @@ class Link(NamedTuple):
                 response = connection.getresponse()
                 data = response.read(_MAX_ANSWER_BYTES)
             except http.client.HTTPException as error:
-                raise ConnectionError(f"{self} broke off: {error!r}") from error
+                raise ConnectionError(f"{self} closed the connection: {error!r}") from error
         try:
             answer: dict[str, Any] = json.loads(data)
             if response.status == http.client.OK:
                 return answer
             reason = str(answer["error"])
         except (ValueError, KeyError, TypeError) as error:
-            raise GangError(f"{self} gave an answer that is none (status {response.status})") from error
+            raise GangError(f"{self} gave a malformed answer (status {response.status})") from error
         raise GangError(f"{self} refuses: {printable(reason)}")
 
     def _connection(self) -> "HTTPConnection":
@@ -90,6 +90,6 @@ class Link(NamedTuple):
 
 
 def unreachable(link: Link, error: OSError) -> GangError:
-    """Return what to tell of a coordinator that does not answer."""
+    """Return the error for a coordinator that does not answer."""
     hint = "see whether `ocihook coordinator` runs there, and the certificates in tls_dir" if link.url else ""
     return GangError(f"{link} cannot be reached: {plain(error)}", hint=hint)

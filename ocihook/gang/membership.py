@@ -15,8 +15,8 @@ from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
 from ocihook.session.record import to_json
 
-_RETRY_S = 0.1  # until a coordinator is asked again that could not be reached
-_LEAVE_S = 5.0  # for a coordinator to hear that a member has left; else the others find out by waiting
+_RETRY_S = 0.1  # between attempts to reach a coordinator
+_LEAVE_S = 5.0  # to report to a coordinator that a member has left; else the others time out
 # For what takes as long as a member has memory; less than packets are held (HOLD_LIMIT_S in net/hold.py).
 _WORK_LIMIT_S = 500.0
 _AT_WORK = (Phase.DRAINED, Phase.HELD, Phase.DUMPED, Phase.RESTORED)  # reached after such work
@@ -46,7 +46,7 @@ class GangJoined(Effect, kind="gang-joined"):
     timeout_s: float = 60.0
 
     def undo(self, journal: Journal, _patience: Patience) -> None:
-        """Leave: the attempt is over for all, unless all have come to its end."""
+        """Leave: the attempt is over for all, unless all have reached its end."""
         reason = "its dump or restore has failed"
         verdict = journal.verdict_of(journal.stage) if journal.stage else None
         if verdict is not None and verdict[0] != 0:
@@ -55,7 +55,9 @@ class GangJoined(Effect, kind="gang-joined"):
         try:
             self.ask(with_reason, Patience(), _LEAVE_S)
         except (OcihookError, OSError) as error:  # the others wait in vain, up to their limit
-            log.warning("container %s: gang %s does not hear that it has left: %s", journal.container, self.gang, error)
+            log.warning(
+                "container %s: that it has left gang %s could not be reported: %s", journal.container, self.gang, error
+            )
 
     def ask(self, request: Mapping[str, Any], patience: Patience, timeout_s: float) -> Answer:
         """Ask the coordinator as this member, until it can be reached, or for so long.
@@ -77,7 +79,7 @@ class GangJoined(Effect, kind="gang-joined"):
                 answer = self.link.ask({**who, **request, "wait_s": limit.left_s}, patience)
                 return Answer(**{**answer, "state": State(answer["state"])})
             except (KeyError, TypeError, ValueError) as error:
-                raise GangError(f"{self.link} gave an answer that is none: {error!r}") from error
+                raise GangError(f"{self.link} gave a malformed answer: {error!r}") from error
             except OSError as error:
                 if limit.is_over:
                     raise unreachable(self.link, error) from error
@@ -97,7 +99,7 @@ class Attendance:
         return self._effect.epoch
 
     def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
-        """Come to a phase, and wait until all members have; return what they have told of what is asked about.
+        """Reach a phase, and wait until all members have; return what they have published under the keys of `about`.
 
         Raises:
             GangError: if the attempt is over.
@@ -108,7 +110,7 @@ class Attendance:
             return self._wait(request, phase).told
 
     def agree(self, attempt: int, *, is_locked: bool) -> bool:
-        """Vote on whether all members are locked; tell whether they are. Else all try again, at the same moment.
+        """Vote on whether all members are locked; return whether they are. Else all try again, at the same moment.
 
         Raises:
             GangError: if the attempt is over.
@@ -118,7 +120,7 @@ class Attendance:
         return self._wait(request, Phase.LOCKED).state is State.MET
 
     def end(self) -> None:
-        """Take part no more: all have come to the end, and nobody waits."""
+        """Stop taking part: all have reached the end, and nobody waits."""
         self._journal.forget(self._effect)
 
     def _wait(self, request: Mapping[str, Any], phase: str) -> Answer:
@@ -137,7 +139,7 @@ class Attendance:
                 return answer
 
     def _give_up(self, phase: str, limit_s: float) -> Answer:
-        """End the attempt, unless all have come in this very moment."""
+        """End the attempt, unless all have arrived at this very moment."""
         reason = f"within {limit_s:g} s" + ("" if phase in _AT_WORK else " (gang_timeout_s)")
         return self._effect.ask({"verb": "leave", "reason": reason, "waited_for": phase}, Patience(), _LEAVE_S)
 
@@ -146,7 +148,7 @@ def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link:
     """Take part in an attempt of the container's gang.
 
     Raises:
-        GangError: if there is no part in it for the container, or no coordinator.
+        GangError: if the container cannot join it, or there is no coordinator.
         GivenUp: as soon as nobody waits for it any more.
     """
     session = f"{_BOOT_ID.read_text().strip()}/{journal.session_id}"

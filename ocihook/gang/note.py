@@ -52,7 +52,7 @@ def decode_note(data: bytes) -> GangNote:
     try:
         note = from_json(GangNote, load_json(body))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise IntegrityError(f"the note about the gang says what none says: {error}") from error
+        raise IntegrityError(f"the note about the gang is malformed: {error}") from error
     if note.gang.size < 2 or note.gang.epoch < 1:
         raise IntegrityError(f"the note about the gang says epoch {note.gang.epoch} of {note.gang.size} members")
     return note

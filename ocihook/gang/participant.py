@@ -1,4 +1,4 @@
-"""A gang's place in a dump and a restore: the outermost, so that all members come to the same moment, or none does."""
+"""A gang's place in a dump and a restore: the outermost, so that all members reach the same moment, or none does."""
 
 from dataclasses import replace
 from ipaddress import ip_interface
@@ -43,7 +43,7 @@ class Membership(Participant):
             dump.gang.meet(Phase.HELD)
 
     def after_images(self, dump: Dump) -> str:
-        """Tell what was dumped, and wait until all were: from here on it is a checkpoint of the gang."""
+        """Report what was dumped, and wait until all were: from here on it is a checkpoint of the gang."""
         self._find(dump)
         if self._attendance is None:
             return ""
@@ -69,7 +69,7 @@ class Membership(Participant):
         return ""
 
     def recall(self, restore: Restore) -> None:
-        """Find again in what it takes part."""
+        """Find the attempt that it takes part in."""
         self._find(restore)
 
     def processes_wait(self, restore: Restore) -> str:

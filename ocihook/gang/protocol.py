@@ -1,9 +1,9 @@
 """How the members of a gang act as one: what a coordinator knows of an attempt, without sockets, clocks or files.
 
 An attempt at a dump or a restore has an *epoch*, a number that no other attempt of the gang has. Its members meet in
-phases: one is met when every member has reached it, and whoever has reached a later one has reached all before it.
-Anything that goes wrong ends the attempt for all. The last phase is the *decision*: it is durable before anyone is
-told, and nothing can end the attempt after it.
+phases: one is met when every member has reached it, and a member that has reached one has reached all before it.
+Anything that goes wrong ends the attempt for all. The last phase is the *decision*: it is durable before any member
+learns it, and nothing can end the attempt after it.
 
 Locks of GPUs are voted on. A rank inside a collective cannot be locked while another one is, so all try at the same
 moment; the ballot is repeated until it is unanimous.
@@ -30,7 +30,7 @@ class Phase(StrEnum):
     DRAINED = "drained"  # what was on its way between them has arrived
     HELD = "held"  # no packet moves: CRIU may begin
     DUMPED = "dumped"  # all images are complete, and nobody has gone on
-    ADDRESSES = "addresses"  # each is in pre-restore, and has told its old and new addresses
+    ADDRESSES = "addresses"  # each is in pre-restore, and has published its old and new addresses
     RESTORED = "restored"  # all sockets are made: each can answer
     RELEASED = "released"  # traffic passes everywhere
 
@@ -39,12 +39,12 @@ PHASES: Mapping[str, Sequence[Phase]] = {
     "dump": (Phase.ARRIVED, Phase.LOCKED, Phase.DRAINED, Phase.HELD, Phase.DUMPED),
     "restore": (Phase.ADDRESSES, Phase.RESTORED, Phase.RELEASED),
 }
-TOLD = (Phase.ARRIVED, Phase.ADDRESSES)  # phases in which members say, by keys, what others may ask about
+TOLD = (Phase.ARRIVED, Phase.ADDRESSES)  # phases in which members publish, by keys, what others may ask about
 _BALLOT = PHASES["dump"].index(Phase.LOCKED)
 
 
 class State(StrEnum):
-    """What becomes of who asks."""
+    """What a member that asks does next."""
 
     WAIT = "wait"  # others are missing: ask again
     MET = "met"
@@ -53,11 +53,11 @@ class State(StrEnum):
 
 
 class Claim(NamedTuple):
-    """Who says something, and about which attempt."""
+    """Who sends a request, and about which attempt."""
 
     member: str
     session: str  # of the member: one dump or restore, at one CRIU
-    node: str = ""  # that speaks for the member; the transport knows it, nobody claims it
+    node: str = ""  # that sends for the member; the transport authenticates it, nobody claims it
     epoch: int = 0
 
 
@@ -70,7 +70,7 @@ class Join(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the coordinator says."""
+    """What the coordinator answers."""
 
     state: State
     epoch: int = 0
@@ -115,13 +115,13 @@ class Attempt:
         return PHASES[self.join.act]
 
     def reach(self, seat: Seat, place: int) -> None:
-        """Record that a member has come to a phase, and so to all before it."""
+        """Record that a member has reached a phase, and so all before it."""
         for at in range(seat.reached + 1, place + 1):
             self.reached[at] += 1
         seat.reached = max(seat.reached, place)
 
     def hear(self, member: str, phase: Phase, message: object) -> None:
-        """Take what a member has to say. What two say differently of a key, nobody can know: it is ""."""
+        """Record what a member publishes. Where two disagree about a key its value is unknown: ""."""
         if phase == self.phases[-1]:
             self.messages[member] = message
         elif phase in TOLD and isinstance(message, Mapping):
@@ -130,15 +130,15 @@ class Attempt:
                 told[str(key)] = str(value) if told.get(str(key), str(value)) == str(value) else ""
 
     def is_met(self, place: int) -> bool:
-        """Return whether all members have come to a phase."""
+        """Return whether all members have reached a phase."""
         return self.reached[place] == self.join.size
 
     def missing(self, place: int) -> list[str]:
-        """Return who has not come to a phase, by name or by number."""
+        """Return who has not reached a phase, by name or by number."""
         late = sorted(name for name, seat in self.seats.items() if seat.reached < place)
         unknown = self.join.size - len(self.seats)
         more = [f"{len(late) - _SHOWN} more"] if len(late) > _SHOWN else []
-        return [*late[:_SHOWN], *more, *([f"{unknown} that nobody has heard of"] if unknown else [])]
+        return [*late[:_SHOWN], *more, *([f"{unknown} that never joined"] if unknown else [])]
 
     def vote(self, seat: Seat, ballot: int, *, is_locked: bool) -> None:
         """Count a vote, once."""
@@ -171,7 +171,7 @@ class Gang:
 
         Args:
             begin: makes durable that an epoch is taken.
-            decide: makes an attempt durable that all members have come to the end of; returns why it cannot be.
+            decide: makes an attempt durable whose end all members have reached; returns why it cannot.
             epoch: the last that was taken.
             decided: sessions of the attempts that were decided before, by epoch.
         """
@@ -184,10 +184,10 @@ class Gang:
     def join(self, claim: Claim, wanted: Join) -> Answer:
         """Let a member take part in the attempt that is open, or open one.
 
-        Whoever comes with what does not fit the open attempt shows that it cannot succeed any more: it ends.
+        A member that does not fit the open attempt shows that this can no longer succeed: it ends.
 
         Raises:
-            ValueError: if nobody can want that.
+            ValueError: if it is not possible at all.
         """
         if wanted.act not in PHASES or wanted.size < 2:
             raise ValueError(f"a {wanted.act} of {wanted.size} members")
@@ -211,12 +211,12 @@ class Gang:
         return Answer(State.MET, attempt.epoch)
 
     def meet(self, claim: Claim, phase: Phase, message: object = None, about: Iterable[str] = ()) -> Answer:
-        """Let a member come to a phase, or ask again whether all have.
+        """Let a member reach a phase, or ask again whether all have.
 
         Args:
             claim: who comes.
             phase: to which.
-            message: in the last phase what is to be kept; in one that is told, texts by keys.
+            message: in the last phase what is to be stored; in one of TOLD what it publishes, texts by keys.
             about: keys of all members' that this one wants to know: few, so that answers stay short in a large gang.
         """
         attempt = self.attempt
@@ -240,7 +240,7 @@ class Gang:
         return self._standing(attempt, place, about)
 
     def vote(self, claim: Claim, ballot: int, *, is_locked: bool) -> Answer:
-        """Take a member's vote on whether all of it is locked, or tell it again what the ballot came to."""
+        """Take a member's vote on whether all of it is locked, or return the ballot's result again."""
         attempt = self.attempt
         if attempt is None or attempt.epoch != claim.epoch:
             return self._earlier(claim)
@@ -252,7 +252,7 @@ class Gang:
         return self._standing(attempt, _BALLOT)
 
     def leave(self, claim: Claim, reason: str, waited_for: Phase | None = None) -> Answer:
-        """End the attempt for all, unless it is decided: then the member is told that all have met.
+        """End the attempt for all, unless it is decided: then the answer is that all have met.
 
         Args:
             claim: who leaves.
@@ -268,7 +268,7 @@ class Gang:
             return Answer(State.MET, claim.epoch)
         if waited_for is not None:
             missing = ", ".join(attempt.missing(attempt.phases.index(waited_for)))
-            reason = f"{missing} did not come to '{waited_for}' {reason}"
+            reason = f"{missing} did not reach '{waited_for}' {reason}"
         self._end(attempt, f"{claim.member}: {reason}")
         return Answer(State.OVER, claim.epoch, attempt.reason)
 
@@ -304,7 +304,7 @@ class Gang:
             self._remember(attempt, attempt.reason)
 
     def _retire(self) -> None:
-        """Let go of a decided attempt: whoever was in it and comes late opens no other."""
+        """Close a decided attempt: a member of it that comes late does not open another one."""
         if self.attempt is not None and self.attempt.is_decided:
             self._remember(self.attempt, f"attempt {self.attempt.epoch} has ended")
 
@@ -318,8 +318,7 @@ class Gang:
         if claim.session in self._decided.get(claim.epoch, ()):
             return Answer(State.MET, claim.epoch)
         reason = (
-            self._over.get(claim.session)
-            or f"attempt {claim.epoch} is not known any more (its coordinator has begun anew)"
+            self._over.get(claim.session) or f"attempt {claim.epoch} is no longer known (its coordinator was restarted)"
         )
         return Answer(State.OVER, claim.epoch, reason)
 

@@ -1,7 +1,7 @@
 """The coordinator's side of the transport: HTTP over a Unix socket on one node, over mutual TLS between nodes.
 
-Who speaks is what the transport knows: on a Unix socket root of this node, over TLS the name in a certificate of the
-coordinator's own authority. A request is read whole before it is refused, so that the client sees why.
+The transport authenticates the client: on a Unix socket as root of this node, over TLS by the name in a certificate of
+the coordinator's own authority. A request is read whole before it is refused, so that the client sees why.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.BAD_REQUEST, {"error": str(error)})
 
     def do_GET(self) -> None:
-        """Tell of all gangs."""
+        """Report all gangs."""
         try:
             self._peer()
             self._say(HTTPStatus.OK, {"gangs": self._coordinator.status()})
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(pieces) if is_small else None
 
     def _peer(self) -> str:
-        """Return the node that speaks.
+        """Return the node that sends the request.
 
         Raises:
             PermissionError: if it may not.
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def common_name(certificate: Any) -> str:  # noqa: ANN401 - as ssl.SSLSocket.getpeercert returns it
-    """Return the name of whom a certificate is.
+    """Return the name of a certificate's owner.
 
     Raises:
         PermissionError: if it has none.
@@ -138,7 +138,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                     request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - likewise
-        """Say that a client was not answered."""
+        """Log that a client was not answered."""
         log.warning("a request was not answered: %s", client_address or "this node", exc_info=log.isEnabledFor(10))
 
 

@@ -121,10 +121,10 @@ def test_one_fails_and_all_hear_why(serving: Serving, journals: list[Journal]) -
 
 def test_the_limit_names_who_is_missing(serving: Serving, journals: list[Journal]) -> None:
     alone = serving.member(journals[0], "a", timeout_s=0.1)
-    with pytest.raises(GangError, match=r"a: 1 that nobody has heard of did not come to 'arrived' within 0.1 s"):
+    with pytest.raises(GangError, match=r"a: 1 that never joined did not reach 'arrived' within 0.1 s"):
         alone.meet("arrived")
     members = [serving.member(journals[1], "a", timeout_s=0.1), serving.member(journals[2], "b")]
-    with pytest.raises(GangError, match="b did not come to 'locked'"):
+    with pytest.raises(GangError, match="b did not reach 'locked'"):
         members[0].meet("locked")
 
 
