@@ -59,14 +59,12 @@ class Policy:
     tcp: str = "auto"  # what becomes of connections: auto, established, close, refuse, and rules (docs/connections.md)
     gang_timeout_s: float = 60.0  # for all members of a gang to come to each of their meetings, else all are refused
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
-    restore_from: str = ""  # runtime handler: the checkpoint that a new container goes on from; latest: of its member
+    restore_from: str = ""  # runtime handler: the checkpoint that a new container resumes from; latest: of its member
     member: str = ""  # runtime handler: whose checkpoints `latest` is of; "": by pod and container
     checkpoint_on_stop: bool = False  # runtime handler: a container that is stopped is checkpointed first
-    on_no_checkpoint: str = "start"  # runtime handler, without that checkpoint: start: begin anew; fail: create fails
-    on_restore_error: str = "start"  # runtime handler, where a restore fails: start: begin anew; fail: create fails
-    restore_on_restart: bool = (
-        False  # runtime handler: restore in the pod that was checkpointed, too, not only a new one
-    )
+    on_no_checkpoint: str = "start"  # runtime handler, without that checkpoint: start afresh, or fail `create`
+    on_restore_error: str = "start"  # runtime handler, where a restore fails: start afresh, or fail `create`
+    restore_on_restart: bool = False  # runtime handler: restore a container that its own pod restarts, too
 
 
 Allowed = bool | float | tuple[str, ...]  # any value or none; at most so much; one of these

@@ -3,7 +3,7 @@
 OcihookError
 ├─ ConfigError              a key or value in the configuration or in an annotation is wrong
 ├─ UnsupportedError         this node, or this container, cannot do what was asked
-├─ IdentificationError      CRIU's caller or its container cannot be told
+├─ IdentificationError      CRIU's caller or its container is not known
 ├─ AdmissionError           a container may not have what it asks for: another's checkpoint, a key of the policy
 ├─ FreezeError              a container could not be thawed or frozen again
 ├─ TraceError               a process could not be held, or made to give memory back
@@ -23,12 +23,12 @@ OcihookError
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
 ├─ RemoteError              a remote cannot be reached, or has not what it should
 │  └─ RegistryError         a registry cannot be reached, refuses, or sent something wrong (`status` is HTTP's)
-├─ ArchiveError             a file is not a checkpoint archive, or one that was made to do harm
+├─ ArchiveError             a file is not a checkpoint archive, or a hostile one
 │  └─ ArchiveDamaged        an archive is cut short or damaged
 ├─ ArchiveKindError         an archive is packed, thin or plain, and the command is for another kind
 ├─ OutputExists             a command would write over something
 ├─ RestoreError             a container could not go on from a checkpoint (runtime/restoring.py)
-├─ CriuError                CRIU has failed, for a cause that its log tells (criu/explain.py)
+├─ CriuError                CRIU has failed, for a cause that its log shows (criu/explain.py)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 ├─ FileError                the system refused to read or write a file
 └─ WorkerDied               a forked worker was killed, or ran out of memory (linux/workers.py)
@@ -71,7 +71,7 @@ class UnsupportedError(OcihookError):
 
 
 class IdentificationError(OcihookError):
-    """CRIU's caller or its container cannot be told."""
+    """CRIU's caller or its container is not known."""
 
     code = "identification"
 
@@ -194,7 +194,7 @@ class RemoteError(OcihookError):
 
 
 class ArchiveError(OcihookError):
-    """A file is not a checkpoint archive, or one that was made to do harm."""
+    """A file is not a checkpoint archive, or a hostile one."""
 
     code = "archive"
     exit_code = 6
@@ -241,7 +241,7 @@ class RestoreError(OcihookError):
 
 
 class CriuError(OcihookError):
-    """CRIU has failed, for a cause that its log tells."""
+    """CRIU has failed, for a cause that its log shows."""
 
     def __init__(self, message: str, *, cause: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -300,7 +300,7 @@ def reason(error: BaseException) -> str:
 
 
 def from_system(error: OSError) -> OcihookError:
-    """Return what to tell a user of an error that nobody else has explained."""
+    """Return the message for a user of an error that nothing else has explained."""
     hint = _REMEDIES.get(error.errno or 0, "")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(plain(error), hint=hint)

@@ -61,7 +61,7 @@ class _JournalHandler(logging.Handler):
 
 
 class _FileHandler(WatchedFileHandler):
-    """Appends to a file that many processes write, each of which opens it anew where another has put it aside."""
+    """Appends to a file that many processes write, each of which reopens it where another one has rotated it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)

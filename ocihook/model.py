@@ -29,7 +29,7 @@ class ContainerRef:
     @property
     def is_in_pod(self) -> bool:
         """Return whether it is a pod's, and so somebody else's than the administrator's."""
-        return bool(self.pod_namespace) or self.engine == "cri-o"  # without a kubelet CRI-O tells no namespace
+        return bool(self.pod_namespace) or self.engine == "cri-o"  # without a kubelet CRI-O records no namespace
 
     def __str__(self) -> str:
         shown = short_id(self.id)

@@ -15,7 +15,7 @@ GANG_SOCKET_NAME = "gang.sock"  # of this node's coordinator of gangs, which spe
 PACKET_BYTES = 16384
 
 # Without the inventory, which CRIU writes last, it unlocks the network of a dump that has failed. Nothing is done then
-# but to tell why, before the runtime says anything: of what that says, containerd shows the first line.
+# but to report why, before the runtime says anything: of what that says, containerd shows the first line.
 FAILED_STAGE = "network-unlock"
 DUMP_STAGES = ("pre-dump", "post-dump", FAILED_STAGE)
 DETACHED_STAGE = "detached"  # none of CRIU's: it has detached from a container that runs on, and is kept from its end

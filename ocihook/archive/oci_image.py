@@ -1,6 +1,6 @@
 """Checkpoint images: an archive as the one layer of an OCI image that CRI-O, containerd and podman restore from.
 
-Each of them tells such an image from others by an annotation of the manifest. The names are from checkpointctl
+Each of them recognizes such an image by an annotation of the manifest. The names are from checkpointctl
 (lib/annotations.go, which containerd uses), CRI-O (internal/annotations) and podman (libpod/define/annotations.go).
 """
 
@@ -226,8 +226,8 @@ def _image_of(
             # Every page is verified on the way.
             complete(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
         elif is_verified:
-            told = no_progress if inspection.thin else progress
-            verify_archive(source, workers=thin.workers, store=thin.store, progress=told)
+            shown = no_progress if inspection.thin else progress
+            verify_archive(source, workers=thin.workers, store=thin.store, progress=shown)
         yield _make_image(inspection, archive, progress)
 
 

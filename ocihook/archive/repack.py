@@ -84,7 +84,7 @@ class ProcessMemory(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """Everything that can be told of an archive without reading its memory."""
+    """Everything that is known of an archive without reading its memory."""
 
     facts: ArchiveFacts
     manifest: PackedManifest | None
@@ -212,7 +212,7 @@ class ImageSet:
         self._packs = packs
 
     def take(self, member: Member) -> bool:
-        """Take a member if it is an image that is wanted; tell whether it was.
+        """Take a member if it is an image that is wanted; return whether it was.
 
         Raises:
             ImageError: if it is a page image that is not as large as its pagemap says.
@@ -339,7 +339,7 @@ def pack_archive(
         workers: processes to use.
         into_store: put the memory into this store; the target is a thin archive then.
         store: that a thin one is in.
-        progress: told the bytes of memory done.
+        progress: called with the bytes of memory done.
 
     Raises:
         OcihookError: if it is packed already, has nothing to pack, or is damaged; `target` is then as it was.

@@ -77,7 +77,7 @@ def bring(path: Path, places: Mapping[str, Path], progress: Progress) -> None:
     Args:
         path: of the tar.
         places: directories, by what the names begin with that are brought there; others are left out.
-        progress: told the bytes written.
+        progress: called with the bytes written.
 
     Raises:
         IntegrityError: if the tar is damaged.
@@ -102,7 +102,7 @@ def write_inverse(path: Path, places: Mapping[str, Path], file: IO[bytes], progr
         path: of the tar.
         places: as for `bring`.
         file: to write to.
-        progress: told the bytes written.
+        progress: called with the bytes written.
 
     Raises:
         IntegrityError: if the tar is damaged.
@@ -119,7 +119,7 @@ def write_inverse(path: Path, places: Mapping[str, Path], file: IO[bytes], progr
 
 
 def _write_before(writer: Writer, change: Change) -> bool:
-    """Write what has a name now; tell whether that says everything of what is below it."""
+    """Write what has a name now; return whether that covers everything below it."""
     parent_name, _, name = change.name.rpartition("/")
     try:
         with opened_below(change.top, parent_name) as parent:
@@ -147,7 +147,7 @@ def bring_reversibly(path: Path, places: Mapping[str, Path], undo: Path, progres
         path: of the tar.
         places: as for `bring`.
         undo: a directory, where what brings all back is kept until nobody needs it.
-        progress: told the bytes written.
+        progress: called with the bytes written.
 
     Raises:
         IntegrityError: if the tar is damaged.

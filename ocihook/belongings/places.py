@@ -64,7 +64,7 @@ def find_rootfs(merged: Path, mountinfo: Path = Path("/proc/self/mountinfo")) ->
         mountinfo: of a process that sees it.
 
     Raises:
-        UnsupportedError: if it is no overlay, so that nobody knows what was changed.
+        UnsupportedError: if it is not an overlay, so that what was changed is not known.
         OSError: if it is not there.
     """
     fd = os.open(merged, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -78,7 +78,7 @@ def find_rootfs(merged: Path, mountinfo: Path = Path("/proc/self/mountinfo")) ->
         if number and fields[0] == number[1] and kind == "overlay":
             return Rootfs(merged, _upper(options))
     raise UnsupportedError(
-        f"the rootfs {merged} is no overlay, so what the container has changed in it cannot be told",
+        f"the rootfs {merged} is not an overlay, so what the container has changed in it is not known",
         hint="let its engine keep containers by overlayfs: its storage driver, or snapshotter",
     )
 

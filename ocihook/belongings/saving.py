@@ -83,7 +83,7 @@ class Writer:
         self._put_header(info)
 
     def add(self, prefix: str, entry: Entry, merged: Path | None = None, *, is_opaque: bool = False) -> None:
-        """Write what has a name; sockets are left out, as CRIU makes them anew."""
+        """Write what has a name; sockets are left out, as CRIU recreates them."""
         status = entry.status
         kind = _KINDS.get(stat.S_IFMT(status.st_mode))
         if kind is None:

@@ -17,7 +17,7 @@ _MAX_DEPTH = 200  # each level takes a descriptor and a call
 _COPY_BYTES = 1 << 20
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system has (stat(2))
 
-Progress = Callable[[int], None]  # told how many more bytes were copied
+Progress = Callable[[int], None]  # called with how many more bytes were copied
 
 
 class Entry(NamedTuple):
@@ -131,7 +131,7 @@ def copy(source: int, target: int, *, at: tuple[int, int], size_bytes: int, prog
         target: likewise.
         at: where the part begins in each.
         size_bytes: of the part.
-        progress: told the bytes copied.
+        progress: called with the bytes copied.
 
     Raises:
         OSError: from either.

@@ -11,7 +11,7 @@ def check_domain(domain: str, container: ContainerRef | None, settings: Settings
 
     Args:
         domain: that the image set names.
-        container: as its engine, not the archive, tells of it; None if that is not known.
+        container: as its engine, not the archive, describes it; None if that is not known.
         settings: with the administrator's rules.
 
     Raises:

@@ -54,7 +54,7 @@ class Belongings(NamedTuple):
             criu_pid: a process that sees its mounts.
 
         Raises:
-            UnsupportedError: if it cannot be told what it has changed.
+            UnsupportedError: if what it has changed cannot be found out.
             OSError: if something of it is not there.
         """
         seen = Path(f"/proc/{criu_pid}/root")
@@ -126,7 +126,7 @@ def lay_out(
         manifest: of the checkpoint, which has belongings.
         directory: gets IMAGES_DIR, BELONGINGS_NAME and FACTS_NAME.
         workers: processes to use.
-        progress: told the bytes that are done.
+        progress: called with the bytes that are done.
 
     Raises:
         IntegrityError: naming what is missing or damaged.

@@ -250,7 +250,7 @@ def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..
 
 
 def has_pending(store: Store) -> bool:
-    """Return whether a checkpoint is waiting to be completed, or to be told lost."""
+    """Return whether a checkpoint is waiting to be completed, or to be reported lost."""
     return any(pending_ids(domain) or half_removed(domain) or lost_in_memory(domain) for domain in store.domains())
 
 
@@ -316,7 +316,7 @@ def _recorded(settings: Settings | None, domain: Domain, job: Job) -> Iterator[N
         phase = {"name": "store", "began": record["began"], "seconds": time.monotonic() - started}
         record["phases"] = [phase | {"bytes": facts.get("raw_bytes", 0)}]
         record["ended"] = time.time()
-        with contextlib.suppress(OSError):  # a full disk, which is told of already
+        with contextlib.suppress(OSError):  # a full disk, which is reported already
             directory = Path(settings.history_dir)
             history.keep(directory, f"store-{job.id}", record, limit=settings.history_kept)
 
@@ -335,8 +335,8 @@ def wait_complete(
         domain: where it is; its patience says how long.
         checkpoint_id: which.
         workers: processes to use.
-        progress: told the bytes done, if it is completed here.
-        settings: tell where the history is that gets a record if it is completed here.
+        progress: called with the bytes done, if it is completed here.
+        settings: say where the history is that gets a record if it is completed here.
 
     Raises:
         StoreError: if there is no such checkpoint, or it takes too long.
@@ -347,7 +347,7 @@ def wait_complete(
     while checkpoint_id not in domain.checkpoint_ids():
         patience.check()
         if checkpoint_id not in pending_ids(domain):
-            break  # complete by now, or never was there: read() tells
+            break  # complete by now, or never was there: read() shows
         try:
             is_done = complete(domain, checkpoint_id, workers=workers, progress=progress, settings=settings)
         except GivenUp:  # is no fault of the checkpoint

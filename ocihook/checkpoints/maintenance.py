@@ -18,7 +18,7 @@ def verify(store: Store, *, read_data: bool, progress: Progress = no_progress) -
 
 
 def rekey(store: Store) -> dict[str, int]:
-    """Encrypt every domain with its newest key; return by domain how many packs were written anew.
+    """Encrypt every domain with its newest key; return by domain how many packs were rewritten.
 
     Raises:
         KeyMissing: if there is no key.
@@ -33,7 +33,7 @@ def rekey(store: Store) -> dict[str, int]:
 
 
 def repair(store: Store) -> list[str]:
-    """Make the index of every domain anew; return what was done.
+    """Rebuild the index of every domain; return what was done.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.

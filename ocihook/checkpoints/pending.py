@@ -151,7 +151,7 @@ def _from_json(value: Any) -> Job:  # noqa: ANN401 - anything that JSON can say
 
 
 def this_boot() -> str:
-    """Return what tells this boot from others."""
+    """Return what identifies this boot."""
     return _BOOT_ID.read_text().strip()
 
 

@@ -160,7 +160,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
 
 
 def stage_in_memory(place: Path, size_bytes: int, bound_bytes: int) -> bool:
-    """Have what comes to a place stay in memory, if that fits; tell whether it does.
+    """Have what comes to a place stay in memory, if that fits; return whether it does.
 
     One dump at a time takes memory, and only so much that as much again is left to the node. What is there is lost
     with the node's power, so it is for containers that run on.

@@ -11,7 +11,7 @@ from ocihook.config import ALLOWED, Policy, Settings, Source, load_with_sources
 
 @click.group()
 def config() -> None:
-    """Look at this node's configuration; `ocihook.toml` (5) tells what each setting means."""
+    """Look at this node's configuration; `ocihook.toml` (5) explains each setting."""
 
 
 @config.command()
@@ -19,7 +19,7 @@ def config() -> None:
 def show(*, as_json: bool) -> None:
     """Show each setting with its value and where it comes from: the default, or a file and its line.
 
-    Annotations of a container go before the [policy] that is shown; `ocihook doctor --container` tells of them.
+    Annotations of a container override the [policy] that is shown; `ocihook doctor --container` shows them.
     """
     settings, sources = load_with_sources()
     rows = [_row(name, value, default, sources.get(name)) for name, value, default in _settings(settings)]

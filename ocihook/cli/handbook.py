@@ -1,7 +1,7 @@
 """Fills into the pages of docs/ what the program itself knows: settings, commands, causes of failures, effects.
 
 A page has a marked part for each, from `<!-- made by make docs: NAME -->` to `<!-- end -->`; all else in it is written
-by hand. A test tells when it is due: `python -m ocihook.cli.handbook docs`.
+by hand. A test fails when it is due: `python -m ocihook.cli.handbook docs`.
 """
 
 import inspect
@@ -26,7 +26,7 @@ _WIDTH = 100
 
 
 def write(directory: Path) -> None:
-    """Make the marked parts of all pages in a directory anew.
+    """Regenerate the marked parts of all pages in a directory.
 
     Raises:
         KeyError: if a page wants a part that is not known.
@@ -90,7 +90,7 @@ def _causes() -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return a cause or its remedy with what is told of a single failure as a word in capitals."""
+    """Return a cause or its remedy with what differs from failure to failure as a word in capitals."""
     named = re.sub(r"(\{\w+\})(\{\w+\})", r"\1", text.replace("{who}", "a process"))  # one of two is always empty
     filled = re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), named)
     return f"{filled[0].upper()}{filled[1:]}"

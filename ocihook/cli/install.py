@@ -96,7 +96,7 @@ def _complete_pending(timeout_s: float) -> None:
     try:
         left = complete_pending(load_settings(), timeout_s=timeout_s)
     except (OcihookError, OSError) as error:
-        click.echo(f"note: whether checkpoints are pending cannot be told: {printable(plain(error))}", err=True)
+        click.echo(f"note: whether checkpoints are pending is not known: {printable(plain(error))}", err=True)
         return
     for row in left:
         reason = row.reason or "it was not stored in time"

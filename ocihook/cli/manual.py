@@ -216,7 +216,7 @@ def configuration() -> str:
     """
     lines = _remark(
         "Settings of ocihook on this node: ocihook.toml(5). What is commented out is the default. A file in config.d "
-        "overrides this one; `ocihook config show` tells what holds, and where it comes from."
+        "overrides this one; `ocihook config show` shows the value in use, and where it comes from."
     )
     lines += ["", *_remark("What to do with a container. A key is also an annotation: ocihook.io/quiesce-signal.")]
     lines += ["[policy]", *_commented(config.Policy), ""]

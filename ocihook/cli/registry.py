@@ -1,4 +1,4 @@
-"""How commands are told to reach a registry."""
+"""The options of commands that reach a registry."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

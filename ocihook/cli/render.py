@@ -87,7 +87,7 @@ def print_table(
 
 @contextlib.contextmanager
 def progress_bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """Show how far long work is, if somebody watches; yields what is to be told each number of bytes done.
+    """Show how far long work is, if somebody watches; yields what to call with each number of bytes done.
 
     Only then is the total asked for, which may take its time.
     """

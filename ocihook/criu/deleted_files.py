@@ -1,7 +1,7 @@
 """Files that processes use though their names are gone: which of them CRIU will refuse, and what to do about it.
 
 CRIU writes a file that has no name at all into its images, up to a size; to one that has another name it makes a link,
-if it may (criu/files-reg.c, check_path_remap). It tells so when the container has stood still for a while already.
+if it may (criu/files-reg.c, check_path_remap). It reports that only when the container has stood still for a while.
 """
 
 import os

@@ -36,17 +36,17 @@ class Explanation(NamedTuple):
     name: str  # of the cause; "unknown" or "killed" if the catalogue has none
     what: str
     remedy: str
-    line: str  # of the log, that tells it
+    line: str  # of the log, that shows it
 
     def __str__(self) -> str:
         return f"{self.what}. {self.remedy[0].upper()}{self.remedy[1:]}" if self.remedy else self.what
 
 
 def explain(log: str) -> Explanation | None:
-    """Return why the dump or restore that wrote this log has failed; None if it has not, or the log does not tell."""
+    """Return why the dump or restore that wrote this log has failed; None if it has not, or no line shows it."""
     lines = log.splitlines()
     has_ended = bool(_HAS_ENDED.search(log))
-    # CRIU tells of its success only where it is told to log as much as runtimes have it log.
+    # CRIU logs its success only at the log level that runtimes use, or above.
     if _HAS_SUCCEEDED.search(log) or not (has_ended or _IS_VERBOSE.search(log)):
         return None
     before, first_error = _Before(), ""

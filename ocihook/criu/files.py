@@ -53,7 +53,7 @@ def content(name: str) -> bytes:
 
 
 def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset()) -> CriuOptions:
-    """Return what CRIU would be told for a container.
+    """Return the options that CRIU would get for a container.
 
     Args:
         runtime: that runs it; "" for a process that somebody dumps with `criu` itself.

@@ -52,7 +52,7 @@ class Script(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the CRIU of this node takes, as far as it tells; by itself, what CRIU 4.2 does."""
+    """What the CRIU of this node takes, as far as it reports that; by default, those of CRIU 4.2."""
 
     version: str = ""
     program: bytes | None = None  # the executable, which has the name of each option in it

@@ -21,7 +21,7 @@ _DEFAULT_DIRS = (
 
 
 def find_plugin(directory: str = "", in_tree: Callable[[Path], Path] = Path) -> Path | None:
-    """Return the plugin if it is in the directory that CRIU is told, or else in one that it looks into by itself.
+    """Return the plugin if it is in the directory that CRIU is given, or else in one that it searches by default.
 
     Args:
         directory: from CRIU's configuration; "": it says nothing.
@@ -32,7 +32,7 @@ def find_plugin(directory: str = "", in_tree: Callable[[Path], Path] = Path) -> 
 
 
 def is_to_stay_out(in_tree: Callable[[Path], Path] = Path) -> bool:
-    """Return whether CRIU must be told to look for plugins elsewhere: it loads all of a directory, or nothing.
+    """Return whether CRIU must be given another directory of plugins: it loads all of a directory, or nothing.
 
     Not where there are GPUs of AMD, which need the plugin that a package may have put beside it.
     """

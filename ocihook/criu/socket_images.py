@@ -219,13 +219,13 @@ def _name(name: str | bytes, position: int) -> str:
 
 
 def move_files(directory: Path, image: FilesImage, moves: Mapping[int, Ends]) -> None:
-    """Write files.img of an image set anew, with sockets at other addresses; it is there all the time."""
+    """Rewrite files.img of an image set with sockets at other addresses; it is never missing meanwhile."""
     path = directory / FILES_NAME
     replace_file(path, image.moved(moves), mode=path.stat().st_mode & 0o777)
 
 
 class Stream(NamedTuple):
-    """What a connection has sent and received, as its image tells; numbers are sequence numbers of TCP."""
+    """What a connection has sent and received, as its image says; numbers are sequence numbers of TCP."""
 
     unacknowledged: int  # the oldest byte that the peer has not confirmed
     queued_bytes: int  # that it has not confirmed, or that were never sent

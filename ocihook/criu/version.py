@@ -24,7 +24,7 @@ _NFTABLES_FEATURE, _IS_SUPPORTED = "network_lock_nftables", "is supported"  # cr
 
 
 class Program(NamedTuple):
-    """A program of the node; version () if it does not tell."""
+    """A program of the node; version () if it does not report one."""
 
     name: str
     path: str

@@ -31,7 +31,7 @@ def check(state: object) -> None:
     Raises:
         ValueError: if it is no state of a container.
         AdmissionError, ConfigError: if an annotation is wrong, or may not be set.
-        IdentificationError: if the annotations do not tell whose the container is.
+        IdentificationError: if the annotations contradict one another about the engine.
     """
     if not isinstance(state, Mapping) or not isinstance(notes := state.get("annotations") or {}, Mapping):
         raise ValueError("this is no state of a container")

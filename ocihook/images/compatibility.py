@@ -1,4 +1,4 @@
-"""What a checkpoint tells of where it was made, and whether it can be restored here: CRIU, processors, GPUs."""
+"""What a checkpoint records of where it was made, and whether it can be restored here: CRIU, processors, GPUs."""
 
 import logging
 import platform
@@ -17,7 +17,7 @@ _CHOSEN_BY = (
 
 
 def host_facts(criu: str) -> dict[str, str]:
-    """Return what a restore on another node may have to be told of this one."""
+    """Return what a restore on another node may have to know of this one."""
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),

@@ -1,11 +1,11 @@
-"""Direct restore: which memory goes past CRIU into restored processes, and the pagemaps that tell CRIU of the rest.
+"""Direct restore: which memory goes past CRIU into restored processes, and the pagemaps that leave CRIU the rest.
 
 CRIU restores with one thread a process. Most memory lies in a few long runs of plain mappings. Pagemaps are cut so that
 CRIU does not know of these: it maps them, and finds no pages. While the new processes wait, all cores write them.
 
 The pagemap as it was keeps a second name until the restore is over. What is to be written is what it has beyond the cut
 one: nobody else needs to know. That name also has the digest of the cut pagemap in it, so whoever comes later, after a
-power loss as well, can tell a cut pagemap from one that a new dump has written.
+power loss as well, distinguishes a cut pagemap from one that a new dump has written.
 """
 
 import contextlib

@@ -80,7 +80,7 @@ def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and h
         moved: memory that is in packs already; the image set is complete only with it.
         with_images: else page images stay as they are, and the manifest is about the moved memory alone.
         patience: how long it is waited for.
-        progress: told the bytes of image done.
+        progress: called with the bytes of image done.
 
     Raises:
         ImageError: if CRIU's images are incomplete.
@@ -238,7 +238,7 @@ def verify_image_set(
     Args:
         directory: the image set.
         workers: processes to use.
-        progress: told the bytes of image done.
+        progress: called with the bytes of image done.
         elsewhere: packs that are not in `directory`, by name.
 
     Raises:
@@ -277,7 +277,7 @@ def rehydrate_image_set(
         only: of some page images, by their names, what is to be written, and verified, and where to.
         workers: processes to use.
         patience: how long it is waited for.
-        progress: told the bytes done.
+        progress: called with the bytes done.
         elsewhere: packs that are not in `directory`, by name.
 
     Raises:

@@ -1,7 +1,7 @@
 """The freezer of a container's cgroup, v1 and v2: is it frozen, thaw it, freeze it again.
 
 Engines freeze a container before they let CRIU dump it (CRI-O and containerd do, podman does not). In v2 the state
-of a frozen task in /proc is still S: only cgroup.events tells. CRIU and the engine put back what they found, so
+of a frozen task in /proc is still S: only cgroup.events shows it. CRIU and the engine put back what they found, so
 whoever thaws must freeze again.
 """
 
@@ -36,7 +36,7 @@ class Freezer:
         return "frozen 1" in self._read("cgroup.events").splitlines()
 
     def is_set(self) -> bool:
-        """Return whether it is this freezer that was told to stop the tasks, and not an ancestor's alone."""
+        """Return whether it is this freezer that was set to stop the tasks, and not an ancestor's alone."""
         if self.version == 1:
             return self._read("freezer.self_freezing") == "1"
         return self._read("cgroup.freeze") == "1"
@@ -61,7 +61,7 @@ class Freezer:
 
         Args:
             patience: how long to wait until they have stopped; None: do not.
-            meanwhile: called when they are told to stop, and before it is waited for.
+            meanwhile: called after the freezer is set, and before it is waited for.
 
         Raises:
             FreezeError: if they do not stop in time.

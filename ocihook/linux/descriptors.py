@@ -21,7 +21,7 @@ def copy_descriptor(pidfd: int, fd: int) -> int:
 
 
 def write_at_once(fd: int, data: bytes) -> bool:
-    """Write to a descriptor that others share if that does not block; tell whether it was written."""
+    """Write to a descriptor that others share if that does not block; return whether it was written."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     if not any(event & select.POLLOUT for _, event in poll.poll(0)):

@@ -106,7 +106,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def identity(directory: Path) -> list[int]:
-    """Return what tells a directory from another one that is later made at its place."""
+    """Return what distinguishes a directory from another one that is later made in its place."""
     status = os.stat(directory)
     return [status.st_dev, status.st_ino]
 
@@ -120,7 +120,7 @@ def same_directory(directory: Path, known: list[int]) -> Path | None:
 
 
 def try_lock(fd: int, how: int) -> bool:
-    """Lock an open file, as flock(2) does, or tell that others hold it."""
+    """Lock an open file, as flock(2) does, or report that others hold it."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:

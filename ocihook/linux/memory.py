@@ -32,7 +32,7 @@ for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
 
 
 def available_bytes() -> int:
-    """Return how much memory the node has left for new work; 0 if the kernel does not tell."""
+    """Return how much memory the node has left for new work; 0 if the kernel does not report it."""
     return _meminfo_bytes("MemAvailable")
 
 

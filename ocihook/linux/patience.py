@@ -1,7 +1,7 @@
 """How long somebody who wants something done will wait for it: every wait of a session asks, and ends with them.
 
 Those who want a dump or restore done are CRIU and the runtime that called it. An engine that loses patience kills the
-runtime, and nobody is told: so nothing may be waited for without looking whether they are still there.
+runtime, and nobody reports that: so every wait checks whether they are still there.
 """
 
 import copy

@@ -7,7 +7,7 @@ _NAMES = ("flags", "Features")  # on x86-64; on aarch64
 
 
 def features() -> frozenset[str]:
-    """Return the names of the first processor's features; none if the kernel does not tell."""
+    """Return the names of the first processor's features; none if the kernel does not report them."""
     for line in _CPUINFO.read_text(errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in _NAMES:

@@ -77,7 +77,7 @@ _MACHINES: Mapping[str, _Machine] = {
     # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
     "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True, {"madvise": 28, "mmap": 9}),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
-    # before a tracer looks; a timed wait then begins anew.
+    # before a tracer looks; a timed wait then starts over.
     "aarch64": _Machine(
         34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False, {"madvise": 233, "mmap": 222}
     ),
@@ -176,7 +176,7 @@ class HeldThread:
             try:
                 _ptrace(_DETACH, self.tid, 0, self._signal)
                 self._has_ended = True  # for its tracer
-            except OSError:  # it was killed; its parent is told of its end only when its tracer has taken note of it
+            except OSError:  # it was killed; its parent learns of its end only when its tracer has reaped it
                 self._has_stopped = False
         return self._has_ended
 
@@ -184,7 +184,7 @@ class HeldThread:
         """Let the thread make a system call; return its result.
 
         Signals wait meanwhile. Afterwards the thread is as it was, and an interrupted call of its own goes on. If this
-        process is killed in here it does so, too, but that a timed wait begins anew.
+        process is killed in here it does so, too, but that a timed wait starts over.
 
         Args:
             name: of the call.
@@ -249,16 +249,16 @@ class HeldThread:
             if is_it(self._wait()):
                 return
 
-    def watch_mappings(self, child: int, least_bytes: int, tell: Callable[[int, int], object]) -> None:
-        """Let the thread go on until `child` of this process has ended; tell of the first large mapping that it makes.
+    def watch_mappings(self, child: int, least_bytes: int, report: Callable[[int, int], object]) -> None:
+        """Let the thread go on until `child` of this process has ended; report the first large mapping that it makes.
 
-        That is anonymous memory, and told before any of it is there: the thread is stopped, and is not to fill it at
+        That is anonymous memory, and reported before any of it is there: the thread is stopped, and must not fill it at
         once even if it asked for that.
 
         Args:
             child: a process that this one has forked, and does not wait for elsewhere.
             least_bytes: what is large.
-            tell: called with address and size; may let this thread make a call.
+            report: called with address and size; may let this thread make a call.
         """
         request, size, flags = _SYSCALL, 0, 0
         _ptrace(request, self.tid, 0, self._signal)
@@ -280,9 +280,9 @@ class HeldThread:
                     if call < 1 << 63:  # else the error of mmap
                         request = _CONT
                         try:
-                            tell(call, size)
+                            report(call, size)
                         except BaseException:
-                            _ptrace(request, self.tid)  # else it could not be stopped anew
+                            _ptrace(request, self.tid)  # else it could not be stopped again
                             raise
             _ptrace(request, self.tid, 0, self._stop_signal(status))
 
@@ -303,7 +303,7 @@ class HeldThread:
         """Stop it again after `watch_mappings`, which leaves it running."""
         _ptrace(_INTERRUPT, self.tid)
         while _is_system_call(self._wait()):
-            _ptrace(_INTERRUPT, self.tid)  # anew: whatever a thread stops for takes the place of that
+            _ptrace(_INTERRUPT, self.tid)  # again: any other stop of a thread replaces that one
             _ptrace(_CONT, self.tid)
 
     def _registers(self, machine: _Machine) -> "ctypes.Array[ctypes.c_uint64]":

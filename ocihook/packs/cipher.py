@@ -239,7 +239,7 @@ class PackCipher:
 
 
 def permute(key: bytes, ids: bytes, *, back: bool = False) -> bytes:
-    """Return page ids, 16 bytes each, which AES permutes: so they tell nothing but which are equal."""
+    """Return page ids, 16 bytes each, which AES permutes: so they reveal nothing but which are equal."""
     cipher = Cipher(algorithms.AES(key), modes.ECB())  # noqa: S305 - of ids, whose equality is what is to be seen
     worker = cipher.decryptor() if back else cipher.encryptor()
     return worker.update(ids) + worker.finalize()

@@ -278,7 +278,7 @@ class PackReader:
             and offsets.tolist() == ends
         )
         if not is_sane:
-            for _ in self.chunks(0, self.info.chunks):  # tells which it is
+            for _ in self.chunks(0, self.info.chunks):  # raises what is wrong
                 pass
             raise IntegrityError(f"pack {self.info.name} has a chunk of zero pages, which a store never writes")
         return array("I", accumulate(pages, initial=0))

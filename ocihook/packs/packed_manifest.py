@@ -93,7 +93,7 @@ class PackedManifest:
     created: str  # RFC 3339, UTC
     writer: str  # name and version of what wrote it
     container: ContainerRef
-    host: Mapping[str, str]  # kernel, machine, criu: what a restore may need to be told
+    host: Mapping[str, str]  # kernel, machine, criu: what a restore may need to know
     packed_images: tuple[PackedImage, ...]
     other_images: tuple[OtherImage, ...]
     packs: tuple[PackInfo, ...]

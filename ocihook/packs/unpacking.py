@@ -95,7 +95,7 @@ class Packs:
         patience: Patience = ENDLESS,
         progress: Progress = no_progress,
     ) -> None:
-        """Write the images into `directory` anew, checking every checksum on the way. Zero pages stay holes.
+        """Write the images into `directory`, checking every checksum on the way. Zero pages stay holes.
 
         Args:
             directory: where they go.
@@ -103,7 +103,7 @@ class Packs:
             only: of some images, by their names, what is to be written and where to; `write_parts` checks the rest.
             workers: processes to use.
             patience: how long it is waited for.
-            progress: told the bytes done.
+            progress: called with the bytes done.
 
         Raises:
             IntegrityError: naming the first damaged chunk.

@@ -232,7 +232,7 @@ class Repository:
                 raise
 
     def upload_bytes(self, data: bytes, *, progress: Progress = _no_progress) -> bool:
-        """Add a small blob, its name being `digest_of(data)`, unless it is there; tell whether it was sent."""
+        """Add a small blob, its name being `digest_of(data)`, unless it is there; return whether it was sent."""
 
         def read(offset: int, size_bytes: int) -> list[bytes]:
             return [data[offset : offset + size_bytes]]
@@ -248,7 +248,7 @@ class Repository:
         size_bytes: int | None = None,
         progress: Progress = _no_progress,
     ) -> bool:
-        """Add a file, or a part of it, as a blob, unless it is there; tell whether it was sent.
+        """Add a file, or a part of it, as a blob, unless it is there; return whether it was sent.
 
         What breaks is taken up where it was.
 
@@ -273,7 +273,7 @@ class Repository:
             return self._upload(digest, size, read, progress)
 
     def _upload(self, digest: str, size_bytes: int, read: Read, progress: Progress) -> bool:
-        told = failures = 0
+        reported = failures = 0
         upload: _Upload | None = None
         is_there = self.exists(digest)
         is_sent = not is_there
@@ -282,9 +282,9 @@ class Repository:
                 upload = upload or self._begin_upload()
                 while size_bytes > _WHOLE_BYTES and upload.offset < size_bytes:
                     upload = self._send_chunk(upload, size_bytes, read)
-                    if upload.offset > told:
-                        progress(upload.offset - told)
-                        told, failures = upload.offset, 0
+                    if upload.offset > reported:
+                        progress(upload.offset - reported)
+                        reported, failures = upload.offset, 0
                 self._commit(upload, digest, size_bytes, read)
                 is_there = True
             except _Interruption as interruption:
@@ -296,7 +296,7 @@ class Repository:
                 )
                 is_there = self.exists(digest)  # then only the answer was lost
                 upload = self._resume(upload) if upload and not is_there else None
-        progress(size_bytes - told)
+        progress(size_bytes - reported)
         return is_sent
 
     def _give_up(self, cause: Exception | Answer, digest: str) -> None:
@@ -353,7 +353,7 @@ class Repository:
         return answer
 
     def _resume(self, upload: _Upload) -> _Upload | None:
-        """Return an upload as far as the registry has it, None if it is to begin anew."""
+        """Return an upload as far as the registry has it, None if it must start over."""
         answer = self._http.send("GET", upload.url)
         match = _RANGE.fullmatch(answer.headers.get("Range", ""))
         if answer.status not in (200, 202, 204) or not match or match[1] == "0":  # 0-0 is one byte, or none
@@ -366,8 +366,8 @@ class Repository:
         answer = self._http.send("GET", self._manifest_url(reference), accept, limit_bytes=MAX_MANIFEST_BYTES)
         if answer.status != 200:
             self._http.fail(answer, f"manifest {reference}")
-        told = answer.headers.get("Docker-Content-Digest", "")
-        wanted = reference if _DIGEST.fullmatch(reference) else told if _DIGEST.fullmatch(told) else ""
+        named = answer.headers.get("Docker-Content-Digest", "")
+        wanted = reference if _DIGEST.fullmatch(reference) else named if _DIGEST.fullmatch(named) else ""
         digest = digest_of(answer.data, wanted.partition(":")[0] or "sha256")
         if wanted not in ("", digest):
             raise RegistryError(f"{self}: what was sent as manifest {reference} is something else", hint=_SEND_AGAIN)

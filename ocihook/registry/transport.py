@@ -66,7 +66,7 @@ class Answer(NamedTuple):
         return urljoin(self.url, self.headers.get("Location", ""))
 
     def errors(self) -> list[tuple[str, str]]:
-        """Return code and message of each error that it tells."""
+        """Return code and message of each error that it reports."""
         try:
             found = json.loads(self.data).get("errors")
         except (ValueError, RecursionError, AttributeError):
@@ -321,11 +321,11 @@ class Transport:
 
     def fail(self, answer: Answer, what: str) -> NoReturn:
         """Raise what an answer means that is not the one hoped for."""
-        told = "; ".join(f"{code} {message}".strip() for code, message in answer.errors())[:300]
+        errors = "; ".join(f"{code} {message}".strip() for code, message in answer.errors())[:300]
         text, hint = _MEANINGS.get(answer.status, ("answers", ""))
         if answer.status in RETRIED:
             text, hint = "is not able to answer", "try again later; what has been sent is not sent again"
-        message = f"{self}: the registry {text} ({what}: HTTP {answer.status}{', ' + told if told else ''})"
+        message = f"{self}: the registry {text} ({what}: HTTP {answer.status}{', ' + errors if errors else ''})"
         raise RegistryError(message, status=answer.status, hint=hint)
 
 

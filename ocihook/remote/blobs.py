@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-PIECE_BYTES = 4 << 20  # read, sent and told at a time
+PIECE_BYTES = 4 << 20  # read, sent and reported at a time
 
 
 class Blob(NamedTuple):

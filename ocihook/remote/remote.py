@@ -53,5 +53,5 @@ class Remote(Protocol):
         """Remove packs that are not among those needed, nor by a push that is going on; return the bytes.
 
         Args:
-            needed: tells the packs of all checkpoints that are complete when it is called.
+            needed: returns the packs of all checkpoints that are complete when it is called.
         """

@@ -1,7 +1,7 @@
 """What a session does to the node, as an object that knows its own inverse; and what it finds out, with types.
 
 An effect is in the journal before it is made. Its inverse may run at any instruction later, more than once, in another
-process, and long after CRIU is gone: what it still has to do it tells from the node itself, or from how far the effect
+process, and long after CRIU is gone: what it still has to do it reads from the node itself, or from how far the effect
 says that it has come.
 """
 
@@ -23,7 +23,7 @@ class Effect(ABC):
     """Something that a session did, or is about to do."""
 
     kind: ClassVar[str]
-    ends_with_stage: ClassVar[bool] = True  # a stage that was interrupted undoes it before it begins anew
+    ends_with_stage: ClassVar[bool] = True  # a stage that was interrupted undoes it before it starts over
     holds_container: ClassVar[bool] = True  # undone as soon as a container that runs on may run
     stage: str = ""  # in which it was made
 

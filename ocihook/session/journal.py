@@ -226,7 +226,7 @@ class Journal:
 
         Args:
             error: what happened.
-            outcome: of the session, where its stages do not tell: degraded, failed.
+            outcome: of the session, where its stages do not show it: degraded, failed.
         """
         code = getattr(error, "code", "system" if isinstance(error, OSError) else "defect")
         self._data |= {"error": plain(error), "error_code": code, "outcome": outcome}

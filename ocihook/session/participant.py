@@ -56,11 +56,11 @@ class Gang(Protocol):
     """The container's gang, if it is dumped or restored with one."""
 
     def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
-        """Wait until all members have come to a phase, or to a later one; return what they tell.
+        """Wait until all members have reached a phase, or a later one; return what they publish.
 
         Args:
             phase: which (gang/protocol.py).
-            message: what this one has to tell, by keys.
+            message: what this one publishes, by keys.
             about: keys that it asks about.
 
         Raises:
@@ -127,7 +127,7 @@ class Dump(Act):
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
     moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU
-    remark: str = ""  # what is to be told though all goes on
+    remark: str = ""  # what is to be reported though all goes on
 
     @property
     def place(self) -> Path:
@@ -140,7 +140,7 @@ class Dump(Act):
         return self.staged_at or Path(self.image_dir)
 
     def degrade(self, error: Exception, consequence: str) -> str:
-        """Record that not all goes as it was wanted; return what is to be told."""
+        """Record that not all works as it was wanted; return what to report."""
         self.journal.note_error(error, "degraded")
         log.warning("container %s: %s. %s", self.container, plain(error).rstrip("."), consequence)
         return f"warning: container {self.container}: {plain(error).rstrip('.')}. {consequence}"
@@ -237,22 +237,22 @@ class Participant:
         """Take from the container what CRIU cannot take, and hold it still: CRIU begins after this."""
 
     def after_images(self, dump: Dump) -> str:
-        """Do something with what CRIU has written; tasks stand still. Return what is to be told of it."""
+        """Do something with what CRIU has written; tasks stand still. Return what to report."""
         del dump
         return ""
 
     def container_runs(self, dump: Dump) -> str:
-        """Do what could wait until the container ran on: CRIU waits (detached.py). Return what is to be told of it."""
+        """Do what could wait until the container ran on: CRIU waits (detached.py). Return what to report."""
         del dump
         return ""
 
-    # A restore. An error refuses it in the first two; then CRIU ends what it has made; in the last two it is only told.
+    # A restore. An error refuses it in the first two; then CRIU ends what it has made; the last two only report theirs.
 
     def check(self, restore: Restore) -> None:
         """Refuse what cannot be restored here. Nothing is written here."""
 
     def before_processes(self, restore: Restore) -> str:
-        """Make what CRIU is about to read. Return what is to be told of it."""
+        """Make what CRIU is about to read. Return what to report."""
         del restore
         return ""
 
@@ -263,7 +263,7 @@ class Participant:
         """Take note of the first process."""
 
     def processes_wait(self, restore: Restore) -> str:
-        """Fill memory: all is mapped, and nothing runs. Return what is to be told of it."""
+        """Fill memory: all is mapped, and nothing runs. Return what to report."""
         del restore
         return ""
 

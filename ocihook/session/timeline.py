@@ -1,6 +1,6 @@
 """One session laid out in time: what ocihook, CRIU, each process, each GPU and each worker did, from when, how long.
 
-Stages, phases and spans were measured. CRIU tells only how long its own parts took, so where those lie is estimated
+Stages, phases and spans were measured. CRIU reports only how long its own parts took, so where those lie is estimated
 from the stages around them, and they are marked so.
 """
 

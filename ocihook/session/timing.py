@@ -72,7 +72,7 @@ def opener(spans: Spans | None, process: Process) -> Callable[[], ProcessMemory]
 
 
 class MeasuredMemory(ProcessMemory):
-    """A process's memory that tells how long it was open and what went through."""
+    """A process's memory that records how long it was open and what went through."""
 
     def __init__(self, spans: Spans, name: str, process: Process) -> None:
         super().__init__(process)

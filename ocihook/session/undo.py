@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def undo_interrupted(journal: Journal, patience: Patience) -> None:
-    """Undo what a stage had begun when its agent was killed, so that it can begin anew.
+    """Undo what a stage had begun when its agent was killed, so that it can start over.
 
     What earlier stages did stays, and what is to last until the end: the dump goes on.
 

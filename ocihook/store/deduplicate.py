@@ -497,7 +497,7 @@ class _Taker:
         """Return how many pages from `at` on are, byte by byte, what is stored from a place on, and take them."""
         try:
             taken = self._same_as_stored(place, at, end)
-        except IntegrityError as error:  # then it is stored anew
+        except IntegrityError as error:  # then it is stored again
             log.warning("%s", error)
             return 0
         if taken:

@@ -1,4 +1,4 @@
-"""Keeps a domain in order: what no checkpoint needs is found and removed, and a lost index is made anew.
+"""Keeps a domain in order: what no checkpoint needs is found and removed, and a lost index is rebuilt.
 
 Removing takes two moments alone in the domain: while nothing is being added it is seen what nothing needs, and when the
 index does not lead there any more it goes, unless somebody has found it by the old one. All that takes long is between.
@@ -146,7 +146,7 @@ def _remove(domain: Domain, path: Path) -> int:
 
 
 def repair(domain: Domain) -> list[str]:
-    """Make the index anew from the packs; return what was done. Call it with the lock alone.
+    """Rebuild the index from the packs; return what was done. Call it with the lock alone.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.

@@ -1,8 +1,8 @@
 """The index of a domain: for the content of a page, where it may be found. Sorted runs of records, mapped.
 
 It is a hint and no more: whoever finds a page by it compares the content. So eight bytes of a page's id are enough,
-nothing in it needs a checksum, a lost index costs space and no data, and it can be made anew from the packs
-(`ocihook store repair`). One or two packs bring a run; small ones are merged, and a prune writes all anew without what
+nothing in it needs a checksum, a lost index costs space and no data, and it can be rebuilt from the packs
+(`ocihook store repair`). One or two packs bring a run; small ones are merged, and a prune rewrites all without what
 it removes.
 """
 

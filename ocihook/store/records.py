@@ -76,7 +76,7 @@ def unseal_manifest(
         keyring: of its domain.
         checkpoint_id: whose it must be.
         data: the manifest.
-        must_be_encrypted: tells whether it must be, as all of its domain.
+        must_be_encrypted: returns whether it must be, as all of its domain.
 
     Raises:
         IntegrityError: if it is damaged, or another one's, or not encrypted and should be.

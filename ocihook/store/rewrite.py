@@ -1,4 +1,4 @@
-"""Writes packs of a domain anew: without the pages that no checkpoint needs any more, or with another key.
+"""Rewrites packs of a domain: without the pages that no checkpoint needs any more, or with another key.
 
 New packs and the index come first, then each layout in one step; the old packs are rubbish when no layout names them.
 A crash leaves checkpoints that are in the old packs, and some that are in the new ones. So does a checkpoint that is in
@@ -97,13 +97,13 @@ class Estimate:
     def _taken(self, name: str) -> int:
         size, pages = self._packs[name]
         needed = sum(span.end - span.first for span in self._spans.get(name, ()))
-        if 2 * needed < pages:  # it is written anew
+        if 2 * needed < pages:  # it is rewritten
             size, pages = size * needed // pages, needed
         return size + pages * _INDEX_BYTES
 
 
 def drop_unneeded(domain: Domain, needs: Needs | None = None, step: Step = contextlib.nullcontext) -> int:
-    """Write packs anew of which less than half is needed; return the bytes freed. Call it in `upkeep`.
+    """Rewrite packs of which less than half is needed; return the bytes freed. Call it in `upkeep`.
 
     Args:
         domain: of which.
@@ -135,7 +135,7 @@ def drop_unneeded(domain: Domain, needs: Needs | None = None, step: Step = conte
 
 
 def rekey(domain: Domain) -> int:
-    """Encrypt a domain with its newest key; return how many packs were written anew. Call it with the lock alone.
+    """Encrypt a domain with its newest key; return how many packs were rewritten. Call it with the lock alone.
 
     After an interruption what is done is done, and all can be read with the keys, old and new; it may be called again.
 

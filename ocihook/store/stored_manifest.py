@@ -1,6 +1,6 @@
 """The manifest of a stored checkpoint: its commit record, which names the one before it in its domain.
 
-It says what the checkpoint is, and not where: packs may be written anew by a prune, and then its layout is, too
+It says what the checkpoint is, and not where: packs may be rewritten by a prune, and then its layout is, too
 (extents.py). What it holds is fixed by the digest of its page ids.
 """
 

@@ -70,7 +70,7 @@ def test_uninstall_stores_what_is_pending_and_tells_of_what_cannot_be(
     assert f"checkpoint {lost} of team/pod/trainer is not complete: checkpoint {lost}" in told()
     assert pending_ids(node.domain) == [lost]
     monkeypatch.setattr(module, "load_settings", fail_with(ConfigError("config.toml is not TOML")))
-    assert told() == "note: whether checkpoints are pending cannot be told: config.toml is not TOML\n"
+    assert told() == "note: whether checkpoints are pending is not known: config.toml is not TOML\n"
 
 
 def test_scripts_of_others_are_noted_beside_the_result(tmp_path: Path) -> None:

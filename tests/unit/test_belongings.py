@@ -309,7 +309,7 @@ def test_the_upper_directory_is_found(overlay: tuple[Path, Path], tmp_path: Path
     assert find_rootfs(merged).upper == upper
     (tmp_path / "link").symlink_to(merged)
     assert find_rootfs(tmp_path / "link").upper == upper
-    with pytest.raises(UnsupportedError, match="no overlay"):
+    with pytest.raises(UnsupportedError, match="not an overlay"):
         find_rootfs(tmp_path)
 
 

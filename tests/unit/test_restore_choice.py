@@ -126,8 +126,8 @@ def test_the_image_of_podman_is_in_its_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [{"mounts": [{}]}, {"mounts": 3}, {"process": [1]}, {"linux": "x"}])
-def test_a_config_that_is_none_is_an_error(tmp_path: Path, broken: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=r"config\.json is none that a runtime takes"):
+def test_an_invalid_config_is_an_error(tmp_path: Path, broken: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"config\.json is not one that a runtime accepts"):
         spec_facts({**spec(), **broken}, tmp_path)
 
 

@@ -166,7 +166,7 @@ def _crio_signature_policy() -> Path | None:
 
 
 def _check_annotations() -> Iterator[Finding]:
-    """Where a container may name CRIU's configuration, ours is not read; and containerd passes annotations on by option."""
+    """Where a container may name CRIU's configuration, ours is not read; and containerd passes few on by default."""
     containerd = find_program("containerd")
     if containerd and containerd.version >= (2, 0):
         passing = r"pod_annotations\s*=\s*\[[^\]]*[\"'](\*|ocihook\.io/)"
