@@ -31,7 +31,8 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
-from ocihook.runtime.stopping import Stopping, remove_stale, stops_under_way
+from ocihook.runtime.stop_record import stops_under_way
+from ocihook.runtime.stopping import Stopping, remove_stale
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
 from ocihook.store.store import Store

@@ -1,9 +1,9 @@
 """Who may have a stored checkpoint: an archive names one, and an archive is no proof of whose it is."""
 
-from ocihook.checkpoints.stage import domain_name
 from ocihook.config import ANY, Settings
 from ocihook.errors import AdmissionError
 from ocihook.model import ContainerRef
+from ocihook.store.lineage import domain_name
 
 
 def check_domain(domain: str, container: ContainerRef | None, settings: Settings) -> None:

@@ -26,7 +26,7 @@ from ocihook.checkpoints.pending import (
     write_failure,
     write_progress,
 )
-from ocihook.checkpoints.stage import discard_staged, domain_name, pins_of
+from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
 from ocihook.errors import GivenUp, IntegrityError, OcihookError, StoreError, plain
@@ -40,7 +40,7 @@ from ocihook.packs.unpacking import PackedPages
 from ocihook.session import history
 from ocihook.store.deduplicate import WORKER_BYTES, Taken, deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
-from ocihook.store.lineage import lineage
+from ocihook.store.lineage import domain_name, lineage
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredImage, StoredManifest, StoredRegion
 

@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 from ocihook import __version__, wire
 from ocihook.checkpoints.pending import IN_MEMORY, Job, directory_of, this_boot, write_job
-from ocihook.errors import IdentificationError, StoreFull
+from ocihook.errors import StoreFull
 from ocihook.images.image_set import MovedRegions, list_other_images
 from ocihook.linux.files import replace_file, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import has_memory_mounted, mount_memory, pin_file, remove_directory, unpin_directory
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import seal
-from ocihook.packs.domain_names import NODE_DOMAIN
 from ocihook.packs.packed_manifest import PackedManifest, write_manifest
 from ocihook.store.domain import new_checkpoint_id
-from ocihook.store.lineage import lineage
+from ocihook.store.lineage import domain_name, lineage
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import BELONGINGS_NAME
 from ocihook.store.thin import Thin, read_thin, write_thin
@@ -31,17 +30,6 @@ _MARGIN_BYTES = 64 << 20
 STAGED_NAME = "ocihook.staged"  # in an image directory: memory was moved that the directory does not have; for the hook
 
 log = logging.getLogger(__name__)
-
-
-def domain_name(container: ContainerRef) -> str:
-    """Return the domain of a container: its pod's namespace, whose members trust one another.
-
-    Raises:
-        IdentificationError: if it is in a pod whose namespace is not known.
-    """
-    if container.is_in_pod and not container.pod_namespace:
-        raise IdentificationError(f"container {container} is in a pod whose namespace its engine does not report")
-    return container.pod_namespace or NODE_DOMAIN
 
 
 def pins_of(checkpoint_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Path:

@@ -15,7 +15,7 @@ from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import Keyring, KeySource
 from ocihook.runtime.containers import Kept
-from ocihook.runtime.stopping import is_stopping
+from ocihook.runtime.stop_record import is_stopping
 from ocihook.store.domain import Domain
 from ocihook.store.lineage import has_identity, lineage
 from ocihook.store.store import Store

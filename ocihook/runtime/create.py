@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ocihook.checkpoints.stage import domain_name
 from ocihook.config import ANNOTATION_PREFIX, Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
 from ocihook.container.identity import container_ref
@@ -17,6 +16,7 @@ from ocihook.runtime.call import Call
 from ocihook.runtime.choice import choose
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.restoring import restore, settle
+from ocihook.store.lineage import domain_name
 
 log = logging.getLogger(__name__)
 

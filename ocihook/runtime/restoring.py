@@ -41,7 +41,7 @@ from ocihook.runtime.choice import fetch
 from ocihook.runtime.gate import SpecFacts, check_spec, spec_facts
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.session.record import from_json, to_json
-from ocihook.stages.recover import Recovery
+from ocihook.session.undo import Recovery
 from ocihook.store.domain import Domain
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
 from ocihook.store.thin import Thin

@@ -14,8 +14,7 @@ from ocihook.config import apply_annotations, load_settings
 from ocihook.errors import OcihookError
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.restoring import settle
-from ocihook.runtime.stopping import Stop, is_stop_signal, read_config, read_stop, write_stop
+from ocihook.runtime.stop_record import Stop, is_stop_signal, read_config, read_stop, write_stop
 
 Ask = Callable[[bytes], tuple[int, str]]  # sends a request to the agent, and returns its verdict
 _KILL = frozenset(("9", "KILL"))
@@ -111,7 +110,10 @@ def delete(call: Call, ask: Ask) -> int:
     Raises:
         OcihookError: if what a restore has done cannot be undone.
     """
-    settle(call.container_id)
+    if (containers.directory_of(call.container_id) / wire.RESTORING_NAME).exists():
+        from ocihook.runtime.restoring import settle  # takes long to load
+
+        settle(call.container_id)
     if _is_under_way(call.container_id):
         _is_gone(call, ask)
     is_ended = (containers.directory_of(call.container_id) / containers.ENDED_NAME).exists()

@@ -1,6 +1,7 @@
 """Undoes what a session has done to a node, newest first; each effect knows how."""
 
 import logging
+from typing import NamedTuple
 
 from ocihook.errors import OcihookError, plain
 from ocihook.linux.patience import Patience
@@ -8,6 +9,18 @@ from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 
 log = logging.getLogger(__name__)
+
+
+class Recovery(NamedTuple):
+    """What became of one session."""
+
+    session_id: str
+    container: str
+    outcome: str  # undone, running (CRIU is at work), served (by an agent), failed
+    detail: str
+
+    def __str__(self) -> str:
+        return f"session {self.session_id} of container {self.container}: {self.outcome}: {self.detail}"
 
 
 def undo_interrupted(journal: Journal, patience: Patience) -> None:

@@ -3,7 +3,6 @@
 import os
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import ocihook.stages.order  # noqa: F401 - whose participants know the effects
 from ocihook import wire
@@ -13,20 +12,8 @@ from ocihook.linux.patience import Patience
 from ocihook.session import history
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
 from ocihook.session.lock import lock_agent
-from ocihook.session.undo import undo_all
+from ocihook.session.undo import Recovery, undo_all
 from ocihook.stages.detached import is_due
-
-
-class Recovery(NamedTuple):
-    """What became of one session."""
-
-    session_id: str
-    container: str
-    outcome: str  # undone, running (CRIU is at work), served (by an agent), failed
-    detail: str
-
-    def __str__(self) -> str:
-        return f"session {self.session_id} of container {self.container}: {self.outcome}: {self.detail}"
 
 
 def recover(

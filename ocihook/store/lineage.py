@@ -1,4 +1,4 @@
-"""Which checkpoints count as those of one container: of one member of one owner, however often it was recreated.
+"""Whose a checkpoint is: its domain, and the one container, however often recreated, that it counts for.
 
 A node knows the name of a pod, not its owner: no engine passes a pod's labels on. But controllers make names by rules
 (Kubernetes: names/generate.go, util/rand, job, replicaset and statefulset controllers; JobSet):
@@ -16,13 +16,26 @@ stays: then more is kept than need be.
 
 import re
 
+from ocihook.errors import IdentificationError
 from ocihook.model import ContainerRef
+from ocihook.packs.domain_names import NODE_DOMAIN
 
 _LONGEST_NAME = 63  # what is generated is cut to this: the end of the owner's name, its index even, may lack
 _RANDOM = re.compile(r"-[bcdfghjklmnpqrstvwxz2456789]{5}$")
 _HASH = re.compile(r"-[456789bcdf]{8,10}$")  # a number, its digits written so
 _MINUTES = re.compile(r"-(?:2[7-9]|[3-5][0-9])[0-9]{6}(?=(?:-[0-9]+)?$)")  # of the years 2021 to 2084, and no date
 _INDICES = re.compile(r"(?:-[0-9]+)*$")
+
+
+def domain_name(container: ContainerRef) -> str:
+    """Return the domain of a container: its pod's namespace, whose members trust one another.
+
+    Raises:
+        IdentificationError: if it is in a pod whose namespace is not known.
+    """
+    if container.is_in_pod and not container.pod_namespace:
+        raise IdentificationError(f"container {container} is in a pod whose namespace its engine does not report")
+    return container.pod_namespace or NODE_DOMAIN
 
 
 def lineage(container: ContainerRef) -> str:

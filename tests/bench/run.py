@@ -41,6 +41,7 @@ from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from tests.bench.engine import whole_checkpoints
 from tests.bench.gang import SIZES, simulate
+from tests.bench.runtime import handlers
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
 
 DATASET_BYTES = 1 << 30
@@ -115,6 +116,7 @@ def main() -> int:
         *_engine(dataset),
         *_downtime(dataset),
         *_gangs(),
+        *_handlers(),
     ]
     _RESULTS.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
     for figure in figures:
@@ -619,6 +621,17 @@ def _engine(dataset: Path) -> Iterator[Figure]:
     yield Figure(
         "archive bytes vs default", archive_bytes["packed"] / archive_bytes["zstd"], "x", default, None, "lower"
     )
+
+
+def _handlers() -> Iterator[Figure]:
+    """The runtime handler: calls in CPU time, containers of 4 MiB in time of the clock."""
+    for each in handlers():
+        name, alone = f"handler, {each.runtime}", f"{each.runtime} alone, CPU time"
+        yield Figure(f"{name}: `state` of others' containers", each.call_ratio, "x", alone, 1.5, "lower")
+        yield Figure(f"{name}: `create` of others'", each.create_ratio, "x", alone, 1.5, "lower")
+        again, stop = each.again_s - each.restore_s, each.stop_s - each.checkpoint_s
+        yield Figure(f"{name}: made again, longer by", again, "s", "podman container restore", 0.15, "lower")
+        yield Figure(f"{name}: stopped, longer by", stop, "s", "podman container checkpoint", None, "lower")
 
 
 # --- the hook

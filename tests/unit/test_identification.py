@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ocihook.checkpoints.stage import domain_name
 from ocihook.container import runtime_call as runtime
 from ocihook.container.identity import container_ref, engine_of
 from ocihook.container.runtime_call import RuntimeCall, find_runtime_call, parse_runtime_call, read_annotations
 from ocihook.errors import IdentificationError
 from ocihook.model import ContainerRef
+from ocihook.store.lineage import domain_name
 
 ID = "ab" * 32
 

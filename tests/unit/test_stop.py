@@ -16,20 +16,18 @@ from ocihook.errors import OcihookError
 from ocihook.model import ContainerRef
 from ocihook.runtime import containers, stop
 from ocihook.runtime.call import Call
-from ocihook.runtime.stopping import (
+from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
     Stop,
-    Stopping,
     is_stop_signal,
     is_stopping,
     read_stop,
     record_of,
-    remove_stale,
     stops_under_way,
-    withdraw,
     write_stop,
 )
+from ocihook.runtime.stopping import Stopping, remove_stale, withdraw
 from ocihook.store.lineage import lineage
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin

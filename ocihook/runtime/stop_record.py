@@ -1,0 +1,89 @@
+"""What is on record of a stop, for the agent and for engines' calls: that it was asked for, and what came of it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ocihook.errors import UnsupportedError
+from ocihook.linux.files import replace_file
+from ocihook.linux.procfs import Process
+from ocihook.runtime import containers
+from ocihook.session.record import from_json, to_json
+from ocihook.store.lineage import lineage
+
+STOP_NAME = "stop.json"  # in the directory of a container
+CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
+_TERM = frozenset(("15", "TERM"))
+_STOP_SIGNAL = "org.opencontainers.image.stopSignal"  # an annotation that podman writes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A stop that was asked for."""
+
+    words: tuple[str, ...]  # what the runtime was called with: run if the checkpoint fails
+    init: Process | None = None  # of the container
+    outcome: str = ""  # CHECKPOINTED or SIGNALLED; "": it is under way
+    message: str = ""  # why it was not checkpointed
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is to be done any more."""
+        return bool(self.outcome)
+
+
+def record_of(container_id: str) -> Path:
+    """Return where a stop is on record."""
+    return containers.directory_of(container_id) / STOP_NAME
+
+
+def read_stop(container_id: str) -> Stop | None:
+    """Return the last stop that was asked for; None if none was, or its record is damaged."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return from_json(Stop, json.loads(record_of(container_id).read_bytes()))
+    return None
+
+
+def write_stop(container_id: str, stop: Stop) -> None:
+    """Put a stop on record."""
+    data = json.dumps(to_json(stop)).encode()
+    replace_file(record_of(container_id), data, mode=0o600, durable=False)
+
+
+def stops_under_way() -> Iterator[str]:
+    """Yield the ids of containers whose stop is under way, or was when the agent was killed."""
+    for path in sorted(containers.root().glob(f"*/{STOP_NAME}")):
+        stop = read_stop(path.parent.name)
+        if stop is not None and not stop.is_over:
+            yield path.parent.name
+
+
+def is_stopping(domain: str, member: str) -> bool:
+    """Return whether a container of a lineage is being checkpointed, as it is stopped."""
+    kept = (containers.read(container_id) for container_id in stops_under_way())
+    return any(each and each.domain == domain and lineage(each.container) == member for each in kept)
+
+
+def is_stop_signal(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a signal, by number or by name without SIG, begins a stop of a container."""
+    named = str((config.get("annotations") or {}).get(_STOP_SIGNAL, "")).upper().removeprefix("SIG")
+    return name in _TERM or (bool(named) and name == named)
+
+
+def read_config(kept: containers.Kept) -> Mapping[str, Any]:
+    """Return the config.json of a container's bundle.
+
+    Raises:
+        UnsupportedError: if it cannot be read.
+    """
+    path = kept.bundle / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise UnsupportedError(f"{path} is not a JSON object")
+    return found
