@@ -112,13 +112,13 @@ class Namespace:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(TIMEOUT_S)
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
 
 
-def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """Wait until something holds; fail if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not is_true():

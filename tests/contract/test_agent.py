@@ -281,7 +281,7 @@ def nobody(node: Node) -> list[str]:
     node.render("/usr/bin/python3", site)
     shutil.copytree(PROJECT / "ocihook", site / "ocihook", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(node.script, site / "criu-action")
-    subprocess.run(["chmod", "-R", "a+rX", site], check=True, timeout=10)
+    subprocess.run(["chmod", "-R", "a+rX", site], check=True, timeout=60)
     return ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", str(site / "criu-action")]
 
 
