@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ocihook.linux.procfs import parent_pid
+
 TIMEOUT_S = 120.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -62,6 +64,14 @@ class Namespace:
                 if is_inside and words in (process / "cmdline").read_bytes().replace(b"\0", b" ").decode():
                     found.append(int(process.name))
         return found
+
+    def pid_of(self, words: str) -> int:
+        """Return the process that runs inside, has these words in its command line, and has no parent that does.
+
+        Pids do not tell who was first: they begin anew.
+        """
+        found = self.pids(words)
+        return next(pid for pid in found if parent_pid(pid) not in found)
 
     def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         inherited = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}  # another work tree
