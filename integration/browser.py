@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
 

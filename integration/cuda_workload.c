@@ -11,7 +11,8 @@
  *   pool[=kept]  with a thread that allocates from a pool (cudaMallocAsync) and frees; the pool keeps the memory
  *   watch        with a thread that asks for an event again and again, as NCCL's watchdog does
  *   uffd, uring  with a descriptor that CRIU cannot dump
- *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; a kernel of S seconds again and again
+ *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; kernels that end S seconds after a lock is
+ *                asked for
  */
 #include <dlfcn.h>
 #include <fcntl.h>

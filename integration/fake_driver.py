@@ -12,7 +12,7 @@ from integration.namespace import Namespace
 HERE = Path(__file__).parent
 SCRIPT = "/run/ocihook-fake-cuda"
 PLUGIN_CALLS = "/run/ocihook-fake-cuda-calls"
-_HELD_MS = 60_000
+_HELD_MS = 600_000
 # Device files of the stand-in are nodes that exist everywhere; their minors tell them apart.
 GPU_NODES = {3: "/dev/null", 5: "/dev/zero", 7: "/dev/full"}
 
@@ -38,7 +38,7 @@ def add_to_image(tar: tarfile.TarFile, built: Path) -> None:
     """Put the workload and the libraries that it needs into a container's file system."""
     tar.add(built / "cuda_workload", "cuda_workload")
     tar.add(built / "libcuda.so.1", "lib/x86_64-linux-gnu/libcuda.so.1")
-    listed = subprocess.run(["ldd", "/bin/true"], capture_output=True, text=True, check=True, timeout=10).stdout
+    listed = subprocess.run(["ldd", "/bin/true"], capture_output=True, text=True, check=True, timeout=60).stdout
     for path in re.findall(r"(/\S+) \(0x", listed):
         tar.add(Path(path).resolve(), path.lstrip("/"))
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ocihook.linux.procfs import parent_pid
+
 TIMEOUT_S = 120.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -63,6 +65,14 @@ class Namespace:
                     found.append(int(process.name))
         return found
 
+    def pid_of(self, words: str) -> int:
+        """Return the process that runs inside, has these words in its command line, and has no parent that does.
+
+        Pids do not tell who was first: they begin anew.
+        """
+        found = self.pids(words)
+        return next(pid for pid in found if parent_pid(pid) not in found)
+
     def _enter(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         inherited = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}  # another work tree
         named = {"PATH": PATH, "HOME": "/root", **inherited, **environment}
@@ -112,13 +122,13 @@ class Namespace:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(TIMEOUT_S)
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
 
 
-def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(what: str, is_true: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """Wait until something holds; fail if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not is_true():

@@ -60,10 +60,10 @@ class DockerRegistry:
     def kill_and_start(self) -> None:
         """End it without notice, and start it again."""
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(60)
         self._start()
 
     def close(self) -> None:
         """End it."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)

@@ -14,7 +14,7 @@ def mount_behind(pid: int, source: Path, place: str) -> None:
     """Mount `source`, which is made if it is not there, at `place` of the container of process `pid`."""
     source.mkdir(exist_ok=True)
     command = [sys.executable, __file__, str(pid), str(source), place]
-    subprocess.run(command, check=True, timeout=10)
+    subprocess.run(command, check=True, timeout=60)
 
 
 def _main(pid: str, source: str, place: str) -> None:

@@ -98,7 +98,7 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
     node.start_peer("kinds", "kinds", *words, options=["--cap-add=NET_RAW"])
     archive = node.scratch / "kinds.tar"
 
-    for policy, message in (("keep", "'keep' says nothing about connections"), ("refuse", f"{STRANGER.four}:9000")):
+    for policy, message in (("keep", "'keep' says nothing about connections"), ("refuse", f"-> {STRANGER.four}:90")):
         node.configure_policy(tcp=policy)
         assert message in refused(node)
 

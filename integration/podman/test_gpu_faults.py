@@ -183,7 +183,7 @@ def round_trip(podman: Podman, *options: str) -> dict[str, Any]:
 
 
 def test_ranks_that_wait_for_one_another_are_locked_in_the_end(gpu_podman: Podman) -> None:
-    """A kernel of 3 s is longer than the first attempts, and shorter than the time there is."""
+    """A kernel of 3 s more is longer than the first attempts, and shorter than the time there is."""
     gpu_podman.start_cuda("c", 16, "busy=3")
     dump = round_trip(gpu_podman)
     assert next(phase["seconds"] for phase in dump["phases"] if phase["name"] == "gpu lock") > 0.5

@@ -126,7 +126,7 @@ class HandledPodman(Podman):
         if who in ("worker", "caller"):
             handlers = self.namespace.pids("ocihook.hook.handler")
             return next(pid for pid in handlers if (parent_pid(pid) in handlers) == (who == "worker"))
-        return min(self.namespace.pids("criu: restore" if who == "criu" else " restore --detach "))
+        return self.namespace.pid_of("criu: restore" if who == "criu" else " restore --detach ")
 
 
 class HandledContainerd(Containerd):

@@ -130,7 +130,8 @@ def test_whoever_is_killed_in_a_restore(make_handled: MakeHandled, runtime: str)
                 new = counts[len(counts) - 1 - counts[::-1].index(1) :]
                 assert new == list(range(1, len(new) + 1)), (who, stage, counts)
                 assert podman.file("job", "/state/file") == ""
-            assert len(podman.workloads()) == podman.is_running("job"), (who, stage)
+            running = podman.is_running("job")
+            wait_for(f"{who} killed at {stage} to have left no other", lambda: len(podman.workloads()) == running)  # noqa: B023
             podman.remove("job")
             podman.namespace.run("sh", "-c", "rm -f /var/lib/ocihook/store/restoring/*.attempts")
     podman.make("run", "job", restore_from="latest")

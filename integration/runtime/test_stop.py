@@ -38,11 +38,11 @@ class Stop:
 
     def kill(self, who: str) -> None:
         """Kill one of those who are at it."""
-        runtime = min(self.podman.namespace.pids(_DUMPING))
+        runtime = self.podman.namespace.pid_of(_DUMPING)
         if who == "criu":
             pid = next(p for p in descendants(runtime) if Path(f"/proc/{p}/comm").read_text().strip() == "criu")
         else:
-            pid = min(self.podman.namespace.pids(WORDS[who])) if who in WORDS else runtime
+            pid = self.podman.namespace.pid_of(WORDS[who]) if who in WORDS else runtime
         os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:

@@ -101,6 +101,7 @@ class Agent:
         """Serve until there has been nothing to do for so long, or until it is stopped and no session is left."""
         for number in _STOP_SIGNALS:
             signal.signal(number, lambda *_: self._stop())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         remove_unwritten(self._runtime_dir)
         for path in open_journals(self._runtime_dir):
             self._adopt(path)
@@ -449,6 +450,7 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     if detached:
         leave_cgroup()
     settings = _settings()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # until `run` heeds them: else sockets would stay behind
     metrics = _metrics_listener(settings.metrics_address)
     listener, is_ours = _listener(runtime_dir)  # last: a client that reaches it can read metrics, too
     if metrics is not None:

@@ -59,7 +59,7 @@ def find(store: Store, checkpoint_id: str) -> Domain:
         StoreError: if there is no such checkpoint.
     """
     for domain in store.domains():
-        if checkpoint_id in domain.checkpoint_ids() or checkpoint_id in pending_ids(domain):
+        if checkpoint_id in pending_ids(domain) or checkpoint_id in domain.checkpoint_ids():  # complete at any moment
             return domain
     raise StoreError(f"the store in {store.root} has no checkpoint {checkpoint_id}")
 
@@ -88,7 +88,8 @@ def list_checkpoints(store: Store) -> list[Listed]:
     """
     rows = []
     for domain in store.domains():
-        rows += [
+        pending = list(pending_of(domain))  # before the others: what is complete a moment later is among those
+        complete = [
             Listed(
                 *(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes),
                 is_pinned=domain.marks.is_pinned(m.id),
@@ -97,7 +98,8 @@ def list_checkpoints(store: Store) -> list[Listed]:
             )
             for m in domain.checkpoints()
         ]
-        rows += pending_of(domain)
+        complete_ids = {row.id for row in complete}
+        rows += [*complete, *(row for row in pending if row.id not in complete_ids)]
     return rows
 
 
@@ -121,6 +123,8 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
                 continue
             check_taken(job)
         except IntegrityError as error:
+            if checkpoint_id in domain.checkpoint_ids():  # by now: what was taken goes then
+                continue
             state = "lost"
             failure = failure_of(domain, error)._replace(remedy=_PRUNE)
         else:

@@ -104,7 +104,8 @@ def is_here(store: Store, thin: Thin) -> bool:
     if thin.domain not in store.names():
         return False
     domain = store.open(thin.domain)
-    return thin.checkpoint_id in domain.checkpoint_ids() or thin.checkpoint_id in pending_ids(domain)
+    # It becomes complete at any moment: what was on its way is looked at first.
+    return thin.checkpoint_id in pending_ids(domain) or thin.checkpoint_id in domain.checkpoint_ids()
 
 
 def find_stored(settings: Settings, thin: Thin) -> tuple[StoredManifest, str]:

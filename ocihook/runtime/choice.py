@@ -25,6 +25,8 @@ from ocihook.store.thin import Thin
 STOP_S = 60.0  # that a checkpoint which is being made is waited for
 REMOTE_S = 60.0  # that a remote may take to say what it has: engines wait two minutes for the whole of `create`
 
+_NEXT = 1 << 62  # sequence of what waits to be stored: it has none yet, and is behind all that have
+
 
 class Known(NamedTuple):
     """A checkpoint as far as its choice goes."""
@@ -32,6 +34,7 @@ class Known(NamedTuple):
     id: str
     container: ContainerRef
     created: str
+    sequence: int = 0  # in its store, which tells of one second what was made later
 
 
 class Chosen(NamedTuple):
@@ -83,7 +86,9 @@ def _find(known: Iterable[Known], wanted: str, kept: Kept) -> Known | None:
 def newest(known: Iterable[Known], of: str) -> Known | None:
     """Return the newest checkpoint of a lineage, None if there is none."""
     return max(
-        (one for one in known if lineage(one.container) == of), key=lambda one: (one.created, one.id), default=None
+        (one for one in known if lineage(one.container) == of),
+        key=lambda one: (one.created, one.sequence, one.id),
+        default=None,
     )
 
 
@@ -98,18 +103,18 @@ def _here(store: Store, name: str) -> Iterable[Known]:
     if name not in store.names():
         return
     domain = store.open(name)
-    for manifest in domain.checkpoints():
-        if manifest.belongings_bytes:
-            yield _known(manifest)
-    for checkpoint_id in pending_ids(domain):
+    for checkpoint_id in pending_ids(domain):  # before the others: one that is complete a moment later is among those
         with contextlib.suppress(IntegrityError):  # it was lost, which is reported elsewhere
             job = read_job(domain, checkpoint_id)
             if job is not None and job.belongings_bytes:
-                yield Known(job.id, job.container, job.created)
+                yield Known(job.id, job.container, job.created, _NEXT)
+    for manifest in domain.checkpoints():
+        if manifest.belongings_bytes:
+            yield _known(manifest)
 
 
 def _known(manifest: StoredManifest) -> Known:
-    return Known(manifest.id, manifest.container, manifest.created)
+    return Known(manifest.id, manifest.container, manifest.created, manifest.sequence)
 
 
 def _ask_remote(settings: Settings, name: str, patience: Patience) -> list[Known]:

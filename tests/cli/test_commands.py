@@ -172,5 +172,5 @@ def test_sessions_of_a_node_without_any() -> None:
 def test_help_imports_none_of_the_commands() -> None:
     code = "import sys; sys.argv = ['ocihook', '--help']; from ocihook.cli.main import main\n"
     code += "try: main()\nexcept SystemExit: pass\nprint(*[m for m in sys.modules if m in ('rich', 'lz4', 'google')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == ""

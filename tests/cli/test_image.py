@@ -202,7 +202,8 @@ def test_a_damaged_checkpoint_becomes_no_image_unless_it_is_wanted(
     packed, target = tmp_path / "packed.tar", f"{registry.address}/team/job:1"
     run_json("archive", "pack", plain, packed)
     with tarfile.open(packed) as tar:
-        flip_bit(packed, tar.getmember("checkpoint/ocihook-0.pack").offset_data + 100)
+        pack = next(member for member in tar if member.name.endswith(".pack"))  # of whichever worker had a task
+        flip_bit(packed, pack.offset_data + 100)
     for arguments in (("build", packed, tmp_path / "out"), ("push", packed, target, "--plain-http")):
         assert isinstance(run("image", *arguments).exception, IntegrityError)
     assert not (tmp_path / "out").exists()
@@ -225,9 +226,9 @@ def test_an_interrupted_push_ends_at_once(tmp_path: Path, plain: Path, registry:
     before = set(tmp_path.iterdir())
     process = subprocess.Popen([*command, "--plain-http"])
     try:
-        assert arrived.wait(30)
+        assert arrived.wait(60)
         process.terminate()
-        assert process.wait(30) == 143
+        assert process.wait(60) == 143
     finally:
         process.kill()
         is_over.set()

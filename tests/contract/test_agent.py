@@ -16,6 +16,7 @@ import pytest
 from integration.namespace import Namespace, wait_for
 from ocihook.images.image_set import verify_image_set
 from tests.fakes.images import make_image_set, mixed_pages
+from tests.unit.test_linux import is_removed
 
 PROJECT = Path(__file__).parents[2]
 FAKE_CRIU = PROJECT / "tests/fakes/criu.py"
@@ -80,10 +81,10 @@ class Node:
         files = sorted(self.namespace.path("/var/lib/ocihook/history").glob("*.json"))
         return [json.loads(file.read_text()) for file in files]
 
-    def stay(self, idle_timeout_s: int = 600) -> None:
+    def stay(self) -> None:
         """Let agents that start from now on stay: on a slow machine whoever comes to them may be long in coming."""
         config = self.namespace.path("/etc/ocihook/config.toml")
-        config.write_text(config.read_text().replace("idle_timeout_s = 1\n", f"idle_timeout_s = {idle_timeout_s}\n"))
+        config.write_text(config.read_text().replace("idle_timeout_s = 1\n", "idle_timeout_s = 600\n"))
 
     def agent(self) -> subprocess.Popen[bytes]:
         """Start an agent in the foreground that stays; wait until it listens."""
@@ -169,6 +170,7 @@ def test_the_agent_leaves_the_cgroup_of_its_caller(node: Node) -> None:
     mount = mount if mount.exists() else Path("/sys/fs/cgroup")
     group = mount / f"ocihook-test-{os.getpid()}"
     group.mkdir()
+    node.stay()
     try:
         node.namespace.run(
             "sh",
@@ -180,9 +182,15 @@ def test_the_agent_leaves_the_cgroup_of_its_caller(node: Node) -> None:
         pid = node.run_dir("agent.lock").read_text().strip()
         assert "0::/\n" in Path(f"/proc/{pid}/cgroup").read_text()
         assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3] == pid, "not a session of its own"
+        os.kill(int(pid), signal.SIGTERM)
     finally:
-        wait_for("the cgroup to be empty", lambda: not (group / "cgroup.procs").read_text())
-        group.rmdir()
+        wait_for("the cgroup to be removed", lambda: is_removed(group))
+
+
+def test_an_agent_that_is_ended_while_it_starts_leaves_no_socket(node: Node) -> None:
+    ended = "server.load_bindings = lambda: os.kill(os.getpid(), signal.SIGTERM); server.main()"
+    node.namespace.run(sys.executable, "-c", f"import os, signal; from ocihook.agent import server; {ended}")
+    assert not node.run_dir("agent.sock").exists()
 
 
 def test_unhandled_stages_start_nothing(node: Node) -> None:
@@ -243,14 +251,15 @@ def test_criu_killed_after_pre_restore(node: Node) -> None:
 
 def test_systemd_passes_its_socket(node: Node) -> None:
     starter = (
-        "import os, socket, sys\n"
+        "import os, select, socket, sys\n"
         "os.makedirs('/run/ocihook', 0o700)\n"
-        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('/run/ocihook/agent.sock'); s.listen()\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('/run/ocihook/new'); s.listen()\n"
+        "os.rename('/run/ocihook/new', '/run/ocihook/agent.sock')\n"
+        "select.select([s], [], [])\n"  # it starts the agent for whoever comes
         "os.dup2(s.fileno(), 3); os.set_inheritable(3, True)\n"
         "os.environ |= {'LISTEN_FDS': '1', 'LISTEN_PID': str(os.getpid())}\n"
         "os.execv(sys.executable, [sys.executable, '-m', 'ocihook', 'agent'])\n"
     )
-    node.stay(5)
     agent = node.namespace.spawn(sys.executable, "-c", starter, log=node.scratch / "agent.log")
     wait_for("the socket", node.run_dir("agent.sock").exists)
     assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
@@ -281,7 +290,7 @@ def nobody(node: Node) -> list[str]:
     node.render("/usr/bin/python3", site)
     shutil.copytree(PROJECT / "ocihook", site / "ocihook", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(node.script, site / "criu-action")
-    subprocess.run(["chmod", "-R", "a+rX", site], check=True, timeout=10)
+    subprocess.run(["chmod", "-R", "a+rX", site], check=True, timeout=60)
     return ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", str(site / "criu-action")]
 
 

@@ -47,7 +47,7 @@ class Node:
     def call(self, verb: str, pid: int, **environment: str) -> tuple[str, str, str]:
         done = subprocess.run(
             [sys.executable, CONTRACT, "--call", verb, str(pid)],
-            env={**self.environment, **environment}, capture_output=True, text=True, timeout=30, check=True,
+            env={**self.environment, **environment}, capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
         answer = json.loads(done.stdout)
         return verb, answer["name"], str(answer.get("value", "")) if verb == "state" else ""
@@ -164,7 +164,7 @@ def test_memory_that_shrinks(node: Node) -> None:
             env=node.environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             check=True,
         )
         return int(re.findall(rf"\b{pid}: (\d+)", done.stdout + f" {pid}: 0")[0])

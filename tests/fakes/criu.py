@@ -19,7 +19,7 @@ log = (Path(image_dir).parent / "dump.log").open("a")
 for stage in stages:
     if stage == "wait":
         print("waiting", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     elif stage.startswith("log="):
         log.write(Path(stage.removeprefix("log=")).read_text())
         log.flush()

@@ -4,31 +4,36 @@ import contextlib
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import boto3
+
+# It is given a socket that listens: a port that is free when it is looked for may be somebody else's a moment later.
+_SERVER = """
+import sys
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.server import MotoRequestHandler
+from werkzeug.serving import make_server
+fd, port = map(int, sys.argv[1:])
+app = DomainDispatcherApplication(create_backend_app)
+make_server("127.0.0.1", port, app, threaded=True, request_handler=MotoRequestHandler, fd=fd).serve_forever()
+"""
 
 
 @contextlib.contextmanager
 def object_storage() -> Iterator[str]:
     """Run one; give its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                assert server.poll() is None
-                assert time.monotonic() < deadline
-                with contextlib.suppress(OSError):
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.kill()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fd, port = listener.fileno(), listener.getsockname()[1]
+        server = subprocess.Popen(
+            [sys.executable, "-c", _SERVER, str(fd), str(port)],
+            pass_fds=[fd], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
 
 
 def make_bucket(endpoint: str, name: str) -> str:

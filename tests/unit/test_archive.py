@@ -456,9 +456,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs root to mount a small file system")
     place = tmp_path / "small"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=True, timeout=60)
     yield place
-    subprocess.run(["umount", place], check=True, timeout=10)
+    subprocess.run(["umount", place], check=True, timeout=60)
 
 
 def test_full_disk_is_told_and_nothing_left_on_it(tmp_path: Path, plain: Path, small_disk: Path) -> None:
@@ -479,7 +479,7 @@ def test_verifying_takes_no_space_for_memory(tmp_path: Path, plain: Path, small_
     (small_disk / "packed.tar").write_bytes((tmp_path / "packed.tar").read_bytes())
     unpack(small_disk / "packed.tar", tmp_path / "again.tar", compression)
     assert ops.verify_archive(small_disk / "packed.tar", workers=1) is not None
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True, timeout=10)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True, timeout=60)
     seen: list[int] = []
     assert ops.verify_archive(small_disk / "packed.tar", workers=1, progress=seen.append) is not None
     assert sum(seen) == 512 * 4096 == ops.memory_bytes(small_disk / "packed.tar")

@@ -29,7 +29,7 @@ def process_named(*words: str, program: Path = Path("/bin/sh")) -> Iterator[subp
         while not command_line(process.pid):  # Popen returns in the middle of its exec
             pass
         yield process
-    process.wait(10)
+    process.wait(60)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_criu_at_work_is_waited_for(tmp_path: Path, only_our_processes: set[int]
         with pytest.raises(AgentError, match=rf"in use after 0 s: CRIU \(pid {criu.pid}\)\. New dumps .* do not call"):
             wait_until_unused(tmp_path, timeout_s=0)
         criu.kill()
-        criu.wait(10)
+        criu.wait(60)
         wait_until_unused(tmp_path, timeout_s=0)
 
 

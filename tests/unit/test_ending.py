@@ -85,7 +85,7 @@ def test_who_releases_it_may_be_killed(
 @pytest.mark.parametrize("full", ["of files", "of bytes"])
 def test_a_full_disk_keeps_nobody_waiting(tmp_path: Path, full: str) -> None:
     size = "nr_inodes=3" if full == "of files" else "size=4k"  # the directory and the FIFO with two names
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", tmp_path], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", tmp_path], check=True, timeout=60)
     directory = os.open(tmp_path, os.O_RDONLY)
     try:
         ending.keep(directory)
@@ -98,7 +98,7 @@ def test_a_full_disk_keeps_nobody_waiting(tmp_path: Path, full: str) -> None:
         assert not any(path.is_fifo() for path in tmp_path.iterdir())
     finally:
         os.close(directory)
-        subprocess.run(["umount", "--lazy", tmp_path], check=True, timeout=10)
+        subprocess.run(["umount", "--lazy", tmp_path], check=True, timeout=60)
 
 
 def test_one_that_is_not_kept_is_left_alone(tmp_path: Path, work_directory: int) -> None:

@@ -176,9 +176,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs root to mount a small file system")
     place = tmp_path / "small"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", place], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", place], check=True, timeout=60)
     yield place
-    subprocess.run(["umount", place], check=True, timeout=10)
+    subprocess.run(["umount", place], check=True, timeout=60)
 
 
 def test_full_disk_while_packing_leaves_the_images(small_disk: Path) -> None:

@@ -111,7 +111,7 @@ def test_what_is_installed_runs_the_hook(tmp_path: Path) -> None:
     assert launcher.stat().st_mode & 0o777 == 0o755
     for stage in ("network-lock", "self-test"):
         done = subprocess.run(
-            [launcher], env={"CRTOOLS_SCRIPT_ACTION": stage}, capture_output=True, text=True, timeout=30, check=False
+            [launcher], env={"CRTOOLS_SCRIPT_ACTION": stage}, capture_output=True, text=True, timeout=60, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "Installed by `ocihook install`" in launcher.read_text()

@@ -31,7 +31,7 @@ def journal(root: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("JOURNAL_STREAM", "8:1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "socket"))
-        receiver.settimeout(5)
+        receiver.settimeout(60)
         yield receiver
 
 

@@ -137,7 +137,7 @@ def test_what_the_kernel_tells(workload: "subprocess.Popen[str]") -> None:
     options = {read_options(sock).user_timeout_ms for _, sock in tcp_sockets([workload.pid])}
     assert options == {0, 12345}
     assert netlink.destroy(namespace, survey.connections[:1]) == 1  # whose reset ends the other one
-    assert Survey.of([workload.pid]).connections == []  # type: ignore[union-attr]
+    assert Patience(timeout_s=60).until(lambda: Survey.of([workload.pid]).connections == [])  # type: ignore[union-attr]
 
 
 def test_unix_sockets_know_their_peers_and_what_nobody_has_read() -> None:

@@ -21,6 +21,7 @@ from ocihook.packs.pages import BATCH_BYTES, CHUNK_BYTES, FILE_BATCH_BYTES, Page
 from ocihook.packs.unpacking import Packs
 from tests.damage import flip_bit
 from tests.fakes.images import read_pages
+from tests.open_files import nothing_left_open
 from tests.unit.test_ptrace import wait_until
 
 ZERO_PAGE = bytes(PAGE_BYTES)
@@ -236,10 +237,8 @@ def test_a_full_disk_while_packing(small_disk: Path, workers: int) -> None:
     content = noise(1500)
     for name in ("pages-1.img", "pages-2.img"):
         (small_disk / name).write_bytes(content[: 700 * PAGE_BYTES])
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="No space left"):
+    with nothing_left_open(), pytest.raises(OSError, match="No space left"):
         pack(small_disk, ["pages-1.img", "pages-2.img"], workers)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
     assert (small_disk / "pages-1.img").read_bytes() == content[: 700 * PAGE_BYTES]
 
 
@@ -339,13 +338,12 @@ def test_packs_that_do_not_cover_an_image_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_pack_is_named(tmp_path: Path) -> None:
     image, packs = two_segments(tmp_path)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(IntegrityError, match=r"ocihook-0\.pack is missing"):
-        Packs([image], packs, {})
-    (tmp_path / "ocihook-0.pack").unlink()
-    with pytest.raises(IntegrityError, match=r"ocihook-0\.pack cannot be opened"):
-        opened(tmp_path, ([image], packs))
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    with nothing_left_open():
+        with pytest.raises(IntegrityError, match=r"ocihook-0\.pack is missing"):
+            Packs([image], packs, {})
+        (tmp_path / "ocihook-0.pack").unlink()
+        with pytest.raises(IntegrityError, match=r"ocihook-0\.pack cannot be opened"):
+            opened(tmp_path, ([image], packs))
 
 
 def test_decoding_is_checked_beyond_the_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

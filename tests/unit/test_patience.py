@@ -23,8 +23,12 @@ from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import HeldThread, held
 from ocihook.linux.workers import call_each, run_forked
 from ocihook.store.domain import Domain
+from tests.open_files import nothing_left_open, open_files
+from tests.unit.test_linux import is_removed
+from tests.unit.test_ptrace import wait_until
 
 LONG_S = 600  # nothing here takes as long
+POLL = {"x86_64": ("7", "271"), "aarch64": ("73",)}.get(os.uname().machine, ())  # numbers of poll(2) and ppoll(2)
 
 
 class Waiting:
@@ -66,14 +70,10 @@ def runtime() -> Iterator[Waiting]:
     waiting.end()
 
 
-def is_asleep(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-
-
 def waits_in_poll() -> Callable[[], bool]:
-    """Return what tells whether the thread that asks for it now is asleep."""
+    """Return what tells whether the thread that asks for it now waits in poll(2), or what libc makes of it."""
     tid = threading.get_native_id()
-    return lambda: is_asleep(tid)
+    return lambda: Path(f"/proc/{tid}/syscall").read_text().split()[0] in POLL
 
 
 def test_a_sleep_ends_with_whoever_waits(runtime: Waiting) -> None:
@@ -175,12 +175,12 @@ def test_forked_processes_share_it(runtime: Waiting) -> None:
 
 
 def test_closed_it_holds_nothing(runtime: Waiting) -> None:
-    before = os.listdir("/proc/self/fd")
-    patience = runtime.patience()
-    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
-    patience.close()
-    patience.close()
-    assert os.listdir("/proc/self/fd") == before
+    with nothing_left_open():
+        before = open_files().items()
+        patience = runtime.patience()
+        assert len(open_files().items() - before) == 1
+        patience.close()
+        patience.close()
     runtime.end()
     patience.check()
 
@@ -333,8 +333,7 @@ def frozen() -> Iterator[Waiting]:
     yield waiting
     (directory / "freezer.state").write_text("THAWED")
     waiting.end()
-    assert Patience(timeout_s=60).until(lambda: not (directory / "cgroup.procs").read_text())
-    directory.rmdir()
+    wait_until(lambda: is_removed(directory))
 
 
 def test_a_frozen_thread_that_does_not_stop(runtime: Waiting, frozen: Waiting) -> None:

@@ -27,7 +27,7 @@ def purge(root: Path) -> str:
         text = text.replace(f"={place}\n", f"={root}{place}\n")
     (root / "var/lib").mkdir(parents=True, exist_ok=True)
     command, path = ["sh", "-c", text, "postrm", "purge"], {"PATH": f"{failing_helper(root)}:/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     return done.stderr
@@ -108,6 +108,6 @@ def test_a_configuration_that_sets_something_stays(tmp_path: Path, before: str |
         assert f" {place}" in text
         text = text.replace(f" {place}", f" {tmp_path}{place}")
     command, path = ["sh", "-c", text, "postinst", "configure"], {"PATH": f"{failing_helper(tmp_path)}:/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=path)
     assert done.returncode == 0, done.stderr
     assert file.read_text() == ("[policy]\n" if is_replaced else before)

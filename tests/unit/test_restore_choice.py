@@ -32,6 +32,8 @@ def test_the_newest_of_the_member_counts() -> None:
     ]
     assert newest(known, lineage(pod("train-0-vvvvv"))) == known[1]
     assert newest(known, lineage(pod("train-2-vvvvv"))) is None
+    again = [known[1]._replace(id=name, sequence=number) for name, number in (("z", 1), ("y", 3), ("x", 2))]
+    assert newest(again, lineage(pod("train-0-vvvvv"))) == again[1], "of one second the last that was made"
 
 
 def test_a_member_may_be_named() -> None:

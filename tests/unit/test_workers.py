@@ -13,6 +13,7 @@ import pytest
 from ocihook.errors import IntegrityError, OcihookError
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import WorkerDied, call_each, run_forked, start_call
+from tests.open_files import nothing_left_open
 from tests.unit.test_ptrace import wait_until
 
 Worker = Callable[[int, Iterator[int]], Iterator[object]]
@@ -61,9 +62,8 @@ def test_each_task_goes_to_exactly_one_worker(tasks: int, workers: int) -> None:
 
 
 def test_descriptors_are_returned() -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
-    list(run_forked(echo, tasks=10, workers=3))
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    with nothing_left_open():
+        list(run_forked(echo, tasks=10, workers=3))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -210,14 +210,15 @@ def test_a_call_that_fails_does_not_disturb_the_others() -> None:
 
 
 def test_a_call_that_does_not_return_is_killed() -> None:
-    def wait_if_zero(number: int) -> int:
-        if number == 0:
-            signal.pause()
-        return number
-
-    quick, never = call_each(wait_if_zero, [1, 0], Patience(timeout_s=0.5))
-    assert quick == 1
+    (never,) = call_each(lambda _: signal.pause(), [None], Patience(timeout_s=0.5))
     assert isinstance(never, TimeoutError)
+    assert no_children_left()
+
+
+def test_what_was_there_in_time_is_not_lost_with_what_was_not() -> None:
+    with start_call(lambda number: number, 1) as quick, start_call(lambda _: signal.pause(), None) as never:
+        assert quick.outcome(ENDLESS) == 1
+        assert isinstance(never.outcome(Patience(timeout_s=0)), TimeoutError)
     assert no_children_left()
 
 

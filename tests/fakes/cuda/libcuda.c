@@ -88,7 +88,7 @@ static char *saved; /* the mapping that holds device memory while checkpointed *
 static size_t saved_size;
 static pthread_mutex_t allocating = PTHREAD_MUTEX_INITIALIZER; /* never taken by the thread that serves */
 
-#define RELEASE_MS 500 /* so that a lock that comes while threads allocate and free always does */
+#define RELEASE_MS 10000 /* so that a lock that comes while threads allocate and free always does */
 
 static int64_t now_ms(void)
 {
@@ -338,8 +338,16 @@ int cuCtxSynchronize(void) { enter(); leave(); return SUCCESS; }
 int cuEventCreate(void **event, unsigned flags) { (void)flags; *event = (void *)events; return SUCCESS; }
 int cuEventRecord(void *event, void *stream) { (void)event, (void)stream; enter(); leave(); return SUCCESS; }
 int cuEventQuery(void *event) { (void)event; return events[0]; }
-/* What no real program calls: a kernel that runs for so long, memory of a neighbour that is mapped. */
-int ocihook_fake_cuda_kernel(int ms) { enter(); sleep_ms(ms); leave(); return SUCCESS; }
+/* What no real program calls: a kernel that runs until a lock has waited for so long, memory of a neighbour that is mapped. */
+int ocihook_fake_cuda_kernel(int ms)
+{
+    enter();
+    while (__atomic_load_n(&state, __ATOMIC_SEQ_CST) == RUNNING)
+        sleep_ms(1);
+    sleep_ms(ms);
+    leave();
+    return SUCCESS;
+}
 int ocihook_fake_cuda_use_p2p(void) { is_p2p = 1; return SUCCESS; }
 
 int cuMemAlloc_v2(uint64_t *pointer, size_t size)
