@@ -50,7 +50,8 @@ def test_every_setting_is_in_its_page_with_default_and_meaning() -> None:
         if field.name in TABLES:
             continue
         entry = re.search(rf"^\.B {field.name}\n((?:[^.].*\n)+)\.br\n\((\w+), default (.*)\)", page, re.MULTILINE)
-        assert entry, f"{field.name} has no comment in config.py"
+        assert entry, f"{field.name} is not in the page"
+        assert re.search(r"\w", entry[1]), f"{field.name} has no comment in config.py"
         assert tomllib.loads(f"value = {entry[3].partition(';')[0]}")["value"] == field.default
 
 
