@@ -29,7 +29,7 @@ def test_what_is_committed_is_what_the_code_says(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "ocihook.cli.manual", str(tmp_path)], check=True, timeout=60)
     for directory in ("man", "completions"):
         made, committed = texts(tmp_path / directory), texts(PROJECT / "packaging" / directory)
-        assert made == committed, "`make docs` makes them anew"
+        assert made == committed, "`make docs` makes them again"
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=str)
