@@ -71,7 +71,7 @@ def is_asleep(pid: int) -> bool:
 
 
 def waits_in_poll() -> Callable[[], bool]:
-    """Return what reports whether the thread that asks for it now is asleep."""
+    """Return what tells whether the thread that asks for it now is asleep."""
     tid = threading.get_native_id()
     return lambda: is_asleep(tid)
 
