@@ -12,7 +12,7 @@ from integration.podman.engine import IMAGE, Podman
 
 
 def can_dump_sockets() -> bool:
-    """Tell whether this machine's CRIU can; before Linux 6.16 every one can (criu #2705)."""
+    """Return whether this machine's CRIU can; before Linux 6.16 every one can (criu #2705)."""
     said = subprocess.run(["criu", "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
     kernel = Version(".".join(os.uname().release.split("-")[0].split(".")[:2]))
     return kernel < Version("6.16") or Version(said.split()[1]) >= Version("4.2")

@@ -1,4 +1,4 @@
-"""Where a restored container has addresses that it had: reported, not changed, as only it knows what they are for."""
+"""Finds old addresses in a restored container: reported, not changed, as only it knows what they are for."""
 
 import contextlib
 import os

@@ -17,7 +17,7 @@ BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; stays in th
 FILE_BATCH_BYTES = 2 << 20  # what it writes to a file: a huge page, which the kernel need not clear then
 ZERO_CHUNK = bytes(CHUNK_BYTES)
 _ZEROS = memoryview(ZERO_CHUNK)
-Progress = Callable[[int], None]  # told how many more bytes of image are done
+Progress = Callable[[int], None]  # called with how many more bytes of image are done
 
 
 def no_progress(_image_bytes: int) -> None:

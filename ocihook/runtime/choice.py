@@ -102,7 +102,7 @@ def _here(store: Store, name: str) -> Iterable[Known]:
         if manifest.belongings_bytes:
             yield _known(manifest)
     for checkpoint_id in pending_ids(domain):
-        with contextlib.suppress(IntegrityError):  # it was lost, and is told so elsewhere
+        with contextlib.suppress(IntegrityError):  # it was lost, which is reported elsewhere
             job = read_job(domain, checkpoint_id)
             if job is not None and job.belongings_bytes:
                 yield Known(job.id, job.container, job.created)

@@ -1,4 +1,4 @@
-"""Which checkpoints count as those of one container: of one member of one owner, however often it was made anew.
+"""Which checkpoints count as those of one container: of one member of one owner, however often it was recreated.
 
 A node knows the name of a pod, not its owner: no engine passes a pod's labels on. But controllers make names by rules
 (Kubernetes: names/generate.go, util/rand, job, replicaset and statefulset controllers; JobSet):
