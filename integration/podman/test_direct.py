@@ -54,7 +54,7 @@ def largest_pack(archive: Path) -> tuple[str, int]:
 
 
 def assert_failed(podman: Podman, mark: str) -> None:
-    """Check that a restore has come to nothing and that nothing is left of it."""
+    """Check that a restore has failed and that nothing is left of it."""
     assert_nothing_is_left(podman)
     assert not podman.is_running("c")
     wait_for("what CRIU made to be gone", lambda: not processes_with(mark))
@@ -123,7 +123,7 @@ def test_a_damaged_pack_fails_the_restore_and_a_killed_criu_leaves_nothing(patie
 
 
 def test_agent_killed_at_any_step(patient_podman: Podman) -> None:
-    """The hook starts another agent, which begins the stage anew; memory written twice is the same."""
+    """The hook starts another agent, which starts the stage over; memory written twice is the same."""
     podman = patient_podman
     archive = podman.scratch / "c.tar"
     podman.start("c", MIB)

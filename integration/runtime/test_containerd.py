@@ -1,4 +1,4 @@
-"""containerd over the handler: a pod that is made anew, under another name, goes on where the old one was."""
+"""containerd over the handler: a pod that is created again, under another name, resumes where the old one was."""
 
 from collections.abc import Iterator
 from pathlib import Path

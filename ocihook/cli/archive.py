@@ -1,4 +1,4 @@
-"""`ocihook archive`: look into, verify, pack, unpack and compare the checkpoint archives of engines."""
+"""`ocihook archive`: inspect, verify, pack, unpack and compare the checkpoint archives of engines."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`ocihook config`: the settings that hold on this node, and where each comes from."""
+"""`ocihook config`: the settings in use on this node, and where each comes from."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ from ocihook.config import ALLOWED, Policy, Settings, Source, load_with_sources
 
 @click.group()
 def config() -> None:
-    """Look at this node's configuration; `ocihook.toml` (5) explains each setting."""
+    """Show this node's configuration; `ocihook.toml` (5) explains each setting."""
 
 
 @config.command()

@@ -1,4 +1,4 @@
-"""`ocihook doctor`: what would keep a checkpoint from working, here or of a container, each with its remedy."""
+"""`ocihook doctor`: what would make a checkpoint fail, here or of a container, each with its remedy."""
 
 import os
 from pathlib import Path
@@ -14,12 +14,12 @@ from ocihook.stages.recover import recover
 
 
 @click.command()
-@click.option("--container", help="Look into this running container: id, its beginning, or name.")
-@click.option("--pid", type=click.IntRange(1, 1 << 22), help="Look into this process and its descendants.")
+@click.option("--container", help="Check this running container: its id, the beginning of it, or its name.")
+@click.option("--pid", type=click.IntRange(1, 1 << 22), help="Check this process and its descendants.")
 @click.option(
     "--archive",
     type=click.Path(exists=True, path_type=Path),
-    help="Look whether this checkpoint, an archive or an image directory, can be restored here.",
+    help="Check whether this checkpoint, an archive or an image directory, can be restored here.",
 )
 @click.option(
     "--fix", is_flag=True, help="Do what is safe: complete the installation, start its socket, recover what was left."

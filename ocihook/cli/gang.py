@@ -28,7 +28,7 @@ def gang() -> None:
 @gang.command()
 @json_option
 def status(*, as_json: bool) -> None:
-    """Show the gangs that the coordinator knows: what goes on, who has come how far, complete epochs."""
+    """Show the gangs that the coordinator knows: attempts, how far their members are, and complete epochs."""
     settings = load_settings()
     link = Link.of(settings)
     try:
@@ -36,7 +36,7 @@ def status(*, as_json: bool) -> None:
     except OSError as error:
         if link.url or Path(link.socket).exists():
             raise unreachable(link, error) from error
-        found = Coordinator(Path(settings.gang_dir)).status()  # no agent runs here, so nothing goes on
+        found = Coordinator(Path(settings.gang_dir)).status()  # no agent runs here, so there is no attempt
     if as_json:
         print_json({"gangs": found})
         return
@@ -91,13 +91,13 @@ def _tell(found: gangs.GangCheckpoint, what: str) -> None:
 def coordinator(*, listen: str) -> None:
     """Coordinate the gangs of several nodes, which reach this over mutual TLS (`coordinator` in [agent]).
 
-    Certificates are in tls_dir. Who has one of the authority in its ca.crt is let in, and nobody else.
+    Certificates are in tls_dir. Only clients with a certificate of the authority in its ca.crt are accepted.
     """
     settings = load_settings()
     tls = server_tls(Path(settings.tls_dir))
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"{listen!r} is no place to listen at", hint="name HOST:PORT")
+        raise ConfigError(f"{listen!r} is not an address to listen on", hint="name HOST:PORT")
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, int(port)), family=family, backlog=1024) as listener:

@@ -100,5 +100,5 @@ def push(
         print_json({**value, "sent_bytes": sent_bytes, "blobs": blobs})
     else:
         total_bytes = sum(blob.size_bytes for blob in pushed.blobs)
-        known = f", {format_bytes(total_bytes - sent_bytes)} were there" if sent_bytes < total_bytes else ""
+        known = f", {format_bytes(total_bytes - sent_bytes)} were there already" if sent_bytes < total_bytes else ""
         click.echo(f"{pushed.reference}@{pushed.digest}: {format_bytes(sent_bytes)} sent{known}")

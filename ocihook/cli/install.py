@@ -49,7 +49,7 @@ def install(*, root: Path, libexec: Path, with_handler: bool, dry_run: bool, as_
     as it is. Installing again is harmless.
 
     With --runtime, engines get a handler `ocihook` by a drop-in each: its containers are checkpointed when they are
-    stopped, and go on where they were when they are made again, as their annotations want it.
+    stopped, and resume where they were when they are created again, as their annotations ask for it.
     """
     root = root.resolve()
     changes = plan_install(root, libexec)
@@ -74,11 +74,11 @@ def install(*, root: Path, libexec: Path, with_handler: bool, dry_run: bool, as_
 @_dry_run
 @json_option
 def uninstall(*, root: Path, libexec: Path, timeout_s: float, dry_run: bool, as_json: bool) -> None:
-    """Take back what install changed; what was there before is left, byte for byte.
+    """Undo what install changed; what was there before is left, byte for byte.
 
-    First the runtime handler, unless containers need it: nothing is taken back then. Then CRIU's configuration: no new
+    First the runtime handler goes, unless containers need it: then nothing is undone. Then CRIU's configuration: no new
     dump or restore calls ocihook. The rest goes when those that run have ended. Then pending checkpoints are stored, as
-    nothing does so afterwards. Those that cannot be are reported; they stay.
+    nothing does so afterwards. Those that cannot be stored are reported, and stay.
     """
     root = root.resolve()
     handler = handlers.plan_removal(root, libexec)

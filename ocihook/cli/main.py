@@ -18,7 +18,7 @@ from ocihook.errors import OcihookError, from_system
 # name -> module:attribute and summary, so that `--help` imports none of them
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "install": ("ocihook.cli.install:install", "Have CRIU call ocihook on this node."),
-    "uninstall": ("ocihook.cli.install:uninstall", "Take back what install changed."),
+    "uninstall": ("ocihook.cli.install:uninstall", "Undo what install changed."),
     "doctor": ("ocihook.cli.doctor:doctor", "Check whether a checkpoint will work here, and what to do if not."),
     "config": ("ocihook.cli.config:config", "Show this node's settings, and where each comes from."),
     "archive": ("ocihook.cli.archive:archive", "List, inspect, verify, pack, unpack and compare checkpoint archives."),

@@ -1,4 +1,4 @@
-"""`ocihook ps` and `ocihook recover`: what sessions do on this node, and putting back what a dead one left."""
+"""`ocihook ps` and `ocihook recover`: what sessions do on this node, and undoing what a dead one left."""
 
 import contextlib
 import textwrap

@@ -162,6 +162,6 @@ def test_what_is_made_is_what_the_program_says(tmp_path: Path) -> None:
     # By a process of its own: other tests have effects and commands that are not the program's.
     subprocess.run([sys.executable, "-m", "ocihook.cli.handbook", str(tmp_path)], check=True, timeout=60)
     for page in DOCS:
-        assert (tmp_path / page.name).read_text() == page.read_text(), "`make docs` makes it anew"
+        assert (tmp_path / page.name).read_text() == page.read_text(), "`make docs` makes it again"
     used = re.findall(r"<!-- made by make docs: (\w+) -->", "".join(page.read_text() for page in DOCS))
     assert sorted(used) == sorted(PARTS)

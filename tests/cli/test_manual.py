@@ -29,7 +29,7 @@ def test_what_is_committed_is_what_the_code_says(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "ocihook.cli.manual", str(tmp_path)], check=True, timeout=60)
     for directory in ("man", "completions"):
         made, committed = texts(tmp_path / directory), texts(PROJECT / "packaging" / directory)
-        assert made == committed, "`make docs` makes them anew"
+        assert made == committed, "`make docs` makes them again"
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=str)
@@ -50,7 +50,8 @@ def test_every_setting_is_in_its_page_with_default_and_meaning() -> None:
         if field.name in TABLES:
             continue
         entry = re.search(rf"^\.B {field.name}\n((?:[^.].*\n)+)\.br\n\((\w+), default (.*)\)", page, re.MULTILINE)
-        assert entry, f"{field.name} has no comment in config.py"
+        assert entry, f"{field.name} is not in the page"
+        assert re.search(r"\w", entry[1]), f"{field.name} has no comment in config.py"
         assert tomllib.loads(f"value = {entry[3].partition(';')[0]}")["value"] == field.default
 
 

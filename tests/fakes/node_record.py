@@ -1,4 +1,4 @@
-"""A node with a history and a store in which everything has happened once, for what tells of them."""
+"""A node with a history and a store in which everything has happened once, for what reports them."""
 
 from pathlib import Path
 from typing import Any

@@ -267,7 +267,7 @@ def run_recorded(root: Path, log: Path, act: Callable[[Mark], object], *, last: 
             recorder.install()
             act(recorder.mark)
             status = 0
-        except BaseException:  # noqa: BLE001 - told by the exit status
+        except BaseException:  # noqa: BLE001 - reported by the exit status
             traceback.print_exc()
         finally:
             os._exit(status)

@@ -1,4 +1,4 @@
-"""A registry in memory that fails as it is told: what a real one does only when its luck runs out."""
+"""A registry in memory that fails on request: what a real one does only when its luck runs out."""
 
 import base64
 import hashlib

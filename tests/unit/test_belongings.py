@@ -21,7 +21,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="makes devices and trus
 
 
 def snapshot(top: Path) -> dict[str, tuple[object, ...]]:
-    """Everything that can be told of a tree."""
+    """Everything that is known of a tree."""
     found: dict[str, tuple[object, ...]] = {}
     for directory, names, files in os.walk(top):
         for path in (Path(directory), *(Path(directory, name) for name in files), *(Path(directory, n) for n in names)):

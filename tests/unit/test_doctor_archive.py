@@ -58,7 +58,7 @@ def found(path: Path) -> dict[str, Finding]:
 
 
 def test_an_image_directory(tmp_path: Path) -> None:
-    """It is told the same of it as of the archive, but that nothing is unpacked."""
+    """The findings are those of the archive, but that nothing is unpacked."""
     archive = packed(tmp_path, HOST | {"criu": "9.9"})
     directory = tmp_path / "scratch/checkpoint"
     of_archive, of_directory = found(archive), found(directory)
@@ -85,7 +85,7 @@ def test_one_that_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", ["inventory.img", "pagemap-1.img", "descriptors.json", "pages-1.img"])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_one_that_lacks_images(tmp_path: Path, lost: str, *, is_packed: bool) -> None:
-    """It is told what `archive verify` says."""
+    """The finding says what `archive verify` says."""
     archive = packed(tmp_path, HOST) if is_packed else plain(tmp_path, "containerd", extra={})
     if is_packed and lost == "pages-1.img":
         lost = "ocihook-0.pack"

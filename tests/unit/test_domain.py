@@ -189,7 +189,7 @@ def test_every_flipped_bit_is_found(domain: Domain) -> None:
             path.write_bytes(good[:position] + bytes([good[position] ^ 4]) + good[position + 1 :])
             assert verify(domain, read_data=True), f"{path.name} at {position}"
         path.unlink()
-        if path.suffix != ".ids" and path.name != "head":  # these are made again, and tell of nothing else
+        if path.suffix != ".ids" and path.name != "head":  # these are made again, and refer to nothing else
             assert verify(domain, read_data=True), f"without {path.name}"
         path.write_bytes(good)
     assert verify(domain, read_data=True) == []
@@ -234,7 +234,7 @@ def test_a_checkpoint_removed_by_hand_shows(domain: Domain) -> None:
     assert verify(domain, read_data=False) == []
 
 
-def test_repair_makes_the_index_anew(domain: Domain) -> None:
+def test_repair_rebuilds_the_index(domain: Domain) -> None:
     images = {"pages-1.img": random_pages(500, 1)}
     take(domain, images)
     (run,) = domain.index_dir.iterdir()

@@ -1,4 +1,4 @@
-"""Each way to fail is told from the log of a real failure, by its cause and not by CRIU's last line."""
+"""Each way to fail is recognized in the log of a real failure, by its cause and not by CRIU's last line."""
 
 from pathlib import Path
 
@@ -168,7 +168,7 @@ def test_a_zombie_is_not_traced() -> None:
 
 
 def test_a_name_that_is_gone_is_not_hidden() -> None:
-    """Only the very file that has its name still is; which CRIU tells where it logs as much as runtimes have it log."""
+    """Only the very file that has its name still is; which CRIU logs at the level that runtimes use."""
     log = read("dump-hidden_file")
     for other in (
         log.replace("hidden/file]", "hidden/file (deleted)]"),

@@ -140,7 +140,7 @@ def test_locks_are_voted_on_until_all_are_locked(serving: Serving, journals: lis
     assert vote(2, True, True) == [True, True]
 
 
-def test_a_coordinator_that_begins_anew_knows_what_was_decided(tmp_path: Path) -> None:
+def test_a_restarted_coordinator_knows_what_was_decided(tmp_path: Path) -> None:
     who = {"namespace": "ns", "gang": "job", "epoch": 1}
     dumped = {**who, "verb": "meet", "phase": "released"}
     first = Coordinator(tmp_path)

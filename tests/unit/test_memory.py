@@ -236,7 +236,7 @@ def test_joined_mappings_are_told_apart() -> None:
         assert subtract(anonymous_spans(process.pid), before) == [new]
 
 
-# Maps 64 MiB filled at once as soon as it is told to, writes a byte, and says where; then what is there.
+# Maps 64 MiB filled at once as soon as it is asked to, writes a byte, and says where; then what is there.
 MAPPER = """
 import ctypes, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -390,7 +390,7 @@ def forked_sleeper() -> Iterator[Process]:
 
 
 def presence(pid: int, address: int, size_bytes: int) -> list[bool]:
-    """Return of each page whether it is in memory, as /proc/PID/pagemap tells it."""
+    """Return of each page whether it is in memory, as /proc/PID/pagemap reports it."""
     with Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as file:
         file.seek(address // 4096 * 8)
         entries = file.read(size_bytes // 4096 * 8)
@@ -398,7 +398,7 @@ def presence(pid: int, address: int, size_bytes: int) -> list[bool]:
 
 
 def smaps_entry(pid: int, address: int) -> str:
-    """Return what the kernel tells of the mapping that has an address."""
+    """Return what the kernel reports of the mapping that has an address."""
     entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)
     for entry in filter(None, entries):
         start, end = (int(word, 16) for word in entry.split()[0].split("-"))

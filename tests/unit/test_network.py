@@ -28,7 +28,7 @@ from ocihook.session.undo import undo_all, undo_interrupted
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces")
 
-# Opens sockets as told, says which ports they have, and waits until it is told to end.
+# Opens sockets as asked, prints which ports they have, and waits until it is asked to end.
 WORKLOAD = """
 import json, socket, subprocess, sys
 subprocess.run("ip link set lo up; ip addr add 10.7.0.1/24 dev lo; ip addr add fd07::1/64 dev lo nodad", shell=True)
@@ -209,7 +209,7 @@ def test_of_two_who_hold_a_network_the_last_lets_go(
         end(criu)
         with pytest.raises(OcihookError, match="another dump or restore is at work"):
             undo_all(journal, Patience())
-        assert names(namespace) == [hold.table_of(other), "CRIU-1"]  # whose that is cannot be told yet
+        assert names(namespace) == [hold.table_of(other), "CRIU-1"]  # whose that is is not known yet
         end(second)
         undo_all(other, Patience())
         undo_all(journal, Patience())

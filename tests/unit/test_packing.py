@@ -384,7 +384,7 @@ def test_workers_stay_within_the_memory_bound() -> None:
 
 
 class Written:
-    """Memory that tells how it was written, and takes less than it was given."""
+    """Memory that records how it was written, and takes less than it was given."""
 
     def __init__(self, most: int) -> None:
         self.calls: list[tuple[int, int]] = []

@@ -84,7 +84,7 @@ class Threads:
 
 
 def status(tid: int) -> dict[str, str]:
-    """Return what /proc/PID/status tells of a thread."""
+    """Return what /proc/PID/status reports of a thread."""
     lines = Path(f"/proc/{tid}/status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -175,7 +175,7 @@ class Killed:
 
 
 def run_killed(action: Callable[[Threads], None], threads: Threads, at: int) -> bool:
-    """Let a process of its own do something with the program, killed at some point; tell whether it came to that."""
+    """Let a process of its own do something with the program, killed at some point; return whether it came to that."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -246,7 +246,7 @@ def test_code_that_restores_a_thread_is_found(threads: Threads) -> None:
 
 
 def test_calls_are_made_where_there_is_no_frame(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on aarch64: nothing but a killed tracer tells the difference."""
+    """As on aarch64: only a killed tracer shows the difference."""
     instruction = find_call_instruction(threads.pid)
     for one in (CallInstruction(instruction.address, 0), instruction):
         with held(threads.pid, ENDLESS) as all_threads:
@@ -324,7 +324,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_a_stop_that_meets_a_system_call_comes_all_the_same() -> None:
-    """Any stop takes the place of one that was asked for: whoever lets the thread go on must ask anew."""
+    """Any stop takes the place of one that was asked for: whoever lets the thread continue must ask again."""
     code = "import os\nwhile True: os.getppid()"
     with subprocess.Popen([sys.executable, "-c", code]) as busy:
         try:

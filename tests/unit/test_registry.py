@@ -123,7 +123,7 @@ def test_a_broken_upload_goes_on_where_it_was(tmp_path: Path, registry: Registry
 
 
 @pytest.mark.parametrize("forgets", ["PATCH", "PUT"])
-def test_a_forgotten_upload_begins_anew(tmp_path: Path, registry: Registry, forgets: str) -> None:
+def test_a_forgotten_upload_starts_over(tmp_path: Path, registry: Registry, forgets: str) -> None:
     path, digest = make_file(tmp_path)
 
     def forget(_handler: object) -> bool:

@@ -23,7 +23,7 @@ MOVES = [
 
 
 def test_all_are_moved_again_and_again() -> None:
-    """A stage that was interrupted begins anew: some are moved already."""
+    """A stage that was interrupted starts over: some are moved already."""
     other = make_socket(4, "10.0.0.1", "10.0.0.3")
     with fake_criu([FOUR, SIX, MAPPED, other]) as criu:
         assert patch_sockets(criu.process, MOVES[:1]) > 0

@@ -61,7 +61,7 @@ def die_at(number: int, *, torn: bool) -> None:
                     os.write(arguments[0], whole[: len(whole) // 2])
                 elif torn:
                     with contextlib.suppress(OSError):
-                        function(*arguments, **options)  # done, and nobody told
+                        function(*arguments, **options)  # done, and not reported
                 os._exit(DIED)
             return function(*arguments, **options)
 
@@ -78,7 +78,7 @@ def in_child(act: Callable[[], object]) -> int:
         try:
             act()
             status = 0
-        except BaseException:  # noqa: BLE001 - the exit status tells
+        except BaseException:  # noqa: BLE001 - the exit status shows it
             traceback.print_exc()
         finally:
             os._exit(status)

@@ -148,7 +148,7 @@ def test_a_registry_is_asked_each_question_once(
     gets = {path: count for (method, path), count in asked.items() if method == "GET" and "/uploads/" not in path}
     assert max(gets.values()) == 1
     assert sum("/manifests/" in path for path in gets) == len(others) + 1  # it might be there itself
-    assert sum("/tags/" in path for path in gets) == len(others) // 2  # the double tells two at a time
+    assert sum("/tags/" in path for path in gets) == len(others) // 2  # the double lists two at a time
     # a blob that is sent: is it there, begin, send
     assert asked.total() == len(gets) + 1 + 3 * (new_packs + 2) + 1
 
@@ -616,7 +616,7 @@ def test_when_an_agent_has_to_push_next(node: Node) -> None:
 def test_an_agent_pushes_again_and_leaves_when_all_is_pushed(
     node: Node, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remote is mounted only after the first attempt; nothing else tells the agent to try again."""
+    """The remote is mounted only after the first attempt; nothing else makes the agent try again."""
     from integration.namespace import wait_for
     from ocihook.agent.server import Agent
     from ocihook.config import Settings
