@@ -13,7 +13,7 @@ from ocihook.criu.images import PageRun, parse_pagemap, parse_runs
 from ocihook.errors import OcihookError
 from ocihook.linux.workers import run_forked
 from ocihook.model import ContainerRef
-from ocihook.packs import packing
+from ocihook.packs import pages
 from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, PackFile, PackInfo, PackReader
 from ocihook.packs.packed_manifest import (
     MANIFEST_NAME,
@@ -48,7 +48,7 @@ image_sets = st.dictionaries(st.integers(1, 99).map(lambda n: f"pages-{n}.img"),
 @contextmanager
 def segments_of(size_bytes: int) -> Iterator[None]:
     """Small segments, so that small images have several."""
-    with patch.object(packing, "SEGMENT_BYTES", size_bytes):
+    with patch.object(pages, "RANGE_BYTES", size_bytes):
         yield
 
 
