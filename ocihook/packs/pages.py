@@ -242,12 +242,18 @@ class PageWriter:
         self._position += pages * PAGE_BYTES
         self._room = self._batch_bytes - self._position % self._batch_bytes
 
-    def zeros(self, pages: int) -> None:
-        """Add zero pages: many of them are a hole, few are not worth another call."""
-        if pages < _HOLE_PAGES:
-            self.put(ZEROS[: pages * PAGE_BYTES])
-        else:
+    def add(self, pages: int, contents: list[bytes | memoryview]) -> None:
+        """Add a run: pages in pieces, or zero pages, of which many are a hole and few are not worth another call."""
+        if not contents and pages >= _HOLE_PAGES:
             self.skip(pages)
+            return
+        contents = contents or [ZEROS[: pages * PAGE_BYTES]]
+        if pages * PAGE_BYTES < self._room:
+            self._pending += contents
+            self._room -= pages * PAGE_BYTES
+            return
+        for content in contents:
+            self.put(content)
 
     def put(self, content: bytes | memoryview) -> None:
         """Add whole pages. The buffer must stay unchanged until the next `flush`."""

@@ -111,10 +111,7 @@ def _write(image: PageRuns, target: Target, start: int, size_bytes: int) -> None
     with contextlib.closing(target.open()) as pages:
         writer = PageWriter(pages, target.start + start, target.batch_bytes)
         for count, contents in image.runs(start, size_bytes, target.parts):
-            if not contents:
-                writer.zeros(count)
-            for content in contents:
-                writer.put(content)
+            writer.add(count, contents)
             if image.is_overwritten:
                 writer.flush()
         writer.flush()

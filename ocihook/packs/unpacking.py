@@ -1,7 +1,7 @@
 """Turns packs into page images and processes' memory again, in parallel, each chunk verified as it is read."""
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -52,37 +52,39 @@ class PackedPart:
         Raises:
             IntegrityError: naming what is damaged.
         """
-        for reader, chunk, at in self._chunks(start, size_bytes):
-            low, high = max(at, start), min(at + chunk.pages * PAGE_BYTES, start + size_bytes)
-            if chunk.kind == ZERO or not (parts is None or parts.touches(low, high)):
-                yield (high - low) // PAGE_BYTES, []
-                continue
-            contents = _in_place(chunk, reader.decode(chunk, reader.read_stored(chunk)))
-            if high - low != chunk.pages * PAGE_BYTES:
-                contents = list(cut_out(contents, low - at, high - low))
-            yield (high - low) // PAGE_BYTES, contents
+        end = start + size_bytes
+        for reader, segment, segment_start in self._segments(start, size_bytes):
+            after = segment_start  # the next chunk begins here
+            for chunk in reader.chunks(segment.first_chunk, segment.chunks):
+                at, after = after, after + chunk.pages * PAGE_BYTES
+                low, high = max(at, start), min(after, end)
+                if low >= high:
+                    continue
+                if chunk.kind == ZERO or not (parts is None or parts.touches(low, high)):
+                    yield (high - low) // PAGE_BYTES, []
+                    continue
+                contents = _in_place(chunk, reader.decode(chunk, reader.read_stored(chunk)))
+                if high - low != after - at:
+                    contents = list(cut_out(contents, low - at, high - low))
+                yield (high - low) // PAGE_BYTES, contents
 
     def verify(self, start: int, size_bytes: int) -> None:
-        """Check every checksum of so many bytes from an offset on; nothing is decoded.
+        """Check every checksum of the segments that so many bytes from an offset on are in; nothing is decoded.
 
         Raises:
             IntegrityError: naming what is damaged.
         """
-        for reader, chunk, _ in self._chunks(start, size_bytes):
-            if chunk.kind != ZERO:
-                reader.read_stored(chunk)
-
-    def _chunks(self, start: int, size_bytes: int) -> Iterator[tuple[PackReader, Chunk, int]]:
-        """Yield the chunks of bytes from an offset on, and where each begins."""
-        end = min(start + size_bytes, self.size_bytes)
-        number = max(0, bisect_right(self._starts, start) - 1)
-        while number < len(self._rows) and (at := self._starts[number]) < end:
-            reader, segment = self._rows[number]
+        for reader, segment, _ in self._segments(start, size_bytes):
             for chunk in reader.chunks(segment.first_chunk, segment.chunks):
-                if start < at + chunk.pages * PAGE_BYTES and at < end:
-                    yield reader, chunk, at
-                at += chunk.pages * PAGE_BYTES
-            number += 1
+                if chunk.kind != ZERO:
+                    reader.read_stored(chunk)
+
+    def _segments(self, start: int, size_bytes: int) -> Iterator[tuple[PackReader, Segment, int]]:
+        """Yield the segments of bytes from an offset on, and where each begins."""
+        end = min(start + size_bytes, self.size_bytes)
+        first, after = max(0, bisect_right(self._starts, start) - 1), bisect_left(self._starts, end)
+        for (reader, segment), at in zip(self._rows[first:after], self._starts[first:after], strict=True):
+            yield reader, segment, at
 
     def close(self) -> None:
         """Nothing is held: the packs are others', too."""
