@@ -17,6 +17,7 @@ from ocihook.packs import pages
 from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, PackFile, PackInfo, PackReader
 from ocihook.packs.packed_manifest import (
     MANIFEST_NAME,
+    MAX_MEMORY_BYTES,
     OtherImage,
     PackedImage,
     PackedManifest,
@@ -177,7 +178,7 @@ manifests = st.builds(
         st.builds(
             PackedImage,
             st.integers(0, 10**10 - 1).map(lambda n: f"pages-{n}.img"),
-            numbers,
+            st.integers(0, MAX_MEMORY_BYTES // 4),  # of as many images
             st.lists(st.builds(Segment, pack_names, numbers, numbers), max_size=3).map(tuple),
         ),
         max_size=4,
