@@ -29,7 +29,7 @@ from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import PackFile
 from ocihook.packs.packed_manifest import PackedRegion
 from ocihook.packs.packing import pack
-from ocihook.packs.pages import Source
+from ocihook.packs.pages import BATCH_BYTES, Source, Target
 from ocihook.packs.unpacking import Packs
 
 PIECE_BYTES = 16 << 20
@@ -109,8 +109,8 @@ def measure(size: int, workers: int, huge: str) -> dict[str, Any]:
             )
             region = PackedRegion("1", address, size, rows[0])
             packs = Packs([region], infos, {info.name: PackFile(directory / info.name) for info in infos})
-            write = {region: partial(ProcessMemory, process)}
-            ours_in, _ = timed(lambda: packs.write_regions(write, workers=workers))
+            target = Target(partial(ProcessMemory, process), address, None, BATCH_BYTES)
+            ours_in, _ = timed(lambda: packs.write({region.name: target}, workers=workers))
             packs.close()
     finally:
         os.kill(process.pid, signal.SIGKILL)

@@ -15,12 +15,12 @@ from ocihook.errors import UnsupportedError
 from ocihook.images.image_set import open_packs, read_packed
 from ocihook.packs.packed_manifest import MANIFEST_NAME, PACK_NAME, PackedRegion
 from ocihook.packs.pages import Progress, no_progress
+from ocihook.packs.runs import PageRuns, PlainImage
 from ocihook.store.thin import read_thin
 
 if TYPE_CHECKING:
     from ocihook.packs.unpacking import Packs
 
-_PIECE_BYTES = 1 << 20  # whole pages
 _ZERO_PAGE = bytes(PAGE_BYTES)
 
 
@@ -105,7 +105,7 @@ class _Memory:
     def _region(self, region: PackedRegion) -> Iterator[_Run]:
         assert self._packs is not None
         address = region.start
-        for pages, content in self._packs.read_runs(region.name):
+        for pages, content in _joined(self._packs.parts[region.name]):
             yield from _runs(address, pages, content)
             address += pages * PAGE_BYTES
             self._progress(pages * PAGE_BYTES)
@@ -130,19 +130,19 @@ class _Memory:
     def _content(self, name: str) -> Iterator[tuple[int, bytes | None]]:
         """Yield a page image in pieces of some pages with their content, or of zero pages."""
         if self._packs is not None and name not in self._places:
-            yield from self._packs.read_runs(name)
-            return
-        path, offset, size_bytes = self._places[name]
-        with path.open("rb") as file:
-            file.seek(offset)
-            for start in range(0, size_bytes, _PIECE_BYTES):
-                content = file.read(min(_PIECE_BYTES, size_bytes - start))
-                yield len(content) // PAGE_BYTES, content
+            return _joined(self._packs.parts[name])
+        return _joined(PlainImage(*self._places[name]))
 
     def close(self) -> None:
         """Close the packs."""
         if self._packs is not None:
             self._packs.close()
+
+
+def _joined(image: PageRuns) -> Iterator[tuple[int, bytes | None]]:
+    """Yield an image in pieces of some pages with their content, or of zero pages."""
+    for pages, contents in image.runs(0, image.size_bytes):
+        yield pages, b"".join(contents) if contents else None
 
 
 def _diff_images(a: Path, b: Path) -> Iterator[tuple[str, str]]:

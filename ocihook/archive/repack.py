@@ -47,6 +47,7 @@ from ocihook.errors import (
 )
 from ocihook.images.image_set import (
     check_other_images,
+    check_regions,
     pack_image_set,
     rehydrate_image_set,
     verify_image_set,
@@ -304,6 +305,7 @@ def verify_archive(
             pagemaps = read_pagemaps(scratch)
             check_page_sizes(pagemaps, {**facts.sizes, **{i.name: i.size_bytes for i in stored.images}})
             check_named(pagemaps, (image.name for image in stored.images))
+            check_regions(scratch, stored.regions)
             with domain.shared():
                 verify_checkpoint(domain, stored, progress)
             return stored
@@ -381,6 +383,7 @@ def _pack_thin(output: "_Output", store: Store, *, compression: str, workers: in
     domain = store.open(thin.domain)
     stored = wait_complete(domain, thin.checkpoint_id, workers=workers)
     check_other_images(output.scratch, stored.other_images)
+    check_regions(output.scratch, stored.regions)
     manifest = pack_stored(domain, stored, output.scratch, workers=workers, progress=progress)
     added = [*sorted(pack.name for pack in manifest.packs), MANIFEST_NAME]
     output.write(compression, dropped=set(), added=added)
@@ -413,6 +416,7 @@ def unpack_archive(
             stored = wait_complete(domain, thin.checkpoint_id, workers=workers)
             _refuse_gpu_state(source, stored.gpu)
             check_other_images(output.scratch, stored.other_images)
+            check_regions(output.scratch, stored.regions)
             rehydrate_stored(domain, stored, output.scratch, workers=workers, progress=progress)
             names = [image.name for image in stored.images]
         else:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ocihook.belongings.places import ROOTFS
+from ocihook.belongings.filesystems import ROOTFS
 from ocihook.belongings.saving import BROUGHT, LABELS, OPAQUE, XATTR, Writer
 from ocihook.belongings.tree import (
     DIRECTORY,

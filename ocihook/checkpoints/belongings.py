@@ -10,18 +10,18 @@ No engine's archive is made then, so a checkpoint in the store has all of it in 
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ocihook.belongings.bringing import bring, read_members
-from ocihook.belongings.places import ROOTFS, Rootfs, find_rootfs, places_of
+from ocihook.belongings.filesystems import ROOTFS, Rootfs, find_rootfs, places_of
 from ocihook.belongings.saving import Writer
 from ocihook.belongings.tree import Entry, opened, tree_bytes
 from ocihook.config import Settings
 from ocihook.errors import IntegrityError, UnsupportedError
 from ocihook.linux.files import create_private
-from ocihook.packs.pages import ImageFile, Progress, Target, make_image, no_progress
+from ocihook.packs.pages import Progress, no_progress
+from ocihook.packs.runs import file_targets
 from ocihook.store.assemble import assemble
 from ocihook.store.domain import Domain
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
@@ -134,8 +134,7 @@ def lay_out(
     """
     tar = directory / BELONGINGS_NAME
     with domain.using(manifest.id):
-        make_image(tar, manifest.belongings_bytes)
-        targets = {BELONGINGS_NAME: Target(partial(ImageFile, tar, writable=True), 0)}
+        targets = file_targets(directory, {BELONGINGS_NAME: manifest.belongings_bytes})
         layout = domain.layout(manifest)
         assemble(layout, domain.packs, targets, workers=workers, patience=domain.patience, progress=progress)
     images = directory / IMAGES_DIR

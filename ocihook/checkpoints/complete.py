@@ -36,7 +36,7 @@ from ocihook.model import ContainerRef
 from ocihook.packs.packed_manifest import PackedManifest, read_manifest
 from ocihook.packs.packing import workers_within
 from ocihook.packs.pages import ImageFile, Progress, Source, no_progress
-from ocihook.packs.unpacking import PackedPages
+from ocihook.packs.runs import RunPages
 from ocihook.session import history
 from ocihook.store.deduplicate import WORKER_BYTES, Taken, deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
@@ -163,7 +163,7 @@ def _store(
     if moved is not None:
         packs = open_packs(pending, moved)  # shared with the workers, who read it at their own places
         for region, packed in zip(regions, moved.regions, strict=True):
-            sources[region.name] = Source(partial(PackedPages, packs, packed), 0, region.size_bytes)
+            sources[region.name] = Source(partial(RunPages, packs.parts[packed.name]), 0, region.size_bytes)
     if belongings is not None:
         sources[BELONGINGS_NAME] = belongings
     newest = _newest(domain, job)

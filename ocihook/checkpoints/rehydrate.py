@@ -19,22 +19,12 @@ from ocihook.packs.packed_manifest import (
     write_manifest,
 )
 from ocihook.packs.packing import pack
-from ocihook.packs.pages import (
-    ImageFile,
-    Nowhere,
-    Parts,
-    Progress,
-    Source,
-    Target,
-    make_image,
-    no_progress,
-    scattered,
-)
-from ocihook.packs.unpacking import ALL
+from ocihook.packs.pages import Parts, Progress, Source, Target, no_progress
+from ocihook.packs.runs import ALL, RunPages, file_targets
 from ocihook.session.timing import Spans, opener
-from ocihook.store.assemble import StoredPages, assemble
+from ocihook.store.assemble import assemble, open_part
 from ocihook.store.domain import Domain
-from ocihook.store.extents import ZERO
+from ocihook.store.extents import ZERO, Layout
 from ocihook.store.stored_manifest import StoredImage, StoredManifest, StoredRegion
 
 
@@ -59,14 +49,10 @@ def rehydrate_stored(
     """
     with domain.using(manifest.id):
         layout = domain.layout(manifest)
-        targets = {}
-        for image in manifest.images:
-            path, parts = directory / image.name, only.get(image.name)
-            make_image(path, image.size_bytes if parts is None else parts.size_bytes)
-            opened = partial(ImageFile, path, writable=True)
-            targets[image.name] = Target(opened, 0) if parts is None else scattered(opened, parts)
+        targets: dict[str, Target | None] = {}
         if with_regions:
-            targets |= {region.name: Target(Nowhere, 0) for region in manifest.regions}
+            targets |= dict.fromkeys(region.name for region in manifest.regions)
+        targets |= file_targets(directory, {image.name: image.size_bytes for image in manifest.images}, only)
         assemble(layout, domain.packs, targets, workers=workers, patience=domain.patience, progress=progress)
 
 
@@ -126,6 +112,10 @@ def write_stored_parts(
         assemble(domain.layout(manifest), domain.packs, targets, workers=workers, patience=patience, progress=progress)
 
 
+def _open(layout: Layout, name: str, domain: Domain) -> RunPages:
+    return RunPages(open_part(layout, name, domain.packs))
+
+
 def pack_stored(
     domain: Domain, manifest: StoredManifest, directory: Path, *, workers: int, progress: Progress = no_progress
 ) -> PackedManifest:
@@ -138,8 +128,7 @@ def pack_stored(
     with domain.using(manifest.id):
         layout = domain.layout(manifest)
         sources = {
-            part: Source(partial(StoredPages, layout.images[part.name], layout, domain.packs), 0, part.size_bytes)
-            for part in manifest.parts
+            part: Source(partial(_open, layout, part.name, domain), 0, part.size_bytes) for part in manifest.parts
         }
 
         def packed(

@@ -1,7 +1,10 @@
 """Reads CRIU's images of address spaces: what each dumped process had mapped, and which of it is plain memory."""
 
 import re
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +69,38 @@ def read_address_spaces(directory: Path) -> Mapping[int, AddressSpace]:
         if number := _MM_NAME.fullmatch(path.name):
             found[int(number[1])] = parse_address_space(read_bounded(path, _MAX_MM_BYTES), path.name)
     return found
+
+
+def check_mapped(directory: Path, regions: Iterable[tuple[int, int, int]]) -> None:
+    """Check that memory which went past CRIU is in what CRIU has listed of its process, which it will map again.
+
+    Args:
+        directory: the image set.
+        regions: CRIU's pid of the process, address and bytes of each. Of a process that CRIU lists no memory of, which
+            it does not restore either, nothing is known.
+
+    Raises:
+        ImageError: naming memory that its process had not mapped, or if an image is damaged.
+        OSError: from the file system.
+    """
+    for pid, group in groupby(sorted(regions), key=lambda region: region[0]):
+        path = directory / f"mm-{pid}.img"
+        if not path.exists():
+            continue
+        mapped: list[tuple[int, int]] = []  # areas that follow one another as one, which they may have been
+        for low, high, _ in sorted(parse_address_space(read_bounded(path, _MAX_MM_BYTES), path.name).areas):
+            if mapped and low <= mapped[-1][1]:
+                mapped[-1] = mapped[-1][0], max(high, mapped[-1][1])
+            else:
+                mapped.append((low, high))
+        for _, start, size_bytes in group:
+            number = bisect_right(mapped, start, key=itemgetter(0)) - 1
+            if number < 0 or start + size_bytes > mapped[number][1]:
+                raise ImageError(
+                    f"the manifest has {size_bytes} bytes of memory of process {pid} at {start:#x}, which {path.name} "
+                    "does not list as mapped",
+                    hint="use another copy of the checkpoint",
+                )
 
 
 def read_parents(directory: Path) -> Mapping[int, int]:

@@ -30,12 +30,8 @@ from ocihook.criu.images import (
 from ocihook.criu.mappings import AddressSpace, Area, read_address_spaces, read_parents
 from ocihook.errors import ImageError
 from ocihook.linux.files import replace_file
-from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.workers import run_forked
-from ocihook.packs.packing import SEGMENT_BYTES
 from ocihook.packs.pages import (
-    BATCH_BYTES,
     ImageFile,
     Part,
     Parts,
@@ -45,6 +41,7 @@ from ocihook.packs.pages import (
     no_progress,
     scattered,
 )
+from ocihook.packs.runs import PlainImage, write_images
 
 LEAST_RUN_BYTES = 1 << 20  # a shorter run is left to CRIU
 LEAST_PROCESS_BYTES = 64 << 20  # of a process in such runs; less is left to CRIU, which takes as long for it
@@ -316,27 +313,7 @@ def write_plain(
         ImageError: if a page image ends early.
         OSError: from the file system; also if a process is gone, or has nothing mapped there.
     """
-    tasks = [
-        (name, part.start + at, min(SEGMENT_BYTES, part.size_bytes - at))
-        for name, target in targets.items()
-        for part in target.parts or ()
-        for at in range(0, part.size_bytes, SEGMENT_BYTES)
-    ]
-
-    def worker(_number: int, numbers: Iterator[int]) -> Iterator[int]:
-        buffer = CopyBuffer(BATCH_BYTES)
-        for number in numbers:
-            name, start, size = tasks[number]
-            with (
-                contextlib.closing(ImageFile(directory / name)) as image,
-                contextlib.closing(targets[name].open()) as pages,
-            ):
-                for at in range(start, start + size, BATCH_BYTES):
-                    view = buffer.view[: min(BATCH_BYTES, start + size - at)]
-                    if image.read_into(view, at) != len(view):
-                        raise ImageError(f"{name} ends before byte {at + len(view)}")
-                    pages.write([view], at)
-            yield number
-
-    for number in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
-        progress(tasks[number][2])
+    images = {
+        name: PlainImage(directory / name, 0, target.parts.end) for name, target in targets.items() if target.parts
+    }
+    write_images(images, targets, workers=workers, patience=patience, progress=progress)

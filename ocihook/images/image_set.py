@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ocihook import __version__
 from ocihook.criu.images import check_named, check_page_images, check_page_sizes, page_images, read_pagemaps
+from ocihook.criu.mappings import check_mapped
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
 from ocihook.linux.files import create_private, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
@@ -37,7 +38,8 @@ from ocihook.packs.packed_manifest import (
 )
 from ocihook.packs.packing import pack_images
 from ocihook.packs.pages import Parts, Progress, Target, no_progress
-from ocihook.packs.unpacking import ALL, Packs
+from ocihook.packs.runs import ALL
+from ocihook.packs.unpacking import Packs
 from ocihook.store.stored_manifest import StoredRegion
 from ocihook.store.thin import THIN_NAME
 
@@ -327,7 +329,7 @@ def write_packed_parts(
     """
     packs = open_packs(directory, manifest)
     try:
-        packs.write_parts(targets, workers=workers, patience=patience, progress=progress)
+        packs.write(targets, workers=workers, patience=patience, progress=progress)
     finally:
         packs.close()
 
@@ -337,6 +339,16 @@ def _check_claims(directory: Path, manifest: PackedManifest) -> None:
     pagemaps = read_pagemaps(directory)
     check_page_sizes(pagemaps, manifest.image_sizes)
     check_named(pagemaps, (image.name for image in manifest.packed_images))
+    check_regions(directory, manifest.regions)
+
+
+def check_regions(directory: Path, regions: Iterable[PackedRegion | StoredRegion]) -> None:
+    """Check that memory which went past CRIU is in what its image set says that processes had mapped.
+
+    Raises:
+        ImageError: naming memory that is not.
+    """
+    check_mapped(directory, ((int(r.process.partition("/")[0]), r.start, r.size_bytes) for r in regions))
 
 
 def region_bytes(manifest: PackedManifest) -> int:

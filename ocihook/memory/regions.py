@@ -28,7 +28,7 @@ from ocihook.packs.packed_manifest import (
     write_manifest,
 )
 from ocihook.packs.packing import pack
-from ocihook.packs.pages import Progress, Source, no_progress
+from ocihook.packs.pages import BATCH_BYTES, Progress, Source, Target, no_progress
 from ocihook.session.timing import Spans, measured, opener
 
 COPY_TIMEOUT_S = 1800.0  # for what moves all memory of the GPUs, at 1 GiB/s and less
@@ -172,10 +172,11 @@ def write_back(
     manifest = read_manifest(directory)
     if manifest is None:
         return 0
-    memory = {r: opener(spans, processes[r.process]) for r in manifest.regions if r.process in processes}
+    regions = [region for region in manifest.regions if region.process in processes]
+    targets = {r.name: Target(opener(spans, processes[r.process]), r.start, None, BATCH_BYTES) for r in regions}
     packs = open_packs(directory, manifest)
     try:
-        packs.write_regions(memory, workers=workers, patience=patience, progress=progress)
+        packs.write(targets, workers=workers, patience=patience, progress=progress)
     finally:
         packs.close()
-    return sum(region.size_bytes for region in memory)
+    return sum(region.size_bytes for region in regions)

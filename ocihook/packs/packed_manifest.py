@@ -5,7 +5,7 @@ A frame (frame.py) of JSON (docs/formats.md has the keys).
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ REGION_PACK_PREFIX = "ocihook-region-"
 PACK_NAME = re.compile(r"ocihook-(region-)?[0-9]{1,4}\.pack")
 VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 
+# Of all memory of a checkpoint, zero pages too: more than nodes have, and little enough to be gone through.
+MAX_MEMORY_BYTES = 8 << 40
 MAX_MANIFEST_BYTES = 8 << 20  # 3 TiB of memory, or 9000 processes; it is what bounds the memory that reading takes
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
@@ -209,6 +211,7 @@ def _from_json(value: Any, version: int) -> PackedManifest:  # noqa: ANN401 - an
     host = value["host"]
     if not isinstance(host, dict):
         raise ValueError("host is not an object")
+    check_memory([i.size_bytes for i in images] + [r.size_bytes for r in regions])
     container = ContainerRef.from_json(value["container"])
     for text in (*host, *host.values(), *container.to_json().values()):
         as_text(text)
@@ -241,6 +244,13 @@ def as_page_number(value: object) -> int:
     if number % PAGE_BYTES:
         raise ValueError(f"{number} is not a multiple of a page")
     return number
+
+
+def check_memory(sizes: Iterable[int]) -> None:
+    """Check that the parts of a checkpoint are not more memory than any has; else a ValueError."""
+    size = sum(sizes)
+    if size > MAX_MEMORY_BYTES:
+        raise ValueError(f"it claims {size} bytes of memory, more than the {MAX_MEMORY_BYTES} that are read")
 
 
 def as_gpu(value: object) -> dict[str, Any]:

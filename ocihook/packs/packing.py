@@ -18,14 +18,15 @@ from ocihook.packs.pages import (
     ZERO_CHUNK,
     ImageFile,
     Progress,
+    Range,
     ReadablePages,
     Source,
     byte_runs,
     no_progress,
     ranges_of,
+    read_pages,
 )
 
-SEGMENT_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
 # Peak of one worker over all kinds of data, `make bench` ("memory of one worker"): 30 MiB, of which 19 to 22 are what
 # it shares with its parent. The rest is room for tables, 32 bytes for each chunk.
 WORKER_BYTES = 32 << 20
@@ -92,7 +93,7 @@ def pack(
         StoreError: if a source ends early.
         OSError: from the file system, a full one included; also if a source cannot be opened.
     """
-    tasks = ranges_of((source.size_bytes for source in sources), SEGMENT_BYTES)
+    tasks = [Range(number, *part) for number, source in enumerate(sources) for part in ranges_of(source.size_bytes)]
 
     def worker(worker_number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
         # The pack is made with the first segment, so that no worker leaves an empty one.
@@ -135,8 +136,7 @@ def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter
     starts_with, view = buffer.data.startswith, buffer.view
     for batch_start in range(start, start + size, BATCH_BYTES):
         length = min(BATCH_BYTES, start + size - batch_start)
-        if source.read_into(view[:length], batch_start) != length:
-            raise StoreError(f"an image ended before byte {batch_start + length} while it was packed")
+        read_pages(source, view[:length], batch_start)
         for chunk_start in range(0, length, CHUNK_BYTES):
             chunk_end = min(chunk_start + CHUNK_BYTES, length)
             pages = (chunk_end - chunk_start) // PAGE_BYTES

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ocihook.errors import StoreError
 from ocihook.linux.files import open_regular
-from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, Chunk
+from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES
 
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
+RANGE_BYTES = 16 << 20  # what a worker takes of an image at a time; small, so that all finish together
 BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; stays in the L2 cache, also with a neighbour
 FILE_BATCH_BYTES = 2 << 20  # what it writes to a file: a huge page, which the kernel need not clear then
 ZERO_CHUNK = bytes(CHUNK_BYTES)
-_ZEROS = memoryview(ZERO_CHUNK)
+ZEROS = memoryview(ZERO_CHUNK)
+_HOLE_PAGES = 16  # zero pages in a row that are worth a hole: as many as take as long to write as the call does
 Progress = Callable[[int], None]  # called with how many more bytes of image are done
 
 
@@ -62,6 +65,7 @@ class Parts:
             self._sizes.append(size_bytes)
             self._to.append(to)
         self.size_bytes = sum(self._sizes)
+        self.end = self._starts[-1] + self._sizes[-1] if self._starts else 0  # of the last one
 
     def __iter__(self) -> Iterator[Part]:
         return map(Part, self._starts, self._sizes, self._to)
@@ -92,7 +96,9 @@ class ScatteredPages:
         """Write buffers, one after the other in the image; return how many bytes were taken."""
         size = sum(map(len, buffers))
         for part in self._parts.within(offset, offset + size):
-            chosen = buffers if part.size_bytes == size else list(_slice(buffers, part.start - offset, part.size_bytes))
+            chosen = (
+                buffers if part.size_bytes == size else list(cut_out(buffers, part.start - offset, part.size_bytes))
+            )
             write_pages(self._pages, chosen, part.to)
         return size
 
@@ -101,7 +107,7 @@ class ScatteredPages:
         self._pages.close()
 
 
-def _slice(buffers: Iterable[bytes | memoryview], start: int, size_bytes: int) -> Iterator[memoryview]:
+def cut_out(buffers: Iterable[bytes | memoryview], start: int, size_bytes: int) -> Iterator[memoryview]:
     """Yield `size_bytes` from `start` on of what buffers hold one after the other."""
     at, end = 0, start + size_bytes
     for buffer in buffers:
@@ -117,6 +123,7 @@ class Target(NamedTuple):
     open: Callable[[], WritablePages]
     start: int  # offset of its first page
     parts: Parts | None = None  # of the image, if the rest need not even be read
+    batch_bytes: int = FILE_BATCH_BYTES  # written at a time
 
     def wants(self, start: int, size_bytes: int) -> bool:
         """Return whether anything of so many bytes from an offset in the image on goes there."""
@@ -157,17 +164,6 @@ class ImageFile:
         os.close(self._fd)
 
 
-class Nowhere:
-    """Takes pages that are to be verified and no more."""
-
-    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:  # noqa: ARG002 - of the protocol
-        """Return how many bytes went."""
-        return sum(map(len, buffers))
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 def make_image(path: Path, size_bytes: int) -> None:
     """Make a new image, all zero, to be written.
 
@@ -193,7 +189,7 @@ class Source:
 class Range(NamedTuple):
     """What a worker takes at a time."""
 
-    number: int  # of the source
+    number: int  # of the image
     start: int  # byte of it
     size_bytes: int
 
@@ -208,13 +204,10 @@ class Range(NamedTuple):
         return self.size_bytes // PAGE_BYTES
 
 
-def ranges_of(sizes: Iterable[int], range_bytes: int) -> list[Range]:
-    """Divide sources of so many bytes into ranges."""
-    return [
-        Range(number, start, min(range_bytes, size - start))
-        for number, size in enumerate(sizes)
-        for start in range(0, size, range_bytes)
-    ]
+def ranges_of(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield start and size of what workers take of so many bytes at a time."""
+    for start in range(0, size_bytes, RANGE_BYTES):
+        yield start, min(RANGE_BYTES, size_bytes - start)
 
 
 def byte_runs(present: int) -> Iterator[tuple[int, int]]:
@@ -231,7 +224,7 @@ def byte_runs(present: int) -> Iterator[tuple[int, int]]:
 
 
 class PageWriter:
-    """Gathers pages and writes them in few large calls; zero chunks become holes.
+    """Gathers pages and writes them in few large calls; what is zero for long becomes a hole.
 
     The calls end at multiples of their size: with FILE_BATCH_BYTES each huge page of a file is written whole.
     """
@@ -249,6 +242,19 @@ class PageWriter:
         self._position += pages * PAGE_BYTES
         self._room = self._batch_bytes - self._position % self._batch_bytes
 
+    def add(self, pages: int, contents: list[bytes | memoryview]) -> None:
+        """Add a run: pages in pieces, or zero pages, of which many are a hole and few are not worth another call."""
+        if not contents and pages >= _HOLE_PAGES:
+            self.skip(pages)
+            return
+        contents = contents or [ZEROS[: pages * PAGE_BYTES]]
+        if pages * PAGE_BYTES < self._room:
+            self._pending += contents
+            self._room -= pages * PAGE_BYTES
+            return
+        for content in contents:
+            self.put(content)
+
     def put(self, content: bytes | memoryview) -> None:
         """Add whole pages. The buffer must stay unchanged until the next `flush`."""
         size = len(content)
@@ -263,27 +269,22 @@ class PageWriter:
         if size > room:
             self.put(content[room:])
 
-    def put_chunk(self, chunk: Chunk, content: bytes | memoryview) -> None:
-        """Add a chunk that has content. The buffer must stay unchanged until the next `flush`."""
-        if chunk.present == (1 << chunk.pages) - 1:
-            self.put(content)
-            return
-        at = taken = 0
-        for start, end in byte_runs(chunk.present):
-            if start > at:
-                self.put(_ZEROS[: start - at])
-            self.put(content[taken : taken + end - start])
-            taken += end - start
-            at = end
-        if at < chunk.pages * PAGE_BYTES:
-            self.put(_ZEROS[: chunk.pages * PAGE_BYTES - at])
-
     def flush(self) -> None:
         """Write what is pending."""
         write_pages(self._pages, self._pending, self._position)
         self._position += self._batch_bytes - self._position % self._batch_bytes - self._room
         self._pending.clear()
         self._room = self._batch_bytes - self._position % self._batch_bytes
+
+
+def read_pages(pages: ReadablePages, view: memoryview, position: int) -> None:
+    """Fill `view` with what is there from a position on.
+
+    Raises:
+        StoreError: if it ends early.
+    """
+    if pages.read_into(view, position) != len(view):
+        raise StoreError(f"an image ended before page {(position + len(view)) // PAGE_BYTES} while it was read")
 
 
 def write_pages(pages: WritablePages, buffers: Sequence[bytes | memoryview], position: int) -> None:

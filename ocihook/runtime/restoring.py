@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ocihook.belongings.bringing import bring_reversibly, take_out
-from ocihook.belongings.places import places_of
+from ocihook.belongings.filesystems import places_of
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
 from ocihook.checkpoints.complete import store_workers
 from ocihook.config import Settings

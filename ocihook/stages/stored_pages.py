@@ -22,7 +22,14 @@ from ocihook.checkpoints.transfer import Moved
 from ocihook.criu.images import check_page_images
 from ocihook.errors import OcihookError, StoreError
 from ocihook.images.compatibility import check_host, host_facts
-from ocihook.images.image_set import check_other_images, dehydrate, discard_packs, is_read_twice, list_packable
+from ocihook.images.image_set import (
+    check_other_images,
+    check_regions,
+    dehydrate,
+    discard_packs,
+    is_read_twice,
+    list_packable,
+)
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import resident_bytes
 from ocihook.linux.patience import Patience
@@ -244,6 +251,7 @@ class StoredPages(Participant):
             )
         check_host(manifest.host, restore.call().criu_version)
         check_other_images(restore.directory, manifest.other_images)
+        check_regions(restore.directory, manifest.regions)
         restore.checkpoint = StoredCheckpoint(domain, manifest)
 
     def before_processes(self, restore: Restore) -> str:

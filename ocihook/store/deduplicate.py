@@ -21,19 +21,18 @@ from operator import eq, not_
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.errors import IntegrityError, StoreError
+from ocihook.errors import IntegrityError
 from ocihook.linux.memory import CopyBuffer
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import LZ4, PAGE_BYTES, RAW, Buffer, PackInfo, PackWriter, compress
-from ocihook.packs.pages import Progress, Range, ReadablePages, Source, no_progress, ranges_of
+from ocihook.packs.pages import Progress, Range, ReadablePages, Source, no_progress, ranges_of, read_pages
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.index import KEY_BYTES, Index, Place, add_to_index
 from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
 from ocihook.store.page_ids import ID_BYTES, PageIds
 
 GROUP_PAGES = 16  # new pages compressed together: 64 KiB, see docs/formats.md
-RANGE_BYTES = 16 << 20  # what a worker takes at a time; small, so that all finish together
 PACK_BYTES = 256 << 20  # of content before compression; a prune removes whole packs
 # Peak of one worker, `make bench` ("memory of one worker that stores"): what it shares with its parent, keys and ids of
 # a pack's pages, and 2 MiB that it reads and writes at a time.
@@ -146,7 +145,7 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
     """
     names = list(sources)
     starts = dict(zip(names, _running_sum(sources[name].size_bytes // PAGE_BYTES for name in names), strict=False))
-    ranges = ranges_of((sources[name].size_bytes for name in names), RANGE_BYTES)
+    ranges = [Range(number, *part) for number, name in enumerate(names) for part in ranges_of(sources[name].size_bytes)]
     known = before.images if before is not None else {}
     spools = [os.memfd_create("ocihook-extents", os.MFD_CLOEXEC) for _ in range(max(1, min(workers, len(ranges))))]
 
@@ -379,9 +378,7 @@ class _Taker:
         all_ids = []
         for first in range(job.first, job.first + job.pages, _BATCH_PAGES):
             pages = min(_BATCH_PAGES, job.first + job.pages - first)
-            size = pages * PAGE_BYTES
-            if source.read_into(self._view[:size], offset + first * PAGE_BYTES) != size:
-                raise StoreError(f"an image ended before page {first + pages} while it was stored")
+            read_pages(source, self._view[: pages * PAGE_BYTES], offset + first * PAGE_BYTES)
             ids, joined = self._page_ids.of_pages(self._slices[:pages])
             all_ids.append(joined)
             self._take_batch(ids, joined)

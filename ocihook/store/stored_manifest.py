@@ -22,6 +22,7 @@ from ocihook.packs.packed_manifest import (
     as_gpu,
     as_other_image,
     as_page_number,
+    check_memory,
     other_images,
 )
 
@@ -146,7 +147,7 @@ def decode_stored(data: bytes) -> StoredManifest:
 
 def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JSON can say
     previous = value["previous"]
-    return StoredManifest(
+    manifest = StoredManifest(
         id=as_name(value["id"], CHECKPOINT_ID),
         sequence=as_number(value["sequence"]),
         previous=Link(as_name(previous[0], CHECKPOINT_ID), as_name(previous[1], _DIGEST)) if previous else None,
@@ -171,3 +172,5 @@ def _from_json(value: Any) -> StoredManifest:  # noqa: ANN401 - anything that JS
         added_bytes=as_number(value["added_bytes"]),
         belongings_bytes=as_page_number(value.get("belongings_bytes", 0)),
     )
+    check_memory(part.size_bytes for part in manifest.parts)
+    return manifest

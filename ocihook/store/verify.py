@@ -8,7 +8,7 @@ from typing import BinaryIO
 from ocihook.errors import IntegrityError, OcihookError
 from ocihook.packs.pack import PAGE_BYTES
 from ocihook.packs.pages import Progress, no_progress
-from ocihook.store.assemble import read_image
+from ocihook.store.assemble import open_part
 from ocihook.store.domain import Domain
 from ocihook.store.extents import ZERO, Layout
 from ocihook.store.page_ids import PageIds
@@ -77,12 +77,13 @@ def verify_content(
     """
     found = hashlib.blake2b(digest_size=32)
     theirs = PageIds(manifest.seed)
-    for extents in layout.images.values():
-        for pages, contents in read_image(extents, layout, domain.packs):
-            found.update(theirs.of_run(pages, contents))
-            if ids is not None:
-                ids.write(domain.page_ids.of_run(pages, contents))
-            progress(pages * PAGE_BYTES)
+    for name in layout.images:
+        with contextlib.closing(open_part(layout, name, domain.packs)) as part:
+            for pages, contents in part.runs(0, part.size_bytes):
+                found.update(theirs.of_run(pages, contents))
+                if ids is not None:
+                    ids.write(domain.page_ids.of_run(pages, contents))
+                progress(pages * PAGE_BYTES)
     if found.hexdigest() != manifest.page_ids_digest:
         raise IntegrityError(f"checkpoint {manifest.id} does not hold the pages that were checkpointed")
 

@@ -33,9 +33,10 @@ from unittest.mock import patch
 
 from ocihook import wire
 from ocihook.linux.workers import run_forked
+from ocihook.packs import pages
 from ocihook.packs.pack import PAGE_BYTES, PackFile
-from ocihook.packs.packing import SEGMENT_BYTES, WORKER_BYTES, pack_images
-from ocihook.packs.pages import ImageFile, Target
+from ocihook.packs.packing import WORKER_BYTES, pack_images
+from ocihook.packs.pages import RANGE_BYTES, ImageFile, Target
 from ocihook.packs.unpacking import Packs
 from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
@@ -304,12 +305,12 @@ def _copy(source: Path, target: Path) -> None:
             memoryview(buffer) as view,
         ):
             for task in tasks:
-                for at in range(task * SEGMENT_BYTES, min(size, (task + 1) * SEGMENT_BYTES), len(buffer)):
+                for at in range(task * RANGE_BYTES, min(size, (task + 1) * RANGE_BYTES), len(buffer)):
                     length = os.preadv(read.fileno(), [buffer], at)
                     os.pwrite(write.fileno(), view[:length], at)
                 yield task
 
-    for _ in run_forked(worker, tasks=-(-size // SEGMENT_BYTES), workers=CORES):
+    for _ in run_forked(worker, tasks=-(-size // RANGE_BYTES), workers=CORES):
         pass
 
 
@@ -583,8 +584,8 @@ _BATCH_BYTES = 2 << 20  # what a restore writes at a time
 def _every_byte_written() -> Iterator[None]:
     """Have a restore leave no holes, as over a file that was there before."""
     with (
-        patch.object(assemble, "_HOLE_PAGES", _BATCH_BYTES),
-        patch.object(assemble, "_ZEROS", memoryview(bytes(_BATCH_BYTES))),
+        patch.object(pages, "_HOLE_PAGES", _BATCH_BYTES),
+        patch.object(pages, "ZEROS", memoryview(bytes(_BATCH_BYTES))),
     ):
         yield
 

@@ -1,23 +1,26 @@
 """Image sets and archives as CRIU and the engines make them, small: real messages, real framing, made-up memory."""
 
+import contextlib
 import json
 import random
 import struct
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ocihook.criu.images import PAGE_BYTES
 from ocihook.criu.proto import message_class
+from ocihook.packs.runs import PageRuns
 from ocihook.packs.unpacking import Packs
-from ocihook.store.assemble import read_image
+from ocihook.store.assemble import StoredPart
 from ocihook.store.extents import Extents, Layout
-from ocihook.store.pack_directory import PackDirectory
+from ocihook.store.pack_directory import PackDirectory, StoredPacks
 
 _PRESENT = 4
 _MAGICS = {
+    "mm": struct.pack("<II", 0x54564319, 0x57492820),
     "pagemap": struct.pack("<II", 0x54564319, 0x56084025),
     "pstree": struct.pack("<II", 0x54564319, 0x50273030),
     "stats": struct.pack("<II", 0x55105940, 0x57093306),
@@ -31,14 +34,18 @@ def _message(kind: str, **fields: Any) -> bytes:
 
 def read_pages(packs: Packs, image_name: str) -> Iterator[bytes]:
     """Yield the content of a packed image from its start, in pieces."""
-    for pages, content in packs.read_runs(image_name):
-        yield bytes(pages * PAGE_BYTES) if content is None else content
+    yield from _pieces(packs.parts[image_name])
 
 
 def read_stored(extents: Extents, layout: Layout, packs: PackDirectory) -> Iterator[bytes]:
     """Yield the content of a stored image from its start, in pieces."""
-    for pages, contents in read_image(extents, layout, packs):
-        yield from map(bytes, contents or [bytes(pages * PAGE_BYTES)])
+    with contextlib.closing(StoredPart(extents, layout, StoredPacks(packs, layout.packs))) as part:
+        yield from _pieces(part)
+
+
+def _pieces(image: PageRuns) -> Iterator[bytes]:
+    for pages, contents in image.runs(0, image.size_bytes):
+        yield b"".join(contents) if contents else bytes(pages * PAGE_BYTES)
 
 
 def mixed_pages(count: int, seed: int = 1) -> bytes:
@@ -82,6 +89,16 @@ def make_image_set(directory: Path, memory: Mapping[int, bytes | Path]) -> None:
         else:
             image.write_bytes(content)
         (directory / f"core-{pid}.img").write_bytes(b"core of %d" % pid)
+
+
+def make_address_space(directory: Path, pid: int, areas: Sequence[tuple[int, int]]) -> None:
+    """Write what a process had mapped."""
+    plain = {"prot": 3, "flags": 0x22, "status": 1 | 1 << 9}
+    vmas = [message_class("vma_entry")(start=low, end=end, pgoff=0, shmid=0, fd=-1, **plain) for low, end in areas]
+    numbers = ["start_code", "end_code", "start_data", "end_data", "start_stack", "start_brk", "brk"]
+    numbers += ["arg_start", "arg_end", "env_start", "env_end"]
+    mm = _message("mm_entry", **{f"mm_{name}": 0 for name in numbers}, exe_file_id=1, vmas=vmas)
+    (directory / f"mm-{pid}.img").write_bytes(_MAGICS["mm"] + mm)
 
 
 def stats_dump(frozen_us: int) -> bytes:

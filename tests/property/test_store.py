@@ -13,10 +13,11 @@ from ocihook.criu.images import PageRun, parse_pagemap, parse_runs
 from ocihook.errors import OcihookError
 from ocihook.linux.workers import run_forked
 from ocihook.model import ContainerRef
-from ocihook.packs import packing
+from ocihook.packs import pages
 from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES, PackFile, PackInfo, PackReader
 from ocihook.packs.packed_manifest import (
     MANIFEST_NAME,
+    MAX_MEMORY_BYTES,
     OtherImage,
     PackedImage,
     PackedManifest,
@@ -48,7 +49,7 @@ image_sets = st.dictionaries(st.integers(1, 99).map(lambda n: f"pages-{n}.img"),
 @contextmanager
 def segments_of(size_bytes: int) -> Iterator[None]:
     """Small segments, so that small images have several."""
-    with patch.object(packing, "SEGMENT_BYTES", size_bytes):
+    with patch.object(pages, "RANGE_BYTES", size_bytes):
         yield
 
 
@@ -177,7 +178,7 @@ manifests = st.builds(
         st.builds(
             PackedImage,
             st.integers(0, 10**10 - 1).map(lambda n: f"pages-{n}.img"),
-            numbers,
+            st.integers(0, MAX_MEMORY_BYTES // 4),  # of as many images
             st.lists(st.builds(Segment, pack_names, numbers, numbers), max_size=3).map(tuple),
         ),
         max_size=4,

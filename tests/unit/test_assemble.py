@@ -12,10 +12,11 @@ import pytest
 from ocihook.errors import IntegrityError
 from ocihook.packs.cipher import NO_KEYS, Keyring
 from ocihook.packs.pack import LZ4, PAGE_BYTES, RAW
-from ocihook.packs.pages import ImageFile, Target, make_image
+from ocihook.packs.pages import RANGE_BYTES, ImageFile, Target, make_image
+from ocihook.packs.runs import RunPages
 from ocihook.store import assemble as module
 from ocihook.store import pack_directory as places
-from ocihook.store.assemble import StoredPages, assemble, read_image
+from ocihook.store.assemble import assemble, open_part
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack_directory import PackDirectory, pack_name
 from tests.damage import flip_bit
@@ -103,7 +104,11 @@ def random_runs(stored: Stored, rng: random.Random, pages: int) -> list[tuple[in
 def test_extents_that_cut_chunks(stored: Stored, tmp_path: Path, workers: int) -> None:
     rng = random.Random(workers)
     expected, targets = {}, {}
-    for name, pages in (("pages-1.img", 5 * BATCH + 3), ("pages-2.img", module._RANGE_PAGES + 1), ("pages-3.img", 1)):
+    for name, pages in (
+        ("pages-1.img", 5 * BATCH + 3),
+        ("pages-2.img", RANGE_BYTES // PAGE_BYTES + 1),
+        ("pages-3.img", 1),
+    ):
         expected[name] = image(stored, random_runs(stored, rng, pages), name)
         make_image(tmp_path / name, len(expected[name]))
         targets[name] = Target(partial(ImageFile, tmp_path / name, writable=True), 0)
@@ -114,7 +119,7 @@ def test_extents_that_cut_chunks(stored: Stored, tmp_path: Path, workers: int) -
     for name, content in expected.items():
         extents = stored.layout.images[name]
         assert b"".join(read_stored(extents, stored.layout, stored.directory)) == content
-        source = StoredPages(extents, stored.layout, stored.directory)
+        source = RunPages(open_part(stored.layout, name, stored.directory))
         for _ in range(5):
             first = rng.randrange(extents.pages)
             view = memoryview(bytearray(rng.randrange(extents.pages - first + 1) * PAGE_BYTES))
@@ -138,7 +143,7 @@ def test_a_batch_is_one_call_where_there_are_no_holes(stored: Stored, most: int)
 
 
 def test_workers_are_not_all_at_one_image(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RANGE_PAGES", 16)
+    monkeypatch.setattr("ocihook.packs.pages.RANGE_BYTES", 16 * PAGE_BYTES)
     opened: list[str] = []
 
     def target(name: str) -> Written:
@@ -170,7 +175,7 @@ def test_pages_that_a_pack_does_not_have(stored: Stored) -> None:
     pages = len(stored.contents[1]) // PAGE_BYTES
     image(stored, [(1, pages - 1, 2)])
     with pytest.raises(IntegrityError, match=rf"pack {pack_name(1)} has no page {pages}"):
-        list(read_image(stored.layout.images["pages-1.img"], stored.layout, stored.directory))
+        list(open_part(stored.layout, "pages-1.img", stored.directory).runs(0, 2 * PAGE_BYTES))
 
 
 def test_more_packs_than_stay_open(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

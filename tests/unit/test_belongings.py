@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.belongings.bringing import INVERSE_NAME, bring, bring_reversibly, take_out, write_inverse
-from ocihook.belongings.places import find_rootfs, places_of, volumes_of
+from ocihook.belongings.filesystems import find_rootfs, places_of, volumes_of
 from ocihook.belongings.saving import Writer
 from ocihook.belongings.tree import tree_bytes
 from ocihook.errors import IntegrityError, UnsupportedError

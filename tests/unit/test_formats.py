@@ -24,7 +24,7 @@ from ocihook.images.image_set import list_packable, open_packs, rehydrate_image_
 from ocihook.linux.procfs import Process
 from ocihook.packs.cipher import NO_KEYS, KeySource
 from ocihook.packs.packed_manifest import PackedManifest, PackedRegion
-from ocihook.packs.unpacking import PackedPages
+from ocihook.packs.runs import RunPages
 from ocihook.session import history
 from ocihook.session.journal import Journal
 from ocihook.session.timeline import chrome_trace, lay_out
@@ -142,7 +142,7 @@ def test_packed_archives(root: Path) -> None:
         packs = open_packs(images, manifest)
         for region in manifest.regions:
             content = bytearray(region.size_bytes)
-            assert PackedPages(packs, region).read_into(memoryview(content), 0) == region.size_bytes
+            assert RunPages(packs.parts[region.name]).read_into(memoryview(content), 0) == region.size_bytes
             found[name_of(region)] = digest(bytes(content))
         packs.close()
         assert found == expected

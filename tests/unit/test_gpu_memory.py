@@ -4,12 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ocihook.errors import IntegrityError
+from ocihook.errors import ImageError, IntegrityError
 from ocihook.images.image_set import (
     MovedRegions,
     discard_regions,
@@ -25,8 +26,17 @@ from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.memory.regions import CheckpointedProcess, move_out, pin, release, write_back
 from ocihook.model import ContainerRef
-from ocihook.packs.packed_manifest import PackedManifest, decode_manifest, encode_manifest, read_manifest
-from tests.fakes.images import make_image_set, mixed_pages
+from ocihook.packs.pack import PAGE_BYTES
+from ocihook.packs.packed_manifest import (
+    MAX_MEMORY_BYTES,
+    PackedManifest,
+    PackedRegion,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+    write_manifest,
+)
+from tests.fakes.images import make_address_space, make_image_set, mixed_pages
 
 CONTENT = mixed_pages(5000, seed=3)
 PROGRAM = """
@@ -222,6 +232,65 @@ def test_every_flipped_bit_of_moved_memory_is_found(
             rehydrate_image_set(directory, with_regions=False, workers=1)
         pack.write_bytes(good)
     read_all()
+
+
+def rewrite(directory: Path, region: PackedRegion) -> None:
+    """Have a manifest claim another region."""
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    write_manifest(directory, replace(manifest, regions=(region,)), durable=False)
+
+
+@pytest.mark.parametrize("way", [verify_image_set, rehydrate_image_set])
+def test_memory_that_its_process_had_not_mapped(
+    image_set: tuple[Path, MovedRegions], way: Callable[..., object]
+) -> None:
+    """The manifest is nobody's word for how large a process was; CRIU's own list is. Pieces of one mapping are one."""
+    directory, regions = image_set
+    (region,) = regions.regions
+    middle, end = region.start + 10 * PAGE_BYTES, region.start + region.size_bytes
+    for areas, is_mapped in (
+        ([(region.start, end)], True),
+        ([(region.start - PAGE_BYTES, middle), (middle, end + PAGE_BYTES)], True),
+        ([(region.start, end - PAGE_BYTES)], False),
+        ([(region.start + PAGE_BYTES, end)], False),
+        ([(region.start, middle), (middle + PAGE_BYTES, end)], False),
+        ([], False),
+    ):
+        make_address_space(directory, 7, areas)
+        packed(directory, regions, with_images=False)
+        if is_mapped:
+            way(directory, workers=1)
+            continue
+        with pytest.raises(ImageError, match=rf"memory of process 7 at {region.start:#x}, which mm-7.img does not"):
+            way(directory, workers=1)
+
+
+def test_chunks_that_are_claimed_twice(image_set: tuple[Path, MovedRegions]) -> None:
+    """Else one chunk could be any number of terabytes, each of which would be decoded."""
+    directory, regions = image_set
+    packed(directory, regions, with_images=True)
+    (region,) = regions.regions
+    times = 100_000
+    rewrite(directory, region._replace(size_bytes=times * region.size_bytes, segments=region.segments * times))
+    for act in (verify_image_set, rehydrate_image_set):
+        with pytest.raises(IntegrityError, match="twice"):
+            act(directory, workers=1)
+    with pytest.raises(IntegrityError, match="twice"):
+        write_back(directory, {}, workers=1)
+
+
+def test_more_memory_than_there_is(image_set: tuple[Path, MovedRegions]) -> None:
+    directory, regions = image_set
+    manifest = packed(directory, regions, with_images=True)
+    (region,) = regions.regions
+    left = MAX_MEMORY_BYTES - manifest.image_bytes
+    rewrite(directory, region._replace(size_bytes=left))
+    with pytest.raises(IntegrityError, match=f"packs hold {region.size_bytes} bytes of"):
+        verify_image_set(directory, workers=1)
+    rewrite(directory, region._replace(size_bytes=left + PAGE_BYTES))
+    with pytest.raises(IntegrityError, match=f"claims {MAX_MEMORY_BYTES + PAGE_BYTES} bytes of memory"):
+        verify_image_set(directory, workers=1)
 
 
 def test_moved_memory_without_a_manifest_is_no_checkpoint(image_set: tuple[Path, MovedRegions]) -> None:

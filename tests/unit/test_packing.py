@@ -13,11 +13,11 @@ import pytest
 
 from ocihook.errors import IntegrityError, StoreError
 from ocihook.linux.workers import WorkerDied
-from ocihook.packs import packing, pages, unpacking
+from ocihook.packs import packing, pages, runs
 from ocihook.packs.pack import CHUNK_PAGES, LZ4, PAGE_BYTES, RAW, ZERO, Chunk, PackFile, PackInfo, PackReader
 from ocihook.packs.packed_manifest import PackedImage, Segment
-from ocihook.packs.packing import AGENT_BYTES, SEGMENT_BYTES, WORKER_BYTES, pack_images, workers_within
-from ocihook.packs.pages import BATCH_BYTES, CHUNK_BYTES, FILE_BATCH_BYTES, PageWriter
+from ocihook.packs.packing import AGENT_BYTES, WORKER_BYTES, pack_images, workers_within
+from ocihook.packs.pages import BATCH_BYTES, CHUNK_BYTES, FILE_BATCH_BYTES, RANGE_BYTES, PageWriter
 from ocihook.packs.unpacking import Packs
 from tests.damage import flip_bit
 from tests.fakes.images import read_pages
@@ -52,7 +52,7 @@ def chunks_of(directory: Path, packed: Packed) -> list[Chunk]:
 
 
 def rehydrated(directory: Path, packed: Packed, workers: int = 2) -> dict[str, bytes]:
-    """Content of all images after a way through the packs; checks that `read_runs` agrees."""
+    """Content of all images after a way through the packs; checks that `runs` agrees."""
     target = directory / "rehydrated"
     target.mkdir()
     packs = opened(directory, packed)
@@ -71,9 +71,9 @@ SHAPES = {
     "one page": TEXT_PAGE,
     "one zero page": ZERO_PAGE,
     "one page of noise": noise(1),
-    "all zero": bytes(SEGMENT_BYTES + 3 * PAGE_BYTES),
-    "zero but the last page": bytes(SEGMENT_BYTES) + TEXT_PAGE,
-    "longer than a segment": TEXT_PAGE * (SEGMENT_BYTES // PAGE_BYTES + 65),
+    "all zero": bytes(RANGE_BYTES + 3 * PAGE_BYTES),
+    "zero but the last page": bytes(RANGE_BYTES) + TEXT_PAGE,
+    "longer than a segment": TEXT_PAGE * (RANGE_BYTES // PAGE_BYTES + 65),
     "noise, longer than a batch": noise(BATCH_BYTES // PAGE_BYTES + 1),
     "every other page": (TEXT_PAGE + ZERO_PAGE + noise(1) + ZERO_PAGE) * 300,
     "noise, then zeros to the end": noise(3) + bytes(100 * PAGE_BYTES),
@@ -100,7 +100,7 @@ def test_an_image_set_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_workers_are_not_all_at_one_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, segments in (("pages-1.img", 4), ("pages-2.img", 2)):
-        (tmp_path / name).write_bytes(TEXT_PAGE * (segments * SEGMENT_BYTES // PAGE_BYTES))
+        (tmp_path / name).write_bytes(TEXT_PAGE * (segments * RANGE_BYTES // PAGE_BYTES))
     packed = pack(tmp_path, ["pages-1.img", "pages-2.img"])
     opened_images: list[str] = []
     image_file = pages.ImageFile
@@ -109,7 +109,7 @@ def test_workers_are_not_all_at_one_image(tmp_path: Path, monkeypatch: pytest.Mo
         opened_images.append(path.name)
         return image_file(path, writable=writable)
 
-    monkeypatch.setattr(unpacking, "ImageFile", open_image)
+    monkeypatch.setattr(runs, "ImageFile", open_image)
     rehydrated(tmp_path, packed, workers=1)
     assert [name[6] for name in opened_images] == ["1", "2", "1", "1", "2", "1"]
 
@@ -135,27 +135,27 @@ def test_a_worker_without_a_task_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_zeros_cost_a_record_and_noise_its_own_size(tmp_path: Path) -> None:
-    (tmp_path / "pages-1.img").write_bytes(bytes(SEGMENT_BYTES))
+    (tmp_path / "pages-1.img").write_bytes(bytes(RANGE_BYTES))
     (tmp_path / "pages-2.img").write_bytes(noise(64))
     (tmp_path / "pages-3.img").write_bytes(TEXT_PAGE * 64)
     packed = pack(tmp_path, ["pages-1.img", "pages-2.img", "pages-3.img"], workers=1)
     kinds = [(chunk.kind, chunk.pages) for chunk in chunks_of(tmp_path, packed)]
-    assert kinds == [(ZERO, SEGMENT_BYTES // PAGE_BYTES), (RAW, 64), (LZ4, 64)]
+    assert kinds == [(ZERO, RANGE_BYTES // PAGE_BYTES), (RAW, 64), (LZ4, 64)]
     assert sum(info.size_bytes for info in packed[1]) < CHUNK_BYTES + 4 * PAGE_BYTES
 
 
 def test_zeros_come_back_as_holes(tmp_path: Path) -> None:
-    (tmp_path / "pages-1.img").write_bytes(bytes(SEGMENT_BYTES) + TEXT_PAGE)
+    (tmp_path / "pages-1.img").write_bytes(bytes(RANGE_BYTES) + TEXT_PAGE)
     packed = pack(tmp_path, ["pages-1.img"])
     rehydrated(tmp_path, packed)
     image = (tmp_path / "rehydrated" / "pages-1.img").stat()
-    assert image.st_size == SEGMENT_BYTES + PAGE_BYTES
+    assert image.st_size == RANGE_BYTES + PAGE_BYTES
     assert image.st_blocks * 512 < CHUNK_BYTES
     assert image.st_mode & 0o777 == 0o600
 
 
 def test_progress_adds_up(tmp_path: Path) -> None:
-    size = 2 * SEGMENT_BYTES + PAGE_BYTES
+    size = 2 * RANGE_BYTES + PAGE_BYTES
     (tmp_path / "pages-1.img").write_bytes(bytes(size))
     done: list[int] = []
     packed = pack_images(tmp_path, ["pages-1.img"], prefix="ocihook-", workers=2, durable=True, progress=done.append)
@@ -191,7 +191,7 @@ def test_only_regular_files_are_packed(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("change", [-PAGE_BYTES, -1, PAGE_BYTES])
 def test_an_image_that_changes_its_size_meanwhile_is_refused(tmp_path: Path, change: int, workers: int) -> None:
-    size = 4 * SEGMENT_BYTES
+    size = 4 * RANGE_BYTES
     path = tmp_path / "pages-1.img"
     path.write_bytes(bytes(size))
 
@@ -253,11 +253,11 @@ def test_a_full_disk_while_rehydrating(tmp_path: Path, small_disk: Path, workers
 
 
 def test_a_killed_worker_fails_the_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pages-1.img").write_bytes(bytes(4 * SEGMENT_BYTES))
+    (tmp_path / "pages-1.img").write_bytes(bytes(4 * RANGE_BYTES))
     pack_range = packing._pack_range
 
     def die(fd: int, start: int, *rest: object) -> None:
-        if start == 2 * SEGMENT_BYTES:
+        if start == 2 * RANGE_BYTES:
             os.kill(os.getpid(), signal.SIGKILL)
         pack_range(fd, start, *rest)  # type: ignore[arg-type]
 
@@ -286,7 +286,7 @@ def test_killing_the_caller_stops_its_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_one_flipped_bit_is_found_by_verify_and_by_rehydrate(tmp_path: Path, where: str, workers: int) -> None:
-    (tmp_path / "pages-1.img").write_bytes(noise(10) + TEXT_PAGE * 100 + bytes(SEGMENT_BYTES) + noise(5))
+    (tmp_path / "pages-1.img").write_bytes(noise(10) + TEXT_PAGE * 100 + bytes(RANGE_BYTES) + noise(5))
     packed = pack(tmp_path, ["pages-1.img"], workers=1)
     kept = [chunk for chunk in chunks_of(tmp_path, packed) if chunk.kind != ZERO]
     offset = kept[0].offset if where == "first" else kept[-1].offset + kept[-1].stored_bytes - 1
@@ -298,7 +298,7 @@ def test_one_flipped_bit_is_found_by_verify_and_by_rehydrate(tmp_path: Path, whe
     with pytest.raises(IntegrityError, match="is damaged"):
         packs.rehydrate(tmp_path / "out", workers=workers)
     with pytest.raises(IntegrityError, match="is damaged"):
-        list(packs.read_runs("pages-1.img"))
+        list(read_pages(packs, "pages-1.img"))
     packs.close()
 
 
@@ -312,7 +312,7 @@ def test_a_pack_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
 
 
 def two_segments(directory: Path) -> tuple[PackedImage, list[PackInfo]]:
-    (directory / "pages-1.img").write_bytes(TEXT_PAGE * (SEGMENT_BYTES // PAGE_BYTES + 1))
+    (directory / "pages-1.img").write_bytes(TEXT_PAGE * (RANGE_BYTES // PAGE_BYTES + 1))
     images, packs = pack(directory, ["pages-1.img"], workers=1)
     return images[0], packs
 

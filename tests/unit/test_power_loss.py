@@ -385,7 +385,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr("ocihook.store.deduplicate.RANGE_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr("ocihook.packs.pages.RANGE_BYTES", 4 * PAGE_BYTES)
     return CASES[request.param](tmp_path)
 
 

@@ -191,7 +191,7 @@ def test_damaged_page_ids_of_the_checkpoint_before(
     node: Node, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They say of another page that it is one of the new ones; what was found by them is thrown away."""
-    monkeypatch.setattr("ocihook.store.deduplicate.RANGE_BYTES", 16 * PAGE_BYTES)
+    monkeypatch.setattr("ocihook.packs.pages.RANGE_BYTES", 16 * PAGE_BYTES)
     (ids,) = node.domain.checkpoints_dir.glob("*.ids")
     page = node.new[40 * PAGE_BYTES : 41 * PAGE_BYTES]
     with ids.open("r+b") as file:

@@ -118,6 +118,8 @@ def test_a_manifest_is_read_again() -> None:
         {"images": [["../pages-1.img", 1]]},
         {"images": [["pages-1.img", "1"]]},
         {"regions": [["7", 1, 4096, 0]]},
+        {"regions": [["7", 4096, 8 << 40, 0]]},
+        {"images": [["pages-1.img", 8 << 40]]},
         {"gpu": []},
         {"gpu": {"driver": "1", "devices": [1]}},
         {"host": {"a": 1}},

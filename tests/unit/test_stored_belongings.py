@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.belongings.bringing import read_members
-from ocihook.belongings.places import Rootfs
+from ocihook.belongings.filesystems import Rootfs
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, Belongings, lay_out
 from ocihook.checkpoints.complete import wait_complete
 from ocihook.checkpoints.pulling import pull
