@@ -75,6 +75,7 @@ fuzz: .venv/.ready
 bench: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup bench
+	integration/node-setup forky $(FORKY_ROOT)
 	$(BIN)/python -m tests.bench.run
 
 clean:

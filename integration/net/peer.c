@@ -1,12 +1,13 @@
 /* The containers of the network tests: traffic that knows what it must be, and a process with a socket of each kind.
  *
  * peer pause                         just waits (a pod's sandbox)
- * peer server ADDRESS/PORT...        takes connections at each, and answers datagrams there
+ * peer server [-r KB] ADDRESS/PORT...  takes connections at each, and answers datagrams there
  * peer client [-k KEY] [-r KB] ADDRESS/PORT...  connects to each, with a key of its own from KEY on, and sends datagrams
- *      Both ends send without end, at random times and in random amounts, about KB a millisecond. Each byte is given by the
- *      key, the direction and its offset, so one that is lost, doubled, changed or moved is known at once.
- *      Prints every 100 ms `connection KEY sent N received N` and `datagrams N`, and `connection KEY silent N ms` after a
- *      longer wait than that for a byte of the peer's. What breaks is said once: `broken KEY: ...`.
+ *      Both ends send without end, at random times and in random amounts, from an eighth of KB a millisecond to eight times
+ *      that: each connection changes its pace now and then. Each byte is given by the key, the direction and its offset, so
+ *      one that is lost, doubled, changed or moved is known at once.
+ *      Prints every 100 ms `connection KEY sent N received N` and `datagrams N`, and `connection KEY silent N ms until S`
+ *      (in s since 1970) after a longer wait than that for a byte of the peer's. What breaks is said once: `broken KEY: ...`.
  * peer stranger ADDRESS...           what `kinds` connects to (kinds.c)
  * peer kinds OWN PEER OWN6 PEER6 [KIND...]   holds sockets (kinds.c)
  * peer many COUNT ADDRESS            holds COUNT bound datagram sockets, then prints `ready`
@@ -28,7 +29,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST = 64, CHUNK = 16384, REPORT_MS = 100 };
+enum { MOST = 64, CHUNK = 16384, REPORT_MS = 100, BURSTS = 16 /* at one pace */ };
 
 struct connection {
     int fd;
@@ -37,6 +38,7 @@ struct connection {
     uint64_t sent, received;
     double heard_ms;     /* when its last byte came */
     double next_ms;      /* when to send again */
+    double pace;         /* times `kb_per_ms` */
     size_t left;         /* how much then */
 };
 
@@ -47,11 +49,16 @@ static int count;
 static unsigned long datagrams;
 static double kb_per_ms = 1;
 
-static double now_ms(void)
+static double clock_ms(clockid_t clock)
 {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
+
+static double now_ms(void)
+{
+    return clock_ms(CLOCK_MONOTONIC);
 }
 
 void say(const char *format, ...)
@@ -125,7 +132,7 @@ static void add(int fd, int kind, unsigned key, int is_server)
         fail("too many sockets");
     kinds[count] = kind;
     polled[count] = (struct pollfd){fd, POLLIN, 0};
-    connections[count++] = (struct connection){fd, key, is_server, 0, 0, now_ms(), 0, 0};
+    connections[count++] = (struct connection){fd, key, is_server, 0, 0, now_ms(), 0, 1, 0};
 }
 
 static void broken(int at, const char *what)
@@ -150,7 +157,7 @@ static void receive(int at)
     }
     double now = now_ms();
     if (c->key && now - c->heard_ms > REPORT_MS)
-        say("connection %u silent %.0f ms", c->key, now - c->heard_ms);
+        say("connection %u silent %.0f ms until %.6f", c->key, now - c->heard_ms, clock_ms(CLOCK_REALTIME) / 1e3);
     c->heard_ms = now;
     if (!c->key)
         c->key = *next++, got--;
@@ -166,8 +173,11 @@ static void transmit(int at, double now)
     struct connection *c = &connections[at];
     if (!c->key || now < c->next_ms)
         return;
-    if (!c->left)
+    if (!c->left) {
         c->left = 1 + (size_t)random() % (2 * CHUNK);
+        if (random() % BURSTS == 0)
+            c->pace = (double)(1 << random() % 7) / 8;
+    }
     uint8_t buffer[CHUNK];
     size_t size = c->left < CHUNK ? c->left : CHUNK;
     for (size_t i = 0; i < size; i++)
@@ -182,7 +192,7 @@ static void transmit(int at, double now)
     if (gone < 0)
         c->next_ms = now + 2;
     else if (!c->left)
-        c->next_ms = now + (double)(random() % (2 * CHUNK)) / 1024 / kb_per_ms;
+        c->next_ms = now + (double)(random() % (2 * CHUNK)) / 1024 / kb_per_ms / c->pace;
 }
 
 static void answer(int at)
@@ -248,9 +258,21 @@ static int port_of(char *text)
     return atoi(slash + 1);
 }
 
+/* -k and -r; returns what follows them */
+static char **options(char **arguments, unsigned *key)
+{
+    for (; *arguments && **arguments == '-'; arguments += 2)
+        if (arguments[0][1] == 'k')
+            *key = (unsigned)atoi(arguments[1]);
+        else
+            kb_per_ms = atof(arguments[1]);
+    return arguments;
+}
+
 static void serve(char **endpoints)
 {
-    for (; *endpoints; endpoints++) {
+    unsigned none;
+    for (endpoints = options(endpoints, &none); *endpoints; endpoints++) {
         int port = port_of(*endpoints);
         add(make_socket(*endpoints, port, SOCK_STREAM, BIND | LISTEN), LISTENS, 0, 1);
         add(make_socket(*endpoints, port, SOCK_DGRAM, BIND), ANSWERS, 0, 1);
@@ -263,12 +285,7 @@ static void ask(char **arguments)
 {
     unsigned key = 1;
     int one = 1;
-    for (; *arguments && **arguments == '-'; arguments += 2)
-        if (arguments[0][1] == 'k')
-            key = (unsigned)atoi(arguments[1]);
-        else
-            kb_per_ms = atof(arguments[1]);
-    for (; *arguments; arguments++, key++) {
+    for (arguments = options(arguments, &key); *arguments; arguments++, key++) {
         int port = port_of(*arguments);
         int fd = make_socket(*arguments, port, SOCK_STREAM, CONNECT);
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);

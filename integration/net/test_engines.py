@@ -16,7 +16,7 @@ from integration.net.conftest import MakeNode
 from integration.net.containerd import NetContainerd
 from integration.net.engine import Place
 from integration.net.pair import Pair, endpoints
-from integration.net.traffic import assert_flows
+from integration.net.traffic import CONNECTIONS, assert_flows
 
 
 @pytest.fixture
@@ -62,17 +62,36 @@ def test_a_container_of_podmans_own_network(make_node: MakeNode) -> None:
         return str(shown)
 
     node.start_peer("other", "own:", "pause", says="")
-    node.start_peer("server", "own:ip=10.99.7.77", "server", "10.99.7.77/7000")
+    carries = ["--env=OWN=10.99.7.77"]
+    node.start_peer("server", "own:ip=10.99.7.77", "server", "10.99.7.77/7000", options=carries)
     assert address() == "10.99.7.77"
     archive = node.scratch / "server.tar"
     node.checkpoint("server", archive)
     node.remove("server")
     node.restore(archive, "--ignore-static-ip", "--ignore-static-mac")
     assert address() != "10.99.7.77"
+    assert f"its environment has 10.99.7.77 in 'OWN'; the address is {address()} now" in node.agent_log()
     log = node.scratch / "probe"
     node.namespace.spawn(node.peer, "client", f"{address()}/7000", log=log)
     wait_for("the listener to answer", lambda: "datagrams" in log.read_text())
     assert re.search(r"^connection 1 sent \d+ received [1-9]", log.read_text(), re.MULTILINE)
+
+
+def test_closing_by_the_engines_own_option(make_node: MakeNode) -> None:
+    """CRIU then makes all connections, closed, at whatever address; ocihook moves what listens."""
+    pair = Pair(make_node("crun"), tcp="established")
+    node = pair.node
+    node.checkpoint("server", pair.archives["server"])
+    node.remove("server")
+    node.remove_place("server")
+    place = node.make_place("server", Place.of(1, 2))
+    node.restore(pair.archives["server"], "--tcp-close")
+    wait_for("all connections to end", lambda: node.said("server").count("broken ") == CONNECTIONS)
+    log = node.spawn_peer("client", "client", f"{place.four}/7000")
+    wait_for("the listener to answer", lambda: "datagrams" in log.read_text())
+    assert re.search(r"^connection 1 sent \d+ received [1-9]", log.read_text(), re.MULTILINE)
+    assert all(session["effects"] == [] for session in sessions(node.namespace))
+    assert node.holds("server") == []
 
 
 def test_containers_of_a_pod_share_a_network(make_node: MakeNode) -> None:

@@ -40,7 +40,7 @@ _ALL_STATES = (1 << len(STATES)) - 1
 _SHOW_UNIX = 4 | 8 | 16  # UDIAG_SHOW_PEER, _ICONS and _RQLEN
 _UP = 1  # IFF_UP
 _LOOPBACK = 772  # ARPHRD_LOOPBACK
-_UNICAST, _MAIN_TABLE, _LOCAL_SCOPE = 1, 254, 253  # RTN_UNICAST, RT_TABLE_MAIN, from RT_SCOPE_LINK on
+_UNICAST, _MAIN_TABLE, _LINK_SCOPE = 1, 254, 253  # RTN_UNICAST, RT_TABLE_MAIN, RT_SCOPE_LINK
 
 
 class InetSocket(NamedTuple):
@@ -222,8 +222,12 @@ def _unix_socket(answer: _Message) -> UnixSocket:
     return UnixSocket(answer.get("UNIX_DIAG_PEER") or 0, struct.unpack(f"={len(clients) // 4}I", clients), unread_bytes)
 
 
-def links(namespace: NetNamespace) -> list[Link]:
-    """Return the interfaces of a namespace with their addresses; as `inet_sockets`."""
+def links(namespace: NetNamespace, *, is_of_link: bool = False) -> list[Link]:
+    """Return the interfaces of a namespace with their addresses, or with those of the link's own scope only.
+
+    Raises:
+        OSError: as `inet_sockets`.
+    """
     from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
     from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
@@ -231,7 +235,7 @@ def links(namespace: NetNamespace) -> list[Link]:
         addresses: dict[int, list[str]] = {}
         interfaces = list(_ask(route, ifinfmsg(), _GET_LINK, ifinfmsg))
         for answer in _ask(route, ifaddrmsg(), _GET_ADDRESS, ifaddrmsg):
-            if answer["scope"] < _LOCAL_SCOPE:
+            if answer["scope"] == _LINK_SCOPE if is_of_link else answer["scope"] < _LINK_SCOPE:
                 address = answer.get("IFA_LOCAL") or answer.get("IFA_ADDRESS")
                 addresses.setdefault(answer["index"], []).append(str(ip_interface(f"{address}/{answer['prefixlen']}")))
         return [_link(answer, addresses.get(answer["index"], [])) for answer in interfaces]

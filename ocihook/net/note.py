@@ -35,6 +35,7 @@ class NetworkNote:
     options: Mapping[str, TcpOptions] = field(default_factory=dict)  # of TCP sockets, by inode
     groups: tuple[str, ...] = ()  # multicast groups, which CRIU does not restore
     is_node: bool = False  # it was the node's own network
+    ended: tuple[int, ...] = ()  # ids of sockets that `relocate` has ended, and that a restore has to destroy
 
     @property
     def addresses(self) -> dict[str, list[IPAddress]]:

@@ -1,12 +1,13 @@
-"""Finds old addresses in a restored container: reported, not changed, as only it knows what they are for."""
+"""Where a restored container has addresses that it had: reported, not changed, as only it knows what they are for."""
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ocihook.linux.files import open_inside
+from ocihook.net.netlink import Route
 
 _FILES = ("/etc/hosts", "/etc/resolv.conf")
 _MAX_BYTES = 1 << 20
@@ -29,6 +30,25 @@ def carriers(init_pid: int, moved: Mapping[str, str]) -> Iterator[str]:
     for path in _FILES:
         for old in _named(_content(init_pid, path), moved):
             yield f"its {path} has {old}; the address is {moved[old]} now"
+
+
+def strayed(had: Iterable[Route], has: Iterable[Route], moved: Mapping[str, str]) -> Iterator[str]:
+    """Yield routes that name an address which is no more, or that went by a gateway and lead nowhere now, in words.
+
+    Args:
+        had: those of the container's network at its dump, which CRIU does not keep.
+        has: those of the network that it is in now.
+        moved: new addresses by old ones.
+    """
+    here = list(has)
+    for route in here:
+        for old in (route.gateway, route.destination.partition("/")[0]):
+            if old in moved:
+                yield f"its route to {route.destination} has {old}; the address is {moved[old]} now"
+    known = {route.destination for route in here}
+    for route in had:
+        if route.gateway and route.destination not in known:
+            yield f"it had a route to {route.destination} by {route.gateway}, and has none where it is restored"
 
 
 def _named(text: str, moved: Mapping[str, str]) -> Iterator[str]:

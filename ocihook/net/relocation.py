@@ -9,7 +9,7 @@ from ipaddress import ip_interface
 from pathlib import Path
 
 from ocihook.criu.socket_images import FILES_NAME, FilesImage, move_files
-from ocihook.errors import ArchiveKindError, ImageError
+from ocihook.errors import ArchiveKindError, ImageError, UnsupportedError
 from ocihook.images.image_set import read_packed
 from ocihook.net.addresses import AddressMap
 from ocihook.net.moving import Plan, make_plan
@@ -31,7 +31,7 @@ def relocate(directory: Path, pairs: Mapping[IPAddress, IPAddress], *, close_oth
 
     Raises:
         ImageError: if there are no sockets, or none has any of the old addresses; nothing was changed.
-        UnsupportedError: naming what cannot be.
+        UnsupportedError: naming what cannot be; nothing was changed.
         OcihookError: if an image is damaged.
     """
     if read_thin(directory) is not None:
@@ -50,9 +50,15 @@ def relocate(directory: Path, pairs: Mapping[IPAddress, IPAddress], *, close_oth
     gang = pairs.keys() if close_others else known
     addresses = AddressMap({address: pairs.get(address, address) for address in own}).with_peers(pairs)
     plan = make_plan(image.sockets, TcpPolicy(), addresses, own=own, gang=gang)
+    if plan.to_destroy and note is None:
+        raise UnsupportedError(
+            f"{plan.to_destroy[0].sock} ends only where it is restored by ocihook, which did not dump it",
+            hint="leave out --close-others: in a restore ocihook ends what its policy does not keep",
+        )
     move_files(directory, image, {move.sock.id: move.ends for move in plan.moves})
     if note is not None:
-        write_note(directory, _moved(note, pairs))
+        ended = (*note.ended, *(move.sock.id for move in plan.to_destroy))
+        write_note(directory, dataclasses.replace(_moved(note, pairs), ended=ended))
     if manifest is not None:
         images = tuple(_again(directory, one) if one.name in CHANGED else one for one in manifest.other_images)
         write_manifest(directory, dataclasses.replace(manifest, other_images=images), durable=True)

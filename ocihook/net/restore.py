@@ -27,10 +27,10 @@ from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket as NetlinkSocket
-from ocihook.net.netlink import destroy, inet_sockets, links
+from ocihook.net.netlink import Route, destroy, inet_sockets, links, routes
 from ocihook.net.nftables import RulesRefused
 from ocihook.net.note import NetworkNote, read_note
-from ocihook.net.old_addresses import carriers
+from ocihook.net.old_addresses import carriers, strayed
 from ocihook.net.policy import IPAddress, asked, parse
 from ocihook.session.effect import Facts
 from ocihook.session.participant import Restore
@@ -62,6 +62,7 @@ class NetworkFacts(Facts):
     to_destroy: list[Place] = field(default_factory=list)
     tcp_options: list[tuple[Place, TcpOptions]] = field(default_factory=list)
     lost_groups: list[str] = field(default_factory=list)  # of multicast
+    routes: list[Route] = field(default_factory=list)  # that the container's network had at the dump
     released_at: float = 0.0  # seconds since 1970
 
 
@@ -125,7 +126,8 @@ def move_sockets(restore: Restore, moving: Moving) -> str:
             network=namespace,
             moved_addresses={str(old): str(new) for old, new in own.pairs.items() if old != new},
             senders=list(_senders(restore, plan)),
-            to_destroy=[_place(move) for move in plan.to_destroy],
+            to_destroy=[*map(_place, plan.to_destroy), *_ended_before(moving)],
+            routes=list(note.routes) if note else [],
             tcp_options=list(_options(moving.sockets, plan, note, namespace)) if note else [],
             lost_groups=list(note.groups) if note else [],
         )
@@ -135,7 +137,8 @@ def move_sockets(restore: Restore, moving: Moving) -> str:
 
 def _addresses_of_gang(restore: Restore, own: AddressMap, sockets: Iterable[InetSocket]) -> dict[IPAddress, IPAddress]:
     """Publish to the gang where this member is, and return where those are that it is connected with."""
-    mine = {str(old): str(new) for old, new in own.pairs.items()}
+    # Link-local addresses of IPv6 stay here: two members may have the same.
+    mine = {str(old): str(new) for old, new in own.pairs.items() if old.version == 4 or not old.is_link_local}
     peers = {str(sock.remote) for sock in sockets if sock.is_connection}
     found = restore.gang.meet("addresses", mine, peers)
     return parse_pairs((f"{old}={new}" for old, new in found.items() if new), "the gang")
@@ -160,29 +163,54 @@ def _own_addresses(
         return AddressMap({address: address for address in had})
     here = addresses_of(namespace)
     if note is not None:
-        return map_addresses(note.addresses, here)
-    # Dumped without ocihook: what its sockets have, if the container has as many addresses here.
-    return map_addresses({"": _locals(sockets)}, {"": [a for addresses in here.values() for a in addresses]})
+        own = map_addresses(note.addresses, here)
+    else:  # dumped without ocihook: what its sockets have, if the container has as many addresses here
+        own = map_addresses({"": _locals(sockets)}, {"": [a for addresses in here.values() for a in addresses]})
+    return _with_link_local(own, sockets, namespace)
+
+
+def _with_link_local(own: AddressMap, sockets: Iterable[InetSocket], namespace: NetNamespace) -> AddressMap:
+    """Return the same with the link-local addresses that sockets have: each becomes that of the same interface here."""
+    had: dict[str, list[IPAddress]] = {}
+    for sock in sockets:
+        if sock.interface and sock.local.is_link_local and sock.local not in had.setdefault(sock.interface, []):
+            had[sock.interface].append(sock.local)
+    if not had:
+        return own
+    own_links = map_addresses(had, addresses_of(namespace, is_of_link=True))
+    both = own.with_peers(own_links.pairs)
+    return AddressMap(both.pairs, {**both.gaps, **own_links.gaps})
 
 
 def _locals(sockets: Iterable[InetSocket]) -> list[IPAddress]:
     """Return the addresses that sockets have of their own, other than on the loopback device."""
-    found = (sock.local for sock in sockets)
+    found = (sock.local for sock in sockets if not sock.interface)
     return list(dict.fromkeys(a for a in found if not (a.is_loopback or a.is_unspecified or a.is_multicast)))
 
 
-def addresses_of(namespace: NetNamespace) -> Interfaces:
-    """Return the addresses of a namespace by interface; none is of the loopback device alone.
+def addresses_of(namespace: NetNamespace, *, is_of_link: bool = False) -> Interfaces:
+    """Return the addresses of a namespace by interface, or those that hold on the link only; none is of loopback alone.
 
     Raises:
         OSError: if it is gone, cannot be entered, or the kernel does not answer.
     """
-    return {link.name: [ip_interface(text).ip for text in link.addresses] for link in links(namespace)}
+    return {
+        link.name: [ip_interface(text).ip for text in link.addresses]
+        for link in links(namespace, is_of_link=is_of_link)
+    }
 
 
 def _place(move: Move) -> Place:
     sock, (local, remote) = move.sock, map(plain_address, move.ends)
     return Place(str(local), sock.local_port, str(remote) if sock.remote_port else "", sock.remote_port)
+
+
+def _ended_before(moving: Moving) -> Iterator[Place]:
+    """Yield connections that `ocihook archive move` has ended and nothing but SOCK_DESTROY resets."""
+    ended = moving.note.ended if moving.note else ()
+    for sock in moving.sockets:
+        if sock.id in ended and sock.is_connection:
+            yield _place(Move(sock, sock.ends))
 
 
 def _senders(restore: Restore, plan: Plan) -> Iterator[tuple[Place, int]]:
@@ -278,8 +306,8 @@ def wake_senders(restore: Restore) -> None:
     journal = restore.journal
     forget_hold(journal)
     facts = journal.facts(NetworkFacts)
-    for carrier in carriers(restore.init_pid, facts.moved_addresses) if restore.init_pid else ():
-        log.warning("container %s: %s", journal.container, carrier)
+    for found in _old_addresses(restore.init_pid, facts):
+        log.warning("container %s: %s", journal.container, found)
     if facts.network is None or not facts.senders:
         return
     try:
@@ -287,6 +315,15 @@ def wake_senders(restore: Restore) -> None:
         _measure_stall(restore, facts)
     except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
         log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
+
+
+def _old_addresses(init_pid: int, facts: NetworkFacts) -> Iterator[str]:
+    """Yield what of the container has addresses that it has no more, in words."""
+    if init_pid:
+        yield from carriers(init_pid, facts.moved_addresses)
+    if facts.network is not None:
+        with contextlib.suppress(OSError):
+            yield from strayed(facts.routes, routes(facts.network), facts.moved_addresses)
 
 
 def _measure_stall(restore: Restore, facts: NetworkFacts) -> None:

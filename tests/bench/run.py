@@ -42,6 +42,7 @@ from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from tests.bench.engine import whole_checkpoints
 from tests.bench.gang import SIZES, simulate
+from tests.bench.net import GOAL_S, SOCKETS, many_sockets, median, pauses
 from tests.bench.runtime import handlers
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
 
@@ -118,6 +119,8 @@ def main() -> int:
         *_downtime(dataset),
         *_gangs(),
         *_handlers(),
+        *_many_sockets(),
+        *_pauses(),
     ]
     _RESULTS.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
     for figure in figures:
@@ -134,6 +137,8 @@ def _check_peers() -> None:
     for tool in ("lz4", "zstd", "borg", "restic", "unshare", "podman", "criu", "runc"):
         if shutil.which(tool) is None:
             raise SystemExit(f"bench: needs {tool}; `make bench` installs it")
+    if not Path(os.environ.get("OCIHOOK_FORKY_ROOT", "none"), ".complete").exists():
+        raise SystemExit("bench: OCIHOOK_FORKY_ROOT must name what `integration/node-setup forky` made")
     version = subprocess.run(["lz4", "--version"], check=True, capture_output=True, text=True).stdout
     if "multithread" not in version:
         raise SystemExit(f"bench: needs lz4 >= 1.10 with -T, as Debian 13 has it; here is {version.strip()}")
@@ -473,6 +478,36 @@ def _gangs() -> Iterator[Figure]:
         yield Figure(f"{name}: longest meeting", meetings.longest_s * 1e3, "ms", "simulated", 1000, "lower")
         yield Figure(f"{name}: messages", meetings.messages, "", "simulated", None, "lower")
         yield Figure(f"{name}: sent", meetings.megabytes, "MB", "simulated", None, "lower")
+
+
+def _many_sockets() -> Iterator[Figure]:
+    """Sockets in numbers: each step against what cannot be left out of it."""
+    times = many_sockets()
+    name = f"{SOCKETS} sockets"
+    yield Figure(f"{name}: listed", times.listed_s, "s", "", None, "lower")
+    yield Figure(f"{name}: listed vs ss", times.listed_s / times.by_ss_s, "x", "ss -Htuane", None, "lower")
+    yield Figure(f"{name}: image read", times.read_s, "s", "", None, "lower")
+    yield Figure(f"{name}: planned vs read", times.planned_s / times.read_s, "x", "the image read", 2.0, "lower")
+    yield Figure(f"{name}: image rewritten vs read", times.rewritten_s / times.read_s, "x", "the same", 1.0, "lower")
+    yield Figure(f"{name}: patched", times.patched_s, "s", "", None, "lower")
+    one = "one socket in the same memory"
+    yield Figure(f"{name}: patched vs one", times.patched_s / times.one_patched_s, "x", one, 20.0, "lower")
+
+
+def _pauses() -> Iterator[Figure]:
+    """What a peer sees: the pause against the time that CRIU froze the container, and the stall behind it."""
+    root = Path(os.environ["OCIHOOK_FORKY_ROOT"])
+    found = pauses(root, rounds=3)
+    for name, seen in found.items():
+        pause = median(p.left_running_s / p.frozen_s for p in seen)
+        frozen = "frozen time that CRIU says"
+        yield Figure(f"pause of a peer, {name}", pause, "x", frozen, None, "lower")
+    goal = "two round trips and 50 ms"
+    behind_dump = median(p.behind_dump_s for p in found["ocihook"])
+    behind_restore, alone = (median(p.behind_restore_s for p in found[name]) for name in ("ocihook", "alone"))
+    yield Figure("stall behind the hold of a dump", behind_dump / GOAL_S, "x", goal, 1.0, "lower")
+    yield Figure("stall behind the hold of a restore", behind_restore / GOAL_S, "x", goal, 1.0, "lower")
+    yield Figure("stall behind a restore, alone", alone / GOAL_S, "x", goal, None, "lower")
 
 
 def _store_figures(results: dict[str, _Result], size: int, ideal_bytes: int, copy_s: float) -> Iterator[Figure]:

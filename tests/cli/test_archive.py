@@ -19,8 +19,11 @@ from ocihook.cli.main import cli
 from ocihook.cli.render import format_bytes
 from ocihook.criu.socket_images import FilesImage
 from ocihook.errors import IntegrityError, OutputExists, printable
+from ocihook.net.addresses import AddressMap
+from ocihook.net.moving import Plan
 from ocihook.net.netlink import Link
 from ocihook.net.note import NetworkNote, read_note, write_note
+from ocihook.net.restore import Moving, Place, _ended_before
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.fakes.sockets import files_image, make_socket
 
@@ -207,15 +210,19 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: int, stat
     assert list(place.iterdir()) == []
 
 
-def make_connected(tmp_path: Path, *, is_packed: bool) -> Path:
+def make_connected(tmp_path: Path, *, is_packed: bool, state: int = 1, has_note: bool = True) -> Path:
     """Write an archive of a container with a note about its network, a listener and two connections."""
     images = tmp_path / "images"
     make_image_set(images, {1: mixed_pages(20)})
     peers = ["10.0.0.2", "192.0.2.7"]
-    found = [make_socket(1, "10.0.0.1"), *(make_socket(n, "10.0.0.1", peer) for n, peer in enumerate(peers, 2))]
+    found = [
+        make_socket(1, "10.0.0.1"),
+        *(make_socket(n, "10.0.0.1", peer, state=state) for n, peer in enumerate(peers, 2)),
+    ]
     (images / "files.img").write_bytes(files_image(found))
     link = Link("eth0", 2, "", "veth", 1500, is_up=True, is_loopback=False, addresses=("10.0.0.1/8",))
-    write_note(images, NetworkNote(links=(link,)))
+    if has_note:
+        write_note(images, NetworkNote(links=(link,)))
     make_archive(tmp_path / "plain.tar", images)
     if not is_packed:
         return tmp_path / "plain.tar"
@@ -250,6 +257,25 @@ def test_an_archive_moves_to_other_addresses(tmp_path: Path, *, is_packed: bool)
     assert run("verify", moved).exit_code == 0
     back = run_json("move", moved, tmp_path / "back.tar", "--address", "10.9.0.1=10.0.0.1")
     assert (back["moved"], back["closed"]) == (2, 0)
+
+
+def test_a_move_notes_what_a_restore_must_destroy(tmp_path: Path) -> None:
+    """Half closed, a connection sends nothing that the loopback device could answer."""
+    make_connected(tmp_path, is_packed=False, state=5)
+    images, addresses = tmp_path / "images", ["--address", "10.0.0.1=10.9.0.1", "--address", "10.0.0.2=10.9.0.2"]
+    assert run_json("move", images, *addresses, "--close-others")["closed"] == 1
+    note = read_note(images)
+    assert note is not None
+    assert note.ended == (3,)
+    moving = Moving(FilesImage.read(images).sockets, None, note, AddressMap({}), Plan())
+    assert list(_ended_before(moving)) == [Place("127.0.0.1", 5003, "127.0.0.2", 80)]
+
+
+def test_what_only_a_restore_can_end_needs_a_note(tmp_path: Path) -> None:
+    archive = make_connected(tmp_path, is_packed=False, state=5, has_note=False)
+    result = run("move", archive, tmp_path / "moved.tar", "--address", "10.0.0.1=10.9.0.1", "--close-others")
+    assert "10.0.0.1:5002 -> 10.0.0.2:80 FIN_WAIT2 ends only where" in str(result.exception)
+    assert not (tmp_path / "moved.tar").exists()
 
 
 def test_a_move_that_cannot_be_leaves_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.criu import version
-from ocihook.criu.conf import plugin_dir
+from ocihook.criu.conf import options, plugin_dir
 from ocihook.criu.version import Program
 from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.node import install
@@ -85,6 +85,25 @@ TREE_MAKERS = [
     with_plugins,
 ]
 TREES = pytest.mark.parametrize("prepare", TREE_MAKERS)
+
+
+@pytest.mark.parametrize("own", ["", "network-lock skip\n"])
+def test_options_about_connections_go_where_they_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str
+) -> None:
+    """Runtimes overrule default.conf; a network-lock elsewhere crashes CRIU; what an administrator has set stays."""
+    monkeypatch.setattr(install, "locks_by_nftables", lambda _root: True)
+    conf = tmp_path / "etc/criu"
+    conf.mkdir(parents=True)
+    (conf / "crun.conf").write_bytes(b"")
+    (conf / "default.conf").write_text(own)
+    do_install(tmp_path)
+    kept, lock = {"tcp-established", "skip-in-flight"}, {"network-lock"}
+    about = kept | lock | {"tcp-close"}
+    found = {name: {o.name for o in options((conf / name).read_bytes())} & about for name in install.CONF_NAMES}
+    assert found == {"runc.conf": kept, "crun.conf": kept, "default.conf": {"skip-in-flight", *lock}}
+    assert (conf / "default.conf").read_text().count("network-lock") == 1
+    assert ("network-lock nftables" in (conf / "default.conf").read_text()) is not bool(own)
 
 
 @TREES

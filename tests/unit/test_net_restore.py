@@ -12,11 +12,13 @@ import pytest
 from ocihook.container.runtime_call import find_network_namespace
 from ocihook.errors import IdentificationError
 from ocihook.net import restore
+from ocihook.net.moving import make_plan
 from ocihook.net.namespace import NetNamespace
-from ocihook.net.netlink import Link
+from ocihook.net.netlink import Link, Route
 from ocihook.net.note import NetworkNote
-from ocihook.net.old_addresses import carriers
-from tests.fakes.sockets import make_socket
+from ocihook.net.old_addresses import carriers, strayed
+from ocihook.net.policy import parse
+from tests.fakes.sockets import make_socket, raw
 
 OWN, NEW = ip_address("10.0.0.1"), ip_address("10.9.0.1")
 SOCKETS = [make_socket(1, "10.0.0.1"), make_socket(2, "127.0.0.1"), make_socket(3, "10.0.0.1", "192.0.2.7")]
@@ -47,7 +49,7 @@ def test_what_is_no_namespace(tmp_path: Path, path: str) -> None:
 
 def here(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> NetNamespace:
     link = Link("eth0", 2, "", "veth", 1500, is_up=True, is_loopback=False, addresses=addresses)
-    monkeypatch.setattr(restore, "links", lambda _namespace: [link])
+    monkeypatch.setattr(restore, "links", lambda _namespace, **_: [link])
     return NetNamespace("/proc/self/ns/net", 1)
 
 
@@ -84,3 +86,28 @@ def test_what_still_has_old_addresses_is_told() -> None:
     assert [line for line in told if "environment" in line] == [
         f"its environment has 10.0.0.1 in {name!r}; the address is 10.9.0.1 now" for name in ("MASTER_ADDR", "URL")
     ]
+
+
+def test_link_local_addresses_become_those_of_the_same_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in no note: each node makes its own."""
+    listener = make_socket(4, "fe80::1", interface="eth0")
+    client = make_socket(5, "fe80::1", "fe80::9", interface="eth0")
+    elsewhere = make_socket(6, "fe80::2", interface="eth1")
+    namespace = here(monkeypatch, "fe80::7/64")
+    found = restore._own_addresses([listener, client, elsewhere], namespace, NetworkNote(links=()))
+    assert found.pairs == {ip_address("fe80::1"): ip_address("fe80::7")}
+    assert "no interface eth1" in found.gaps[ip_address("fe80::2")]
+    plan = make_plan([listener, client], parse("established", "tcp"), found, own=found.pairs.keys())
+    assert next(move.ends.local for move in plan.moves) == raw("fe80::7")
+    assert [move.sock for move in plan.closed] == [client]  # its peer knows another address
+
+
+def test_routes_that_have_old_addresses_or_lead_nowhere() -> None:
+    had = [Route("0.0.0.0/0", "10.0.0.254", 2), Route("10.0.0.0/8", "", 2), Route("172.16.0.0/12", "10.0.0.253", 2)]
+    has = [Route("0.0.0.0/0", "10.9.0.254", 2), Route("10.0.0.1/32", "", 2), Route("192.0.2.0/24", "10.0.0.1", 2)]
+    assert list(strayed(had, has, {"10.0.0.1": "10.9.0.1"})) == [
+        "its route to 10.0.0.1/32 has 10.0.0.1; the address is 10.9.0.1 now",
+        "its route to 192.0.2.0/24 has 10.0.0.1; the address is 10.9.0.1 now",
+        "it had a route to 172.16.0.0/12 by 10.0.0.253, and has none where it is restored",
+    ]
+    assert list(strayed(had, had, {})) == []

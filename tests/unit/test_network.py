@@ -18,9 +18,11 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.net import dump as dump_half
 from ocihook.net import hold, netlink, nftables, repair
+from ocihook.net import restore as restore_half
 from ocihook.net.lost_options import TcpOptions, multicast_groups, put_back, read_options, tcp_sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
+from ocihook.net.restore import NetworkFacts
 from ocihook.net.survey import Survey
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts, Dump
@@ -138,6 +140,39 @@ def test_what_the_kernel_tells(workload: "subprocess.Popen[str]") -> None:
     assert options == {0, 12345}
     assert netlink.destroy(namespace, survey.connections[:1]) == 1  # whose reset ends the other one
     assert Patience(timeout_s=60).until(lambda: Survey.of([workload.pid]).connections == [])  # type: ignore[union-attr]
+
+
+def test_all_that_has_an_old_address_is_reported(tmp_path: Path) -> None:
+    """Of a process with a network, a host table and an environment of its own, as the kernel gives them."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("10.7.0.1 old-name\n")
+    make = """
+    ip link add v0 type veth peer name v1; ip link set v1 up; ip link set v0 up; ip addr add 10.8.0.1/24 dev v0
+    ip route add 192.0.2.0/24 via 10.8.0.9; ip route add 10.7.0.1/32 dev v0; ip route add 198.51.100.0/24 via 10.8.0.9
+    mount --bind "$0" /etc/hosts; echo ready; read line
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = ["unshare", "--net", "--mount", "sh", "-ec", make, str(hosts)]
+    with subprocess.Popen(command, env={**os.environ, "MASTER_ADDR": "10.7.0.1"}, **pipes) as program:  # type: ignore[call-overload]
+        try:
+            assert program.stdout.readline() == "ready\n"
+            namespace = NetNamespace.of(program.pid)
+            had = [*netlink.routes(namespace), netlink.Route("203.0.113.0/24", "10.7.0.254", 2)]
+            own = netlink.links(namespace, is_of_link=True)
+            facts = NetworkFacts(network=namespace, moved_addresses={"10.7.0.1": "10.8.0.1"}, routes=had)
+            found = set(restore_half._old_addresses(program.pid, facts))
+        finally:
+            program.kill()
+    assert {
+        "its environment has 10.7.0.1 in 'MASTER_ADDR'; the address is 10.8.0.1 now",
+        "its /etc/hosts has 10.7.0.1; the address is 10.8.0.1 now",
+        "its route to 10.7.0.1/32 has 10.7.0.1; the address is 10.8.0.1 now",
+        "it had a route to 203.0.113.0/24 by 10.7.0.254, and has none where it is restored",
+    } == found
+    assert {link.name: [text[:6] for text in link.addresses] for link in own if link.name != "lo"} == {
+        "v0": ["fe80::"],
+        "v1": ["fe80::"],
+    }
 
 
 def test_unix_sockets_know_their_peers_and_what_nobody_has_read() -> None:
