@@ -1,5 +1,6 @@
 """A container with a socket of each kind: what each is at the same address, at another, and under each policy."""
 
+import json
 import re
 
 from integration.journals import last_session, sessions
@@ -70,6 +71,19 @@ def restored(node: NetPodman, place: Place, policy: str) -> dict[str, str]:
     return node.use_kinds("kinds")
 
 
+def fates(node: NetPodman) -> list[str]:
+    """Return what is said beforehand, of an archive, of each connection with the stranger."""
+    sockets = json.loads(node.ocihook("archive", "inspect", "--json", str(node.scratch / "kinds.tar")))["sockets"]
+    return [one["fate"] for one in sockets if f"-> {STRANGER.four}:" in one["socket"] or STRANGER.six in one["socket"]]
+
+
+def ended(node: NetPodman) -> int:
+    """Return how many connections the last restore has ended."""
+    message = last_session(node.namespace, "pre-restore")["stages"]["pre-restore"]["message"]
+    found = re.search(r"(\d+) connections end", message)
+    return int(found[1]) if found else 0
+
+
 def refused(node: NetPodman) -> str:
     """Try to checkpoint; check that it is refused; return why."""
     node.checkpoint("kinds", node.scratch / "kinds.tar", check=False)
@@ -104,9 +118,17 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
 
     node.configure_policy(tcp="established")
     node.checkpoint("kinds", archive)
+    said = fates(node)
+    assert len(said) >= len(_CLOSED)
+    assert set(said) == {"kept-if-same"}
     assert_gave(restored(node, HERE, "established"), _ALWAYS | _KEPT, HERE)
+    assert ended(node) == 0
     assert_gave(restored(node, THERE, "established"), _ALWAYS | _CLOSED, THERE)
+    assert ended(node) == len(said)
+    node.configure_policy(tcp="auto")
+    assert fates(node) == ["closed"] * len(said)
     assert_gave(restored(node, HERE, "auto"), _ALWAYS | _CLOSED, HERE)
+    assert ended(node) == len(said)
 
 
 def test_mptcp_is_refused_by_name(make_node: MakeNode) -> None:
