@@ -138,7 +138,7 @@ def test_agent_killed_at_any_step_while_a_container_moves(make_node: MakeNode) -
 
 
 def test_edited_files_image_refuses_the_restore(make_node: MakeNode) -> None:
-    """What CRIU itself cannot read it refuses before anybody is asked; the rest we do. The whole one is restored then."""
+    """What CRIU itself cannot read it refuses before it asks anybody. The whole one is restored then."""
     pair = Pair(make_node(), tcp="established", mode="off")
     node, whole, edited = pair.node, pair.archives["server"], pair.node.scratch / "edited.tar"
     node.checkpoint("server", whole)
