@@ -92,8 +92,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
             raise OcihookError(f"CRIU (pid {journal.criu.pid}) is still at work on the network")
         with contextlib.suppress(FileNotFoundError):  # the namespace is gone
             if self._is_awaited:
-                rules = {"in": [], "out": [_NO_ANSWER]}
-                make_table(self.namespace, table_of(journal), rules, "awaited", AWAITED_S, with_loopback=False)
+                _await(self.namespace, table_of(journal))
             else:
                 remove_table(self.namespace, table_of(journal))
             if not journal.criu.is_alive():
@@ -107,7 +106,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
         """Tell whether peers look for connections that nobody has now: the container has ended, or is not restored."""
         if self.init is not None:
             return not self.init.is_alive()
-        return self.stage in RESTORE_STAGES and not self.is_open
+        return self.stage in RESTORE_STAGES
 
     def _remove_locks(self, journal: Journal) -> None:
         left = [name for name in criu_locks(self.namespace) if name not in self.locks]
@@ -175,10 +174,15 @@ def _elements(table: str, name: str, timeout_s: int) -> str:
 
 
 def release(journal: Journal) -> None:
-    """Let traffic pass our table. Should CRIU be killed, or fail, before `forget_hold`, its lock goes, too."""
+    """Let the traffic of a container that is being restored pass our table.
+
+    Until `forget_hold` the restore may still fail: the kernel then answers nobody that the connections are gone.
+    Should CRIU be killed, or fail, its lock goes, too.
+    """
     held = journal.find(TrafficHeld)
     if held is not None and not held.is_open:
         with contextlib.suppress(FileNotFoundError):
+            _await(held.namespace, table_of(journal))
             for name in _tables_of_ended(held.namespace, journal):
                 remove_table(held.namespace, name)
         held.is_open = True
@@ -186,9 +190,14 @@ def release(journal: Journal) -> None:
         journal.save()
 
 
+def _await(namespace: NetNamespace, name: str) -> None:
+    """Make a session's table one that only keeps the kernel from answering peers that nobody is there."""
+    make_table(namespace, name, {"in": [], "out": [_NO_ANSWER]}, "awaited", AWAITED_S, with_loopback=False)
+
+
 def _tables_of_ended(namespace: NetNamespace, journal: Journal) -> list[str]:
-    """Return this session's table, and those in which earlier ones have left a rule."""
-    others = {TABLE_PREFIX + path.stem for path in open_journals(journal.path.parent.parent)} - {table_of(journal)}
+    """Return the tables in which earlier sessions have left a rule."""
+    others = {TABLE_PREFIX + path.stem for path in open_journals(journal.path.parent.parent)} | {table_of(journal)}
     names = [name for family, name in nftables.tables(namespace) if family == "inet"]
     return [name for name in names if name.startswith(TABLE_PREFIX) and name not in others]
 
@@ -197,6 +206,8 @@ def forget_hold(journal: Journal) -> None:
     """Forget a hold that is over: CRIU has taken its own lock away, too."""
     held = journal.find(TrafficHeld)
     if held is not None and held.is_open:
+        with contextlib.suppress(FileNotFoundError):
+            remove_table(held.namespace, table_of(journal))
         journal.forget(held)
 
 

@@ -175,8 +175,9 @@ def test_traffic_is_held_drained_and_let_go(workload: "subprocess.Popen[str]", j
     hold.hold(journal, namespace, with_loopback=True)
     assert '"lo"' not in nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
     hold.release(journal)
-    assert names(namespace) == ["theirs"]
+    assert "@held" not in nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
     hold.forget_hold(journal)
+    assert names(namespace) == ["theirs"]
     assert journal.effects == []
     assert [phase["name"] for phase in journal.to_json()["phases"]] == ["network held"]
 
@@ -193,6 +194,7 @@ def test_peers_of_a_container_that_has_ended_get_no_answer(workload: "subprocess
     assert left.count("drop") == 1
     assert "tcp flags & (rst | ack) == rst drop" in left
     hold.release(journal)
+    hold.forget_hold(journal)
     assert names(namespace) == []
 
 
@@ -271,6 +273,11 @@ def test_a_restore_that_fails_leaves_a_rule_that_the_next_takes_away(
     assert "@held" not in left
     hold.hold(journal, namespace, with_loopback=True)
     hold.release(journal)
+    assert (
+        nftables.run(namespace, f"list table inet {hold.table_of(journal)}").split("expires")[0]
+        == (left.split("expires")[0])
+    )
+    hold.forget_hold(journal)
     assert names(namespace) == []
 
 
