@@ -1,7 +1,8 @@
 """Counts the steps of an agent that change something, in all its processes together, and lets one be the last.
 
 A step is what the kernel, the driver or a disk will remember: a write to a journal, an effect being undone, a verb of
-the driver (and its answer), a request of ptrace, memory written, a mount, a freezer, a name in a file system, a signal.
+the driver (and its answer), a request of ptrace, memory written, a mount, a freezer, a name in a file system, a signal,
+rules of a network, and what is done to sockets.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from ocihook.gpu.driver import CudaDriver
 from ocihook.linux import memory, mounts, ptrace
 from ocihook.linux.cgroup import Freezer
 from ocihook.linux.procfs import Process
+from ocihook.net import hold, nftables, repair, restore
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 
@@ -113,6 +115,12 @@ def _patch(steps: Steps) -> None:
     _before(Freezer, "enclose", steps, "enclose")
     _before(Freezer, "dissolve", steps, "dissolve")
     _before(Process, "send", steps, lambda _, number: f"send {number}")
+    _before(nftables, "run", steps, lambda _, commands: "" if commands.startswith("list") else "rules")
+    _before(repair, "end_repair", steps, "end repair")
+    for name in ("patch_sockets", "put_back", "destroy"):
+        _before(restore, name, steps, name.replace("_", " "))
+    for module in (hold, restore):
+        _before(module, "kick", steps, "kick")
     for name in _NAMES:
         _before(os, name, steps, name)
     _before(Path, "touch", steps, "touch")
@@ -120,12 +128,13 @@ def _patch(steps: Steps) -> None:
 
 
 def _before(owner: Any, name: str, steps: Steps, what: str | Callable[..., str]) -> None:  # noqa: ANN401
-    """Make a function of a class or module take a step first."""
+    """Make a function of a class or module take a step first; `what` returns "" of a call that changes nothing."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
     def stepping(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
-        steps(what if isinstance(what, str) else what(*arguments))
+        if done := what if isinstance(what, str) else what(*arguments):
+            steps(done)
         return function(*arguments, **named)
 
     setattr(owner, name, stepping)

@@ -11,6 +11,7 @@ from integration.namespace import Namespace, wait_for
 from integration.packages.engine import PIVOTED
 from integration.podman.engine import IMAGE, Podman
 
+INTEGRATION = Path(__file__).parents[1]
 BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
 _HELD = """table inet node {
     chain in { type filter hook input priority 0; counter drop; }
@@ -78,6 +79,15 @@ class NetPodman(Podman):
     def ocihook(self, *arguments: str, check: bool = True) -> str:
         """Run an ocihook command on the node."""
         return self.namespace.run("python3", "-m", "ocihook", *arguments, check=check, PYTHONPATH="/opt/ocihook")
+
+    def spawn_agent(self, program: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start an agent of integration/, whose files the node does not see, with the node's ocihook."""
+        site = self.scratch / "agents"
+        (site / "integration").mkdir(parents=True, exist_ok=True)
+        for path in INTEGRATION.glob("*.py"):
+            shutil.copy(path, site / "integration")
+        command = ["python3", str(site / "integration" / program.name), *arguments]
+        return self.namespace.spawn(*command, log=self.scratch / "agent.log", PYTHONPATH=f"/opt/ocihook:{site}")
 
     def install(self) -> None:
         """Install ocihook; cgroups are not CRIU's affair here, as only version 1 has controllers on some machines."""

@@ -72,6 +72,19 @@ def restored(node: NetPodman, place: Place, policy: str) -> dict[str, str]:
     return node.use_kinds("kinds")
 
 
+def fates(node: NetPodman) -> list[str]:
+    """Return what is said beforehand, of an archive, of each connection with the stranger."""
+    sockets = json.loads(node.ocihook("archive", "inspect", "--json", str(node.scratch / "kinds.tar")))["sockets"]
+    return [one["fate"] for one in sockets if f"-> {STRANGER.four}:" in one["socket"] or STRANGER.six in one["socket"]]
+
+
+def ended(node: NetPodman) -> int:
+    """Return how many connections the last restore has ended."""
+    message = last_session(node.namespace, "pre-restore")["stages"]["pre-restore"]["message"]
+    found = re.search(r"(\d+) connections end", message)
+    return int(found[1]) if found else 0
+
+
 def refused(node: NetPodman) -> str:
     """Try to checkpoint; check that it is refused; return why."""
     node.checkpoint("kinds", node.scratch / "kinds.tar", check=False)
@@ -116,8 +129,7 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
     node.start_peer("kinds", "kinds", *words, options=["--cap-add=NET_RAW"])
     archive = node.scratch / "kinds.tar"
 
-    unwanted = "refuses a dump with its 11 open connections (TCP "  # of which it names three, in the kernel's order
-    for policy, message in (("keep", "'keep' says nothing about connections"), ("refuse", unwanted)):
+    for policy, message in (("keep", "'keep' says nothing about connections"), ("refuse", "refuses a dump with its")):
         node.configure_policy(tcp=policy)
         assert message in refused(node)
 
@@ -125,9 +137,17 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
         node.configure_policy(tcp=policy)
         assert_doctor_says(node, fate)
     node.checkpoint("kinds", archive)
+    said = fates(node)
+    assert len(said) >= len(_CLOSED)
+    assert set(said) == {"kept-if-same"}
     assert_gave(restored(node, HERE, "established"), _ALWAYS | _KEPT, HERE)
+    assert ended(node) == 0
     assert_gave(restored(node, THERE, "established"), _ALWAYS | _CLOSED, THERE)
+    assert ended(node) == len(said)
+    node.configure_policy(tcp="auto")
+    assert fates(node) == ["closed"] * len(said)
     assert_gave(restored(node, HERE, "auto"), _ALWAYS | _CLOSED, HERE)
+    assert ended(node) == len(said)
 
     addresses = [f"--address={old}={new}" for old, new in zip(HERE, THERE, strict=True)]
     node.ocihook("archive", "move", "--close-others", *addresses, str(archive), str(archive.with_name("moved.tar")))

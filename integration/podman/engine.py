@@ -1,6 +1,7 @@
 """podman of this machine with storage, runtime and configuration of its own."""
 
 import re
+import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,11 @@ class Podman:
     def ocihook(self, *arguments: str, check: bool = True) -> str:
         """Run an ocihook command inside."""
         return self.namespace.run(sys.executable, "-m", "ocihook", *arguments, check=check, PYTHONPATH=str(SITE))
+
+    def spawn_agent(self, program: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start an agent of integration/."""
+        log = self.scratch / "agent.log"
+        return self.namespace.spawn(sys.executable, str(program), *arguments, log=log, PYTHONPATH=str(SITE))
 
     def install(self) -> None:
         """Install ocihook on this node."""

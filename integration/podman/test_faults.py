@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
-from integration.podman.engine import SITE, Podman, assert_packed, image_names
+from integration.podman.engine import Podman, assert_packed, image_names
 from integration.steps import read_steps, representative
 from tests.damage import flip_bit
 
@@ -213,8 +212,7 @@ def start_agent(podman: Podman, program: Path, *arguments: str) -> None:
 
 def _is_agent(podman: Podman, program: Path, arguments: tuple[str, ...]) -> bool:
     """Start one and tell whether it listens; it leaves at once where another one runs."""
-    log = podman.scratch / "agent.log"
-    agent = podman.namespace.spawn(sys.executable, str(program), *arguments, log=log, PYTHONPATH=str(SITE))
+    agent = podman.spawn_agent(program, *arguments)
     lock, name = (podman.namespace.path("/run/ocihook") / file for file in ("agent.lock", "agent.sock"))
 
     def listens() -> bool:

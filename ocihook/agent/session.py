@@ -165,6 +165,8 @@ class Session:
         """Handle stages that arrive on `control` (a packet with the caller's connection) until CRIU is gone."""
         pidfd = self.journal.criu.open()
         if pidfd is not None:
+            for effect in self.journal.effects:  # of an agent that was killed
+                effect.take_over(self.journal)
             work_directory = open_work_directory(self.journal.criu.pid)
             attempt = Attempt(self.journal.criu, self.journal.runtime)
             self._watch(pidfd, control, attempt)

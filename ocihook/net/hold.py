@@ -4,11 +4,13 @@ A table of nftables does it, one for each session: `inet ocihook-SESSION`. A pac
 where several containers of a pod are dumped at once the last of them releases it, and nobody counts. CRIU's own lock
 begins later and ends earlier, and with crun there is none in a restore.
 
-Where the container has ended with its dump its peers still wait for it. Then one rule of the table stays for as long:
-it keeps the kernel from resetting their connections.
+Where the container has ended with its dump its peers still wait for it, and so do those that know where it was about to
+be where a restore has failed. Then one rule of the table stays: for `AWAITED_S` the kernel does not reset their
+connections. New connections are still refused. The next restore removes the rule.
 
-Its rules drop while a set has elements, and these expire by themselves: should agent and CRIU both be killed, traffic
-goes on after `HOLD_LIMIT_S` at the latest.
+A rule drops while its set has elements, and these expire by themselves. A process of the session renews them for as
+long as the session lives: should agent, hook, CRIU and runtime be killed together, traffic passes this table again
+`HOLD_LIMIT_S` later, whether or not anybody ever starts another agent.
 """
 
 import contextlib
@@ -27,14 +29,17 @@ from typing import NamedTuple
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
+from ocihook.linux.workers import die_with_parent
 from ocihook.net import nftables
 from ocihook.net.kick import Sender, kick
 from ocihook.net.namespace import NetNamespace
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
-from ocihook.wire import DETACHED_STAGE
+from ocihook.wire import DETACHED_STAGE, RESTORE_STAGES
 
-HOLD_LIMIT_S = 600  # of a TCP connection the other end gives up after some 15 minutes (tcp_retries2)
+HOLD_LIMIT_S = 30  # without anybody who renews it; most applications wait as long
+AWAITED_S = 600  # of a TCP connection the other end gives up after some 15 minutes (tcp_retries2)
+_RENEWALS = 6  # in that time: on a busy node some may be late
 CRIU_MARK = 0xC114  # of packets that CRIU itself sends, as the FIN of a connection that is half closed (SOCCR_MARK)
 TABLE_PREFIX = "ocihook-"
 
@@ -43,7 +48,7 @@ _DRAIN = f"meta l4proto tcp meta length > {_ACKNOWLEDGEMENT_BYTES} meta nfproto 
 _HOLD = "meta nfproto @held drop"
 _PASSES = (f"meta mark {CRIU_MARK:#x} accept", "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept")
 # The kernel's answer to a segment of a connection that nobody has is a reset without ACK (RFC 9293 3.10.7.1).
-_NO_ANSWER = "meta nfproto @held meta l4proto tcp tcp flags & (rst | ack) == rst drop"
+_NO_ANSWER = "meta nfproto @awaited meta l4proto tcp tcp flags & (rst | ack) == rst drop"
 _CRIU_TABLE = re.compile(r"CRIU-\S+")
 _WITHOUT_CRIU = ("pre-dump", "pre-restore", DETACHED_STAGE)  # stages in which CRIU has locked nothing
 _SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -76,13 +81,18 @@ class TrafficHeld(Effect, kind="traffic-held"):
     waiting: tuple[Waiting, ...] = ()  # to be woken when traffic passes
     is_open: bool = False  # it passes our table again; CRIU's lock may still be there
 
+    def take_over(self, journal: Journal) -> None:
+        """Renew what nobody has renewed since its agent was killed."""
+        if not self.is_open:
+            _keep(self.namespace, table_of(journal))
+
     def undo(self, journal: Journal, _patience: Patience) -> None:
         """Let it pass: remove our table, and the lock that a killed or failed CRIU has left."""
         if journal.criu.is_alive() and journal.stage not in _WITHOUT_CRIU:
             raise OcihookError(f"CRIU (pid {journal.criu.pid}) is still at work on the network")
         with contextlib.suppress(FileNotFoundError):  # the namespace is gone
-            if self.init is not None and not self.init.is_alive():
-                make_table(self.namespace, table_of(journal), {"in": [], "out": [_NO_ANSWER]}, with_loopback=False)
+            if self._is_awaited:
+                _await(self.namespace, table_of(journal))
             else:
                 remove_table(self.namespace, table_of(journal))
             if not journal.criu.is_alive():
@@ -90,6 +100,13 @@ class TrafficHeld(Effect, kind="traffic-held"):
             kick(self.namespace, [_sender(one) for one in self.waiting])
         if not self.is_open:
             journal.add_phase("network held", self.began)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Tell whether peers look for connections that nobody has now: the container has ended, or is not restored."""
+        if self.init is not None:
+            return not self.init.is_alive()
+        return self.stage in RESTORE_STAGES
 
     def _remove_locks(self, journal: Journal) -> None:
         left = [name for name in criu_locks(self.namespace) if name not in self.locks]
@@ -126,18 +143,46 @@ def hold(
         RulesRefused: if the kernel does not take rules.
         OSError: if the namespace is gone, or cannot be entered.
     """
-    if journal.find(TrafficHeld) is None:
+    is_new = journal.find(TrafficHeld) is None
+    if is_new:
         locks = tuple(criu_locks(namespace))
         journal.add(TrafficHeld(namespace=namespace, began=time.time(), init=init, locks=locks))
     rules = {"in": [] if drain else [_HOLD], "out": [_DRAIN if drain else _HOLD]}
-    make_table(namespace, table_of(journal), rules, with_loopback=with_loopback)
+    make_table(namespace, table_of(journal), rules, "held", HOLD_LIMIT_S, with_loopback=with_loopback)
+    if is_new:
+        _keep(namespace, table_of(journal))
+
+
+def _keep(namespace: NetNamespace, name: str) -> None:
+    """Renew a hold from now on, until its table is gone, or this process is: its child ends with it."""
+    parent = os.getpid()
+    if os.fork() != 0:
+        return
+    try:
+        die_with_parent(parent)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # so that it keeps nobody's files open; the kernel closes ranges
+        while ("inet", name) in nftables.tables(namespace):
+            with contextlib.suppress(nftables.RulesRefused):  # somebody changes rules at this very moment
+                nftables.run(namespace, f"flush set inet {name} held\n{_elements(name, 'held', HOLD_LIMIT_S)}")
+            time.sleep(HOLD_LIMIT_S / _RENEWALS)  # waits: for as long as the session lives
+    finally:  # or the namespace is gone
+        os._exit(0)
+
+
+def _elements(table: str, name: str, timeout_s: int) -> str:
+    return f"add element inet {table} {name} {{ ipv4 timeout {timeout_s}s, ipv6 timeout {timeout_s}s }}"
 
 
 def release(journal: Journal) -> None:
-    """Let traffic pass our table. Should CRIU be killed, or fail, before `forget_hold`, its lock is removed, too."""
+    """Let the traffic of a container that is being restored pass our table.
+
+    Until `forget_hold` the restore may still fail: the kernel then resets no connection. Should CRIU be killed, or
+    fail, its lock is removed, too.
+    """
     held = journal.find(TrafficHeld)
     if held is not None and not held.is_open:
         with contextlib.suppress(FileNotFoundError):
+            _await(held.namespace, table_of(journal))
             for name in _tables_of_ended(held.namespace, journal):
                 remove_table(held.namespace, name)
         held.is_open = True
@@ -145,9 +190,14 @@ def release(journal: Journal) -> None:
         journal.save()
 
 
+def _await(namespace: NetNamespace, name: str) -> None:
+    """Make a session's table one that only keeps the kernel from answering peers that nobody is there."""
+    make_table(namespace, name, {"in": [], "out": [_NO_ANSWER]}, "awaited", AWAITED_S, with_loopback=False)
+
+
 def _tables_of_ended(namespace: NetNamespace, journal: Journal) -> list[str]:
-    """Return this session's table, and those in which earlier ones have left a rule."""
-    others = {TABLE_PREFIX + path.stem for path in open_journals(journal.path.parent.parent)} - {table_of(journal)}
+    """Return the tables in which earlier sessions have left a rule."""
+    others = {TABLE_PREFIX + path.stem for path in open_journals(journal.path.parent.parent)} | {table_of(journal)}
     names = [name for family, name in nftables.tables(namespace) if family == "inet"]
     return [name for name in names if name.startswith(TABLE_PREFIX) and name not in others]
 
@@ -156,6 +206,8 @@ def forget_hold(journal: Journal) -> None:
     """Forget a hold that is over: CRIU has removed its own lock, too."""
     held = journal.find(TrafficHeld)
     if held is not None and held.is_open:
+        with contextlib.suppress(FileNotFoundError):
+            remove_table(held.namespace, table_of(journal))
         journal.forget(held)
 
 
@@ -164,23 +216,32 @@ def table_of(journal: Journal) -> str:
     return f"{TABLE_PREFIX}{journal.session_id}"
 
 
-def make_table(namespace: NetNamespace, name: str, rules: Mapping[str, list[str]], *, with_loopback: bool) -> None:
+def make_table(
+    namespace: NetNamespace,
+    name: str,
+    rules: Mapping[str, list[str]],
+    while_in: str,
+    timeout_s: int,
+    *,
+    with_loopback: bool,
+) -> None:
     """Make a table, or replace it in one transaction.
 
     Args:
         namespace: where.
         name: the table's.
         rules: what drops, for packets that come `in` and go `out`, behind what always passes.
+        while_in: the set that has protocols for as long as these are to drop.
+        timeout_s: after which it has them no more.
         with_loopback: whether they are for the loopback device, too.
     """
-    elements = f"ipv4 timeout {HOLD_LIMIT_S}s, ipv6 timeout {HOLD_LIMIT_S}s"
     lines = [f"table inet {name}", f"delete table inet {name}", f"table inet {name} {{"]
-    lines += [f"set held {{ typeof meta nfproto; flags timeout; elements = {{ {elements} }}; }}"]
+    lines += [f"set {while_in} {{ typeof meta nfproto; flags timeout; }}"]
     for chain, hook, device in (("in", "input", "iif"), ("out", "output", "oif")):
         passes = [*([] if with_loopback else [f"{device} lo accept"]), *_PASSES]
         lines += [f"chain {chain} {{", f"type filter hook {hook} priority -300; policy accept"]
         lines += [*passes, *rules[chain], "}"]
-    nftables.run(namespace, "\n".join([*lines, "}"]))
+    nftables.run(namespace, "\n".join([*lines, "}", _elements(name, while_in, timeout_s)]))
 
 
 def remove_table(namespace: NetNamespace, name: str) -> None:

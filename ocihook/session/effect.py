@@ -45,6 +45,9 @@ class Effect(ABC):
             OcihookError, OSError: if that is not possible yet; it is tried again.
         """
 
+    def take_over(self, journal: "Journal") -> None:  # noqa: B027 - most need nothing
+        """Go on with what has to be done for it all the time: the process that did so was killed."""
+
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
         return {"kind": self.kind, **to_json(self)}

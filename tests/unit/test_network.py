@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -208,8 +210,9 @@ def test_traffic_is_held_drained_and_let_go(workload: "subprocess.Popen[str]", j
     hold.hold(journal, namespace, with_loopback=True)
     assert '"lo"' not in nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
     hold.release(journal)
-    assert names(namespace) == ["theirs"]
+    assert "@held" not in nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
     hold.forget_hold(journal)
+    assert names(namespace) == ["theirs"]
     assert journal.effects == []
     assert [phase["name"] for phase in journal.to_json()["phases"]] == ["network held"]
 
@@ -226,6 +229,7 @@ def test_peers_of_a_container_that_has_ended_get_no_answer(workload: "subprocess
     assert left.count("drop") == 1
     assert "tcp flags & (rst | ack) == rst drop" in left
     hold.release(journal)
+    hold.forget_hold(journal)
     assert names(namespace) == []
 
 
@@ -253,17 +257,63 @@ def test_of_two_who_hold_a_network_the_last_lets_go(
     assert names(namespace) == []
 
 
-def test_the_hold_ends_by_itself(
+def test_a_hold_is_renewed_while_its_session_lives_and_then_ends_by_itself(
     workload: "subprocess.Popen[str]", journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "HOLD_LIMIT_S", 1)
+    """Also by the session of an agent that has taken over from one that was killed."""
+    monkeypatch.setattr(hold, "HOLD_LIMIT_S", 3)
     namespace = NetNamespace.of(workload.pid)
-    hold.hold(journal, namespace)
 
-    def is_over() -> bool:
-        return "elements" not in nftables.run(namespace, f"list set inet {hold.table_of(journal)} held")
+    def left_ms() -> int:
+        """Return how long the hold lasts if nobody renews it; 0 once it is over."""
+        found = nftables.run(namespace, f"list set inet {hold.table_of(journal)} held")
+        left = re.search(r"ipv4 timeout 3s expires (?:(\d+)s)?(?:(\d+)ms)?", found)
+        return int(left[1] or 0) * 1000 + int(left[2] or 0) if left else 0
 
-    assert Patience(timeout_s=60).until(is_over)
+    def is_renewed() -> bool:
+        before = left_ms()
+        return Patience(timeout_s=1).until(lambda: left_ms() > before)
+
+    def serve(work: Callable[[Journal], None]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work(Journal.load(journal.path))
+                signal.pause()
+            finally:
+                os._exit(1)
+        return pid
+
+    def take_over(journal: Journal) -> None:
+        for effect in journal.effects:
+            effect.take_over(journal)
+
+    for work in (lambda journal: hold.hold(journal, namespace), take_over):
+        session = serve(work)
+        assert Patience(timeout_s=60).until(lambda: names(namespace) != [] and is_renewed())
+        os.kill(session, signal.SIGKILL)
+        os.waitpid(session, 0)
+        assert Patience(timeout_s=60).until(lambda: left_ms() == 0)
+
+
+def test_a_restore_that_fails_leaves_a_rule_that_the_next_takes_away(
+    workload: "subprocess.Popen[str]", journal: Journal
+) -> None:
+    namespace = NetNamespace.of(workload.pid)
+    journal.begin_stage("pre-restore")
+    hold.hold(journal, namespace, with_loopback=True)
+    undo_all(journal, Patience())
+    left = nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
+    assert "tcp flags & (rst | ack) == rst drop" in left
+    assert "@held" not in left
+    hold.hold(journal, namespace, with_loopback=True)
+    hold.release(journal)
+    assert (
+        nftables.run(namespace, f"list table inet {hold.table_of(journal)}").split("expires")[0]
+        == (left.split("expires")[0])
+    )
+    hold.forget_hold(journal)
+    assert names(namespace) == []
 
 
 def test_what_criu_has_left_goes_only_where_it_was_ours(
