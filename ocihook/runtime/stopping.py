@@ -23,7 +23,7 @@ from ocihook.checkpoints.pending import directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.criu.explain import explain
-from ocihook.errors import OcihookError, UnsupportedError, plain
+from ocihook.errors import OcihookError, UnsupportedError, plain, printable, reason
 from ocihook.linux.files import make_directory, replace_file
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, descendants
@@ -111,8 +111,10 @@ def read_config(kept: containers.Kept) -> Mapping[str, Any]:
     path = kept.bundle / "config.json"
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise UnsupportedError(f"{path} cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise UnsupportedError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, Mapping):
         raise UnsupportedError(f"{path} is not a JSON object")
     return found
@@ -328,5 +330,5 @@ def _why(place: Path) -> str:
             return explanation.what
     with contextlib.suppress(OSError):
         if words := (place / _LOG_NAME).read_text(errors="replace").strip():
-            return words[-_TAIL_CHARACTERS:]
+            return printable(words[-_TAIL_CHARACTERS:])
     return "its runtime was killed"
