@@ -6,6 +6,7 @@ What undoes changes is changes, too. So whoever brings some writes down first wh
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import tarfile
@@ -27,11 +28,14 @@ from ocihook.belongings.tree import (
     opened_below,
     status_of,
 )
-from ocihook.errors import IntegrityError, UnsupportedError
+from ocihook.errors import IntegrityError, UnsupportedError, printable
 from ocihook.linux.files import sync_file
 from ocihook.tar import READ_ERRORS, Tar
 
 INVERSE_NAME = "before.tar"  # in the directory of an undo
+_TIME = re.compile(r"(-?[0-9]{1,10})(?:\.([0-9]*))?")  # seconds since 1970, in all that 34 bits of an inode hold
+_MAX_U32 = (1 << 32) - 2  # -1 is nobody, and changes nothing (chown(2))
+_MAX_MAJOR, _MAX_MINOR = (1 << 12) - 1, (1 << 20) - 1  # linux/kdev_t.h
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -84,15 +88,15 @@ def bring(path: Path, places: Mapping[str, Path], progress: Progress) -> None:
         UnsupportedError: if a link is where a directory must be.
         OSError: from the file system, a full one included.
     """
-    times: list[tuple[int, str, tarfile.TarInfo]] = []  # of directories, which what is brought into them changes
+    times: list[tuple[int, str, int]] = []  # of directories, which what is brought into them changes
     with _opened_all(places) as tops:
         for change in _changes(path, tops):
             _bring(change, progress)
             if change.info.isdir():
-                times.append((change.top, change.name, change.info))
-        for top, name, info in reversed(times):
+                times.append((change.top, change.name, _mtime_ns(change.info)))
+        for top, name, mtime_ns in reversed(times):
             with contextlib.suppress(FileNotFoundError), opened_below(top, name) as fd:
-                os.utime(fd, ns=_times_ns(info))
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
 
 
 def write_inverse(path: Path, places: Mapping[str, Path], file: IO[bytes], progress: Progress) -> None:
@@ -187,7 +191,22 @@ def _changes(path: Path, tops: Mapping[str, int]) -> Iterator[Change]:
     for info, content in read_members(path):
         for prefix, top in tops.items():
             if info.name == prefix or info.name.startswith(f"{prefix}/"):
+                _check(info)
                 yield Change(info, prefix, top, _below(info.name, prefix), content)
+
+
+def _check(info: tarfile.TarInfo) -> None:
+    """Check that a file can be as a member says.
+
+    Raises:
+        IntegrityError: if it cannot.
+    """
+    _mtime_ns(info)
+    numbers = ((info.uid, _MAX_U32), (info.gid, _MAX_U32), (info.mode, 0o7777), (info.devmajor, _MAX_MAJOR))
+    is_sound = all(0 <= number <= limit for number, limit in (*numbers, (info.devminor, _MAX_MINOR)))
+    names = [info.name, info.linkname, *(key for key in info.pax_headers if key.startswith(XATTR))]
+    if not is_sound or any("\0" in name for name in names) or info.issparse():
+        raise IntegrityError(f"{printable(info.name)!r} is as no file can be")
 
 
 def _below(name: str, prefix: str) -> str:
@@ -278,9 +297,15 @@ def _dress(fd: int, info: tarfile.TarInfo) -> None:
 
 def _times_ns(info: tarfile.TarInfo) -> tuple[int, int]:
     """Return the times of access and change, both the latter."""
-    seconds, _, rest = info.pax_headers.get("mtime", str(info.mtime)).partition(".")
-    mtime_ns = int(seconds) * 10**9 + int(f"{rest:0<9.9}" or 0)
+    mtime_ns = _mtime_ns(info)
     return mtime_ns, mtime_ns
+
+
+def _mtime_ns(info: tarfile.TarInfo) -> int:
+    found = _TIME.fullmatch(info.pax_headers.get("mtime", str(info.mtime)))
+    if found is None:
+        raise IntegrityError(f"{printable(info.name)!r} has a time that is none")
+    return int(found[1]) * 10**9 + int(f"{found[2] or '':0<9.9}")
 
 
 def _remove(parent: int, name: str) -> None:

@@ -7,7 +7,9 @@ from shlex import quote
 from ocihook.criu.conf import CRIU_CONF_DIR, options, plugin_dir
 from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import crun_reads_its_conf, find_program
+from ocihook.errors import ConfigError
 
+_MAX_BYTES = 1 << 20  # of a file
 _KIB = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _GHOST_LIMIT_BYTES = 1 << 20  # criu/include/cr_options.h, DEFAULT_GHOST_LIMIT
 # What runtimes say to CRIU in every dump, so that default.conf has no effect; the file that they name has.
@@ -52,6 +54,22 @@ def content(name: str) -> bytes:
         return b""
 
 
+def content_at(path: Path) -> bytes:
+    """Return what a configuration file has, wherever it is: a container may name it; b"" if it is no file.
+
+    Raises:
+        ConfigError: if it is larger than any.
+        OSError: if it cannot be read.
+    """
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path} is larger than {_MAX_BYTES} bytes: it is no configuration file of CRIU")
+    return data
+
+
 def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset()) -> CriuOptions:
     """Return the options that CRIU would get for a container.
 
@@ -65,7 +83,7 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
     ghost_limit_bytes = _GHOST_LIMIT_BYTES
     scanned = []
     for path in paths:
-        for option in options(path.read_bytes() if path.is_file() else b""):
+        for option in options(content_at(path)):
             if option.name == "ghost-limit":
                 ghost_limit_bytes = _size(option.value)
             elif option.name == "irmap-scan-path":
@@ -96,8 +114,7 @@ def loaded_plugin(runtime: str, named: str = "") -> Path | None:
         runtime: that runs the container.
         named: the file that its `org.criu.config` names instead of the runtime's own.
     """
-    contents = [path.read_bytes() for path in _paths(runtime, named) if path.is_file()]
-    return find_plugin(plugin_dir(*contents))
+    return find_plugin(plugin_dir(*map(content_at, _paths(runtime, named))))
 
 
 def _size(text: str) -> int:

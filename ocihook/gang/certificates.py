@@ -3,7 +3,7 @@
 import ssl
 from pathlib import Path
 
-from ocihook.errors import ConfigError
+from ocihook.errors import ConfigError, plain
 
 
 def client_tls(directory: Path) -> ssl.SSLContext:
@@ -34,5 +34,6 @@ def _load(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
         context.load_verify_locations(directory / "ca.crt")
     except OSError as error:
         hint = "it needs tls.crt, tls.key and ca.crt"
-        raise ConfigError(f"the certificates in {directory} cannot be used: {error}", hint=hint) from error
+        why = "one is damaged, or the key is another's" if isinstance(error, ssl.SSLError) else plain(error)
+        raise ConfigError(f"the certificates in {directory} cannot be used: {why}", hint=hint) from error
     return context

@@ -11,9 +11,11 @@ from ocihook.errors import GangError, plain
 from ocihook.gang.cut import End, contradictions, described
 from ocihook.gang.epochs import Epochs, all_gangs
 from ocihook.gang.protocol import REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
+from ocihook.packs.frame import as_object
 from ocihook.session.record import from_json, to_json
 
 LONGEST_WAIT_S = 2.0  # that a request waits for other members; then the member asks again
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _VERBS = ("join", "meet", "vote", "leave")
 
 
@@ -41,7 +43,7 @@ class Coordinator:
             GangError: if the request is malformed, or nothing can be stored.
         """
         wait_s = request.get("wait_s", LONGEST_WAIT_S)
-        until = time.monotonic() + min(LONGEST_WAIT_S, float(wait_s) if isinstance(wait_s, int | float) else 0.0)
+        until = time.monotonic() + (min(LONGEST_WAIT_S, wait_s) if isinstance(wait_s, int | float) else 0.0)
         with self._changed:
             try:
                 gang = self._gang(str(request["namespace"]), str(request["gang"]))
@@ -50,7 +52,7 @@ class Coordinator:
                 while answer.state is State.WAIT and (left_s := until - time.monotonic()) > 0:
                     self._changed.wait(left_s)
                     answer = _ask(gang, node, request)
-            except (KeyError, TypeError, ValueError) as error:
+            except _MALFORMED as error:
                 raise GangError(f"not a valid request of a member: {error!r}") from error
             except OSError as error:
                 raise GangError(f"the coordinator cannot store anything: {plain(error)}") from error
@@ -113,15 +115,22 @@ def _decide(epochs: Epochs, attempt: Attempt) -> str:
     if attempt.join.act == "dump":
         try:
             ends = {name: [from_json(End, end) for end in (said.get(name) or {})["ends"]] for name in attempt.seats}
-        except (KeyError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             return f"a member's list of connections is malformed: {error!r}"
         wrong, fitting = contradictions(ends)
         if wrong:
             return described(wrong)
-    members = {
-        name: {"session": seat.session, "node": seat.node, **(said.get(name) or {}).get("checkpoint", {})}
-        for name, seat in sorted(attempt.seats.items())
-    }
+    try:
+        members = {
+            name: {
+                **as_object((said.get(name) or {}).get("checkpoint", {})),
+                "session": seat.session,
+                "node": seat.node,
+            }
+            for name, seat in sorted(attempt.seats.items())
+        }
+    except _MALFORMED as error:
+        return f"a member did not tell of its checkpoint: {error!r}"
     record = {"act": attempt.join.act, "source": attempt.join.source, "connections": fitting, "members": members}
     try:
         epochs.keep(attempt.epoch, {**record, "decided": time.time()})

@@ -12,6 +12,7 @@ from ocihook import wire
 from ocihook.config import Settings
 from ocihook.errors import GangError, plain, printable
 from ocihook.linux.patience import Patience
+from ocihook.packs.frame import as_object, load_json
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
@@ -54,9 +55,9 @@ class Link(NamedTuple):
                 response = connection.getresponse()
                 data = response.read(_MAX_ANSWER_BYTES)
             except http.client.HTTPException as error:
-                raise ConnectionError(f"{self} closed the connection: {error!r}") from error
+                raise ConnectionError(f"{self} closed the connection: {plain(error)}") from error
         try:
-            answer: dict[str, Any] = json.loads(data)
+            answer: dict[str, Any] = as_object(load_json(data))
             if response.status == http.client.OK:
                 return answer
             reason = str(answer["error"])

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ocihook.errors import GangError, OcihookError
+from ocihook.errors import GangError, OcihookError, plain, printable
 from ocihook.gang.link import Link, unreachable
 from ocihook.gang.protocol import Answer, Join, Phase, State
 from ocihook.linux.patience import Patience
 from ocihook.model import GangRef
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
-from ocihook.session.record import to_json
+from ocihook.session.record import from_json, to_json
 
 _RETRY_S = 0.1  # between attempts to reach a coordinator
 _LEAVE_S = 5.0  # to report to a coordinator that a member has left; else the others time out
@@ -56,7 +56,10 @@ class GangJoined(Effect, kind="gang-joined"):
             self.ask(with_reason, Patience(), _LEAVE_S)
         except (OcihookError, OSError) as error:  # the others wait in vain, up to their limit
             log.warning(
-                "container %s: that it has left gang %s could not be reported: %s", journal.container, self.gang, error
+                "container %s: that it has left gang %s could not be reported: %s",
+                journal.container,
+                self.gang,
+                plain(error),
             )
 
     def ask(self, request: Mapping[str, Any], patience: Patience, timeout_s: float) -> Answer:
@@ -77,13 +80,20 @@ class GangJoined(Effect, kind="gang-joined"):
         while True:
             try:
                 answer = self.link.ask({**who, **request, "wait_s": limit.left_s}, patience)
-                return Answer(**{**answer, "state": State(answer["state"])})
-            except (KeyError, TypeError, ValueError) as error:
+                return _read_answer(answer)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise GangError(f"{self.link} gave a malformed answer: {error!r}") from error
             except OSError as error:
                 if limit.is_over:
                     raise unreachable(self.link, error) from error
             limit.sleep(_RETRY_S)
+
+
+def _read_answer(answer: Mapping[str, Any]) -> Answer:
+    """Read what a coordinator says; what it leaves out has its default."""
+    given = {**Answer._field_defaults, **answer, "state": State(answer["state"])}
+    read = from_json(Answer, [given[name] for name in Answer._fields])
+    return read._replace(reason=printable(read.reason))
 
 
 class Attendance:

@@ -16,8 +16,9 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
 from ocihook.gang.coordinator import Coordinator
+from ocihook.packs.frame import as_object, load_json
 
 MAX_REQUEST_BYTES = 16 << 20  # connections of one member: some 100,000
 _TIMEOUT_S = 10.0  # for a client to send its request
@@ -40,19 +41,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Answer a member."""
-        data = self._body()
-        if data is None:
-            self._say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"more than {MAX_REQUEST_BYTES} bytes"})
-            return
         try:
-            node = self._peer()
-            request = json.loads(data)
-            if not isinstance(request, dict):
-                raise TypeError("no object")
-            self._say(HTTPStatus.OK, self._coordinator.handle(node, request))
+            data = self._body()
+            if data is None:
+                self._say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"more than {MAX_REQUEST_BYTES} bytes"})
+                return
+            self._say(HTTPStatus.OK, self._coordinator.handle(self._peer(), as_object(load_json(data))))
         except PermissionError as error:
             self._say(HTTPStatus.FORBIDDEN, {"error": str(error)})
-        except (OcihookError, ValueError, TypeError) as error:
+        except (OcihookError, ValueError) as error:
             self._say(HTTPStatus.BAD_REQUEST, {"error": str(error)})
 
     def do_GET(self) -> None:
@@ -63,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         except PermissionError as error:
             self._say(HTTPStatus.FORBIDDEN, {"error": str(error)})
         except (OcihookError, OSError) as error:
-            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)})
+            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": plain(error)})
 
     def _body(self) -> bytes | None:
         """Read all that the client sends; None if that is too much."""

@@ -9,6 +9,8 @@ from ocihook.net.policy import IPAddress
 
 Interfaces = Mapping[str, Sequence[IPAddress]]  # their addresses, in order, by name; the loopback device is none
 
+_SHOWN = 8  # addresses that a reason names
+
 
 @dataclass(frozen=True)
 class AddressMap:
@@ -51,10 +53,12 @@ def map_addresses(old: Interfaces, new: Interfaces) -> AddressMap:
             leave = [address for address in had if address not in stay]
             come = [address for address in has if address not in stay]
             fits = len(leave) == len(come)
+            paired = dict(zip(leave, come, strict=True)) if fits else {}
+            why = _why(name, leave, come, is_there=name in new)
             for address in had:
-                to = address if address in stay else come[leave.index(address)] if fits else None
+                to = address if address in stay else paired.get(address)
                 if to is None:
-                    gaps.setdefault(address, _why(name, leave, come, is_there=name in new))
+                    gaps.setdefault(address, why)
                 elif pairs.setdefault(address, to) != to:
                     gaps[address] = f"it was on two interfaces, one of which has {pairs[address]} now, and {name} {to}"
     for address in gaps.keys() & pairs.keys():
@@ -65,8 +69,13 @@ def map_addresses(old: Interfaces, new: Interfaces) -> AddressMap:
 def _why(name: str, leave: Sequence[IPAddress], come: Sequence[IPAddress], *, is_there: bool) -> str:
     if not is_there:
         return f"there is no interface {name} where it is restored"
-    had, has = (", ".join(map(str, addresses)) or "none" for addresses in (leave, come))
+    had, has = _named(leave), _named(come)
     return f"{name} had {had}, and has {has} where it is restored"
+
+
+def _named(addresses: Sequence[IPAddress]) -> str:
+    more = f" and {len(addresses) - _SHOWN} more" if len(addresses) > _SHOWN else ""
+    return (", ".join(map(str, addresses[:_SHOWN])) or "none") + more
 
 
 def _one_to_one(pairs: Mapping[IPAddress, IPAddress]) -> Mapping[IPAddress, IPAddress]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ocihook.criu.socket_images import FilesImage, read_stream
 from ocihook.criu.version import FIRST_CRIU_FOR_6_16, parse_version
-from ocihook.errors import OcihookError, PreflightError
+from ocihook.errors import OcihookError, PreflightError, plain
 from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.sockets import hides_socket_options
 from ocihook.net.hold import TrafficHeld, Waiting, hold
@@ -160,5 +160,5 @@ def _waiting(dump: Dump) -> tuple[Waiting, ...]:
                 ends = str(sock.local), sock.local_port, str(sock.remote), sock.remote_port
                 found.append(Waiting(*ends, stream.unacknowledged))
     except (OcihookError, OSError) as error:
-        log.warning("container %s: its senders are not woken: %s", dump.container, error)
+        log.warning("container %s: its senders are not woken: %s", dump.container, plain(error))
     return tuple(found)

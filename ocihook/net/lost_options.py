@@ -7,9 +7,11 @@ import contextlib
 import re
 import socket
 from collections.abc import Iterable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.errors import printable
 from ocihook.linux.sockets import copies
 
 _SO_PROTOCOL = 38
@@ -80,21 +82,27 @@ def multicast_groups(pid: int) -> list[str]:
 
     Which socket has joined one, the kernel does not report.
     """
-    found, device = [], ""
+    found, device = [], b""
     for line in _lines(pid, "igmp")[1:]:
         words = line.split()
-        if not line.startswith("\t"):
-            device = words[1]
-        elif not _ALL_NODES.fullmatch(words[0]):
-            found.append(f"{socket.inet_ntop(socket.AF_INET, bytes.fromhex(words[0])[::-1])} on {device}")
+        if not line.startswith(b"\t"):
+            device = words[1].rstrip(b":")
+        else:
+            found.append((words[0].decode(), device))
     for line in _lines(pid, "igmp6"):
         _, device, group, *_ = line.split()
-        if not _ALL_NODES.fullmatch(group):
-            found.append(f"{socket.inet_ntop(socket.AF_INET6, bytes.fromhex(group))} on {device}")
-    return found
+        found.append((group.decode(), device))
+    return [_named(group, device) for group, device in found if not _ALL_NODES.fullmatch(group)]
 
 
-def _lines(pid: int, name: str) -> list[str]:
+def _named(group: str, device: bytes) -> str:
+    raw = bytes.fromhex(group)  # IPv4: a number of this machine
+    address = ip_address(raw[::-1] if len(raw) == 4 else raw)
+    return f"{address} on {printable(device.decode('utf-8', 'surrogateescape'))}"
+
+
+def _lines(pid: int, name: str) -> list[bytes]:
+    """Return the lines of a file; names in it are a container's, with whatever other characters end lines of text."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/net/{name}").read_text(errors="replace").splitlines()
+        return Path(f"/proc/{pid}/net/{name}").read_bytes().split(b"\n")[:-1]
     return []

@@ -91,7 +91,9 @@ def _moved(sock: InetSocket, addresses: AddressMap) -> Ends:
 
 
 def _gaps(lost: Sequence[InetSocket], gaps: Mapping[IPAddress, str]) -> UnsupportedError:
-    reasons = {address: gaps[address] for sock in lost for address in (sock.local, sock.remote) if address in gaps}
+    reasons = {
+        address: gaps[address] for sock in lost[:_SHOWN] for address in (sock.local, sock.remote) if address in gaps
+    }
     named = "; ".join(map(str, lost[:_SHOWN])) + (f"; and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")
     why = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
     return UnsupportedError(

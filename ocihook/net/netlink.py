@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_network
 from typing import Any, NamedTuple
 
+from ocihook.errors import printable
 from ocihook.net.namespace import NetNamespace
 
 ESTABLISHED, SYN_SENT, FIN_WAIT1, FIN_WAIT2 = 1, 2, 4, 5  # include/net/tcp_states.h
@@ -243,8 +244,11 @@ def links(namespace: NetNamespace, *, is_of_link: bool = False) -> list[Link]:
 
 def _link(answer: _Message, addresses: list[str]) -> Link:
     info = answer.get("IFLA_LINKINFO")
+    name = answer.get(
+        "IFLA_IFNAME"
+    )  # of a container: any bytes but spaces, slashes and colons; pyroute2 may leave them
     return Link(
-        name=answer.get("IFLA_IFNAME"),
+        name=printable(name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name),
         ifindex=answer["index"],
         mac=answer.get("IFLA_ADDRESS") or "",
         kind=(info.get("IFLA_INFO_KIND") or "") if info else "",

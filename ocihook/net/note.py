@@ -5,12 +5,13 @@ JSON; docs/formats.md has its fields.
 """
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_interface
 from pathlib import Path
 
-from ocihook.errors import IntegrityError
+from ocihook.errors import IntegrityError, printable
 from ocihook.linux.files import replace_file
 from ocihook.net.lost_options import TcpOptions
 from ocihook.net.netlink import Link, Route
@@ -21,6 +22,7 @@ from ocihook.session.record import from_json, to_json
 __all__ = ["NETWORK_NAME", "NetworkNote", "decode_note", "read_note", "write_note"]
 
 _KIND, _VERSION = "network", 1
+_TEXT_CHARACTERS = 160  # of a group with its interface: INET6_ADDRSTRLEN, and IFNAMSIZ escaped
 _MAX_BYTES = 16 << 20  # 100,000 sockets with options
 
 IPAddress = IPv4Address | IPv6Address
@@ -75,6 +77,15 @@ def decode_note(data: bytes) -> NetworkNote:
         note = from_json(NetworkNote, load_json(body))
         note.own  # noqa: B018 - an address that is none is a ValueError
         [int(inode) for inode in note.options]
+        _check_texts(note)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise IntegrityError(f"the note about the network is malformed: {error}") from error
     return note
+
+
+def _check_texts(note: NetworkNote) -> None:
+    """Check that what messages name can be printed, and is no longer than any kernel has it; else a ValueError."""
+    names = [link.name for link in note.links] + [options.congestion for options in note.options.values()]
+    for text in (*names, *note.groups):
+        if len(text) > _TEXT_CHARACTERS or printable(text) != text:
+            raise ValueError(f"{reprlib.repr(text)} is no name that a kernel knows")

@@ -9,7 +9,7 @@ import logging
 import socket
 from dataclasses import dataclass
 
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants
 from ocihook.net.lost_options import tcp_sockets
@@ -58,7 +58,7 @@ def end_repair(pids: list[int], reusable: tuple[int, ...]) -> int:
             sock.setsockopt(socket.IPPROTO_TCP, _REPAIR, _REPAIR_OFF)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(inode in reusable))
         except OSError as error:
-            log.warning("socket %d is in repair mode, and stays there: %s", inode, error)
+            log.warning("socket %d is in repair mode, and stays there: %s", inode, plain(error))
             continue
         ended += 1
     return ended

@@ -68,11 +68,14 @@ def load_json(body: bytes) -> Any:  # noqa: ANN401 - anything that JSON can say
     """Read JSON strictly.
 
     Raises:
-        ValueError: if it is not JSON, or has more arrays and objects than any record.
+        ValueError: if it is not JSON, is nested too deeply, or has more arrays and objects than any record.
     """
     if body.count(b"[") + body.count(b"{") > _FEW_VALUES + len(body) // _VALUE_BYTES:
         raise ValueError("it is made of next to nothing but brackets")
-    return json.loads(body.decode(), parse_constant=_refuse_constant)
+    try:
+        return json.loads(body.decode(), parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _refuse_constant(name: str) -> object:
@@ -98,7 +101,10 @@ def as_object(value: object) -> dict[str, Any]:
     """Return a JSON object that can be written again; else a ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{reprlib.repr(value)} is not an object")
-    json.dumps(value).encode()
+    try:
+        json.dumps(value).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     return value
 
 

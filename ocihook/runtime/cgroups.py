@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
 from ocihook.linux.cgroup import HELD, Freezer
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, descendants
@@ -33,7 +33,7 @@ def cgroups_of(call: Call) -> list[Path]:
         paths = json.loads((call.state_directory / "state.json").read_bytes())["cgroup_paths"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OcihookError(
-            f"{call.runtime} does not report the cgroup of container {call.container_id}: {error!r}"
+            f"{call.runtime} does not report the cgroup of container {call.container_id}: {plain(error)}"
         ) from error
     return [Path(path) for path in dict.fromkeys(_values(paths)) if Path(path, "cgroup.procs").exists()]
 

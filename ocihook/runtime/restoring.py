@@ -25,7 +25,8 @@ from ocihook.checkpoints.complete import store_workers
 from ocihook.config import Settings
 from ocihook.criu.conf import options
 from ocihook.criu.explain import explain
-from ocihook.errors import OcihookError, RestoreError, UnsupportedError, plain
+from ocihook.criu.files import content_at
+from ocihook.errors import IntegrityError, OcihookError, RestoreError, UnsupportedError, plain, printable
 from ocihook.images.compatibility import check_host
 from ocihook.linux.files import make_directory, replace_file, try_lock
 from ocihook.linux.mounts import unmount
@@ -33,6 +34,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, descendants, parent_pid, pid_below
 from ocihook.linux.workers import adopt_orphans, die_with_parent
 from ocihook.model import short_id
+from ocihook.packs.frame import load_json
 from ocihook.packs.pages import no_progress
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
@@ -188,11 +190,18 @@ def _check(call: Call, config: Mapping[str, Any], domain: Domain, manifest: Stor
             f"checkpoint {manifest.id} was made by {manifest.container.runtime}, this container is {call.runtime}'s"
         )
     now = spec_facts(config, call.bundle)
-    check_spec(from_json(SpecFacts, json.loads((place / FACTS_NAME).read_bytes())), now)
+    check_spec(_read_facts(place / FACTS_NAME), now)
     check_host(manifest.host, "")
     if now.has_terminal:
         with domain.shared():
             verify_checkpoint(domain, manifest)
+
+
+def _read_facts(path: Path) -> SpecFacts:
+    try:
+        return from_json(SpecFacts, load_json(path.read_bytes()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise IntegrityError(f"what the checkpoint says of its container is damaged: {error}") from error
 
 
 def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience) -> Process:
@@ -218,7 +227,7 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
     answer = call.run("state", call.container_id)
     init = Process.find(int(json.loads(answer.stdout)["pid"])) if answer.returncode == 0 else None
     if init is None:
-        raise RestoreError(f"it has ended at once: {answer.stderr.strip()}")
+        raise RestoreError(f"it has ended at once: {printable(answer.stderr.strip())}")
     return init
 
 
@@ -247,7 +256,7 @@ def _why(work: Path, log_path: Path) -> str:
     with contextlib.suppress(OSError):
         said = log_path.read_text(errors="replace").strip()
         if said:
-            return said[-_TAIL:]
+            return printable(said[-_TAIL:])
     return "the runtime's restore failed, and it does not say why"
 
 
@@ -261,7 +270,7 @@ def _use_own_criu_settings(call: Call, kept: containers.Kept, config: Mapping[st
     directory = containers.directory_of(kept.container.id)
     notes = dict(config.get("annotations") or {})
     named = notes.get(_CRIU_CONFIG, "/etc/criu/runc.conf")
-    content = Path(named).read_bytes() if Path(named).exists() else b""
+    content = content_at(Path(named))
     if any(option.name == "manage-cgroups" for option in options(content)):
         return
     file, bundled = directory / "criu.conf", call.bundle / "config.json"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ocihook import wire
 from ocihook.config import apply_annotations, load_settings
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
 from ocihook.runtime.stop_record import Stop, is_stop_signal, read_config, read_stop, write_stop
@@ -59,7 +59,8 @@ def _is_gone(call: Call, ask: Ask) -> bool:
         status, message = ask(wire.Request(wire.STOP_STAGE, call.pid, 0, call.container_id).encode())
     except (OSError, wire.ProtocolError) as error:
         call.say(
-            f"container {call.container_id} is stopped without a checkpoint, there is no agent: {error}", "warning"
+            f"container {call.container_id} is stopped without a checkpoint, there is no agent: {plain(error)}",
+            "warning",
         )
         call.pass_on()
     is_gone = status == 0 or containers.read(call.container_id) is None  # it may be deleted by now

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ocihook.errors import UnsupportedError
+from ocihook.errors import UnsupportedError, reason
 from ocihook.linux.files import replace_file
 from ocihook.linux.procfs import Process
 from ocihook.runtime import containers
@@ -82,8 +82,10 @@ def read_config(kept: containers.Kept) -> Mapping[str, Any]:
     path = kept.bundle / "config.json"
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise UnsupportedError(f"{path} cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise UnsupportedError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, Mapping):
         raise UnsupportedError(f"{path} is not a JSON object")
     return found

@@ -23,7 +23,7 @@ from ocihook.checkpoints.pending import directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.criu.explain import explain
-from ocihook.errors import OcihookError, UnsupportedError, plain
+from ocihook.errors import OcihookError, UnsupportedError, plain, printable
 from ocihook.linux.files import make_directory, replace_file
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, descendants
@@ -261,5 +261,5 @@ def _why(place: Path) -> str:
             return explanation.what
     with contextlib.suppress(OSError):
         if words := (place / _LOG_NAME).read_text(errors="replace").strip():
-            return words[-_TAIL_CHARACTERS:]
+            return printable(words[-_TAIL_CHARACTERS:])
     return "its runtime was killed"

@@ -1,6 +1,7 @@
 """Dataclasses as JSON and back, by their annotations: what a session keeps on disk has types in the program."""
 
 import dataclasses
+import reprlib
 import types
 from collections.abc import Mapping
 from functools import cache
@@ -62,5 +63,5 @@ def _read(kind: Any, value: Any) -> Any:  # noqa: ANN401, PLR0911 - one return a
     if kind is float and type(value) is int:
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+        raise TypeError(f"{reprlib.repr(value)} is no {kind.__name__}")
     return value

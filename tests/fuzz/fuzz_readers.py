@@ -5,8 +5,10 @@
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,13 +20,17 @@ import atheris
 
 with atheris.instrument_imports(include=["ocihook"]):
     from ocihook.archive.repack import inspect_archive, verify_archive
+    from ocihook.belongings.bringing import bring
+    from ocihook.belongings.saving import Writer
     from ocihook.criu.images import parse_dump_stats, parse_pagemap, parse_processes
     from ocihook.criu.proto import message_class
     from ocihook.criu.socket_images import FilesImage
     from ocihook.errors import OcihookError
+    from ocihook.gang.coordinator import Coordinator
+    from ocihook.gang.note import decode_note as decode_gang_note
     from ocihook.model import ContainerRef
     from ocihook.net.note import decode_note
-    from ocihook.packs.frame import encode_frame
+    from ocihook.packs.frame import as_object, encode_frame, load_json
     from ocihook.packs.pack import PAGE_BYTES, PackFile, PackInfo
     from ocihook.packs.packed_manifest import PackedImage, PackedManifest, Segment, decode_manifest, encode_manifest
     from ocihook.packs.packing import pack_images
@@ -127,11 +133,32 @@ def sockets(data: bytes) -> None:
             raise AssertionError("sockets that were written are not read again as they were")
     except OcihookError:
         pass
-    for candidate in (data, encode_frame("network", 1, data)):
-        try:
-            decode_note(candidate)
-        except OcihookError:
-            continue
+    for kind, decode in (("network", decode_note), ("gang", decode_gang_note)):
+        for candidate in (data, encode_frame(kind, 1, data)):
+            with contextlib.suppress(OcihookError):
+                decode(candidate)
+
+
+def gang(data: bytes) -> None:
+    """Take the bytes as requests of members of a gang, one a line, as a coordinator reads them."""
+    shutil.rmtree(_work / "gangs", ignore_errors=True)
+    coordinator = Coordinator(_work / "gangs")
+    for line in data.split(b"\n"):
+        with contextlib.suppress(OcihookError, ValueError):
+            request = as_object(load_json(line))
+            coordinator.handle("", {**request, "wait_s": 0})
+
+
+def belongings(data: bytes) -> None:
+    """Take the bytes as what a container had beside its memory, plain and with the checksums of its headers right."""
+    tar, top = _work / "belongings.tar", _work / "belongings"
+    shutil.rmtree(top, ignore_errors=True)
+    top.mkdir()
+    for candidate in (data, _with_checksums(data)):
+        tar.write_bytes(candidate)
+        # A file system may refuse what a tar asks for, as devices.
+        with contextlib.suppress(OcihookError, OSError):
+            bring(tar, {"rootfs": top}, lambda _: None)
 
 
 def layout(data: bytes) -> None:
@@ -159,15 +186,19 @@ def layout(data: bytes) -> None:
     manifest_file.unlink()
 
 
-def archive(data: bytes) -> None:
-    """Take the bytes as an archive, plain and with the checksums of its headers put right."""
-    path = _work / "archive.tar"
+def _with_checksums(data: bytes) -> bytes:
     sound = bytearray(data)
     for start in range(0, len(data) - 511, 512):
         block = sound[start : start + 512]
         if block[257:262] == b"ustar":
             sound[start + 148 : start + 156] = b"%06o\0 " % (sum(block) - sum(block[148:156]) + 8 * ord(" "))
-    for candidate in (data, bytes(sound)):
+    return bytes(sound)
+
+
+def archive(data: bytes) -> None:
+    """Take the bytes as an archive, plain and with the checksums of its headers put right."""
+    path = _work / "archive.tar"
+    for candidate in (data, _with_checksums(data)):
         path.write_bytes(candidate)
         for read in (inspect_archive, lambda path: verify_archive(path, workers=1)):
             try:
@@ -183,6 +214,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "sockets": sockets,
     "layout": layout,
     "archive": archive,
+    "belongings": belongings,
+    "gang": gang,
 }
 
 
@@ -229,6 +262,22 @@ def write_seeds(directory: Path) -> None:
     write_layout_archive(image_of, directory / "layout" / "tar", "example.org/job:1", lambda _: None)
     make_image_set(directory / "images", {1: image[: 8 * PAGE_BYTES]})
     make_archive(directory / "archive" / "plain", directory / "images")
+    (directory / "sockets" / "gang").write_bytes(b'{"gang": ["", "job", "a", 2, 1]}')
+    who = '"namespace": "", "gang": "job"'
+    said = [
+        f'{{{who}, "member": "{name}", "session": "{name}", "epoch": 1, "verb": {verb}}}'
+        for verb in (
+            '"join", "join": ["restore", 2, 0]',
+            '"meet", "phase": "addresses", "message": {"a": "b"}, "about": ["a"]',
+        )
+        for name in "ab"
+    ]
+    (directory / "gang" / "restore").write_text("\n".join(said))
+    with (directory / "belongings" / "tree").open("wb") as file:
+        writer = Writer(file, lambda _: None)
+        writer.add_tree("rootfs", directory / "images")
+        writer.add_gone("rootfs", "gone")
+        writer.end()
     (directory / "layout" / "manifest").write_bytes(image_of.manifest.data or b"")
 
 

@@ -4,6 +4,8 @@ import os
 import shutil
 import stat
 import subprocess
+import tarfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -269,6 +271,59 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="rootfs/link/file"):
         bring(tar, {"rootfs": top}, no_progress)
     assert list(out.iterdir()) == []
+
+
+def _member(**fields: object) -> bytes:
+    info = tarfile.TarInfo("rootfs/file")
+    for name, value in fields.items():
+        setattr(info, name, value)
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        _member(pax_headers={"mtime": "nan"}),
+        _member(pax_headers={"mtime": "1e300"}),
+        _member(pax_headers={"mtime": "9" * 30}),
+        _member(pax_headers={"uid": str(1 << 70)}),
+        _member(pax_headers={"gid": "-5"}),
+        _member(pax_headers={"path": "rootfs/a\0b"}),
+        _member(type=tarfile.SYMTYPE, pax_headers={"linkpath": "a\0b"}),
+        _member(pax_headers={"SCHILY.xattr.user.a\0b": "x"}),
+        _member(type=tarfile.DIRTYPE, pax_headers={"mtime": "inf"}),
+        _member(type=tarfile.CHRTYPE, devmajor=0o7777777, devminor=0o7777777),
+        _member(pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9"}, size=0),
+    ],
+)
+def test_members_that_are_as_no_file_can_be_are_refused(tmp_path: Path, header: bytes) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    tar = tmp_path / "belongings.tar"
+    tar.write_bytes(header + bytes(1024))
+    with pytest.raises(IntegrityError):
+        bring(tar, {"rootfs": top}, no_progress)
+    assert list(top.iterdir()) == []
+
+
+def test_attributes_of_directories_are_not_kept_in_memory(tmp_path: Path) -> None:
+    """A tar of directories with large attributes takes no space in a store, and must take none in memory."""
+    top = tmp_path / "top"
+    top.mkdir()
+    tar = tmp_path / "belongings.tar"
+    with tar.open("wb") as file:
+        for number in range(400):
+            info = tarfile.TarInfo(f"rootfs/{number}")
+            info.type, info.pax_headers = tarfile.DIRTYPE, {"comment": 200_000 * "x"}
+            file.write(info.tobuf(tarfile.PAX_FORMAT))
+        file.write(bytes(1024))
+    tracemalloc.start()
+    try:
+        bring(tar, {"rootfs": top}, no_progress)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(list(top.iterdir())) == 400
 
 
 def test_a_tar_that_is_cut_short_is_refused(tmp_path: Path) -> None:

@@ -189,11 +189,72 @@ def test_two_restore_different_epochs(serving: Serving, journals: list[Journal])
             "verb": "join",
             "join": ["x", 2, 0],
         },
+        {"namespace": "", "gang": "job", "member": "a", "session": "s", "verb": "join", "epoch": 1e999},
+        {"namespace": "", "gang": "job", "member": "a", "session": "s", "verb": "vote", "ballot": 1e999},
+        {"namespace": "", "gang": "job", "member": "a", "wait_s": 10**400, "verb": 900 * "["},
     ],
 )
 def test_what_is_no_request_is_refused(serving: Serving, request_: dict[str, object]) -> None:
     with pytest.raises(GangError, match="refuses"):
         serving.link.ask(request_, Patience(timeout_s=LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"5000", 5000 * b"[" + 80000 * b" " + 5000 * b"]", b'{"epoch": NaN}', b"\xff"]
+)
+def test_what_is_no_json_of_a_member_is_refused(serving: Serving, body: bytes) -> None:
+    connection = http.client.HTTPConnection("localhost", timeout=LIMIT_S)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(serving.link.socket)
+    connection.request("POST", "/", body)
+    response = connection.getresponse()
+    assert response.status == 400
+    assert json.loads(response.read())["error"]
+    connection.close()
+
+
+@pytest.mark.parametrize("said", ["text", 5, [1], {"checkpoint": 5}, {"checkpoint": "text"}])
+def test_what_a_member_says_amiss_ends_the_attempt(serving: Serving, journals: list[Journal], said: object) -> None:
+    """Nobody may go on as if all had come to the end when nothing was kept."""
+    members = [serving.member(journals[n], name, act="restore") for n, name in enumerate("ab")]
+    found = both(members, "released", {0: said, 1: {}})
+    assert all(isinstance(one, GangError) and "did not tell of its checkpoint" in str(one) for one in found)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"state": "met", "told": "text"}',
+        b'{"state": "met", "epoch": "x"}',
+        b'{"state": 5}',
+        5000 * b"[" + 80000 * b" " + 5000 * b"]",
+    ],
+)
+def test_an_answer_that_is_none_is_one_clear_error(tmp_path: Path, journals: list[Journal], answer: bytes) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "gang.sock"))
+    listener.listen()
+
+    def serve_once() -> None:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as lines:
+            size = 0
+            while line := lines.readline().strip():
+                name, _, value = line.partition(b": ")
+                size = int(value) if name.lower() == b"content-length" else size
+            lines.read(size)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+
+    thread = threading.Thread(target=serve_once)
+    thread.start()
+    link, gang = Link(socket=str(tmp_path / "gang.sock")), GangRef("", "job", "a", 2, 0)
+    with pytest.raises(GangError, match="an answer that is none"):
+        join(journals[0], Patience(timeout_s=LIMIT_S), gang, "dump", link=link, timeout_s=LIMIT_S)
+    thread.join()
+    listener.close()
 
 
 def test_a_request_is_read_whole_before_it_is_refused(serving: Serving) -> None:

@@ -14,18 +14,20 @@ from pathlib import Path
 import pytest
 
 from ocihook.config import Policy
-from ocihook.errors import IntegrityError, OcihookError, PreflightError
+from ocihook.errors import IntegrityError, OcihookError, PreflightError, printable
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.net import dump as dump_half
 from ocihook.net import hold, netlink, nftables, repair
 from ocihook.net import restore as restore_half
+from ocihook.net.addresses import map_addresses
 from ocihook.net.lost_options import TcpOptions, multicast_groups, put_back, read_options, tcp_sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
 from ocihook.net.restore import NetworkFacts
 from ocihook.net.survey import Survey
+from ocihook.packs.frame import encode_frame
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts, Dump
 from ocihook.session.undo import undo_all, undo_interrupted
@@ -46,6 +48,19 @@ group = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 membership = socket.inet_aton("239.1.2.3") + socket.inet_aton("10.7.0.1")
 group.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
 print(json.dumps([client.getsockname()[1], listener.getsockname()[1]]), flush=True)
+sys.stdin.readline()
+"""
+
+# Has an interface of that name, with an address and a multicast group on it.
+NAMED = """
+import os, socket, subprocess, sys
+name = os.fsencode(sys.argv[1])
+for words in (["link", "add", name, "type", "bridge"], ["link", "set", name, "up"]):
+    subprocess.run(["ip", *words], check=True)
+subprocess.run(["ip", "address", "add", "10.9.9.1/24", "dev", name], check=True)
+group = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+group.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, bytes([239, 1, 2, 3, 10, 9, 9, 1]))
+print("ready", flush=True)
 sys.stdin.readline()
 """
 
@@ -525,11 +540,44 @@ def test_a_note_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
         {"links": [], "options": {"x": [0, 0, ""]}},
         {"links": [], "options": {"1": [0, 0]}},
         {"links": [], "groups": [1]},
+        {"links": [], "groups": ["239.0.0.1 on \x1b[2Jeth0"]},
+        {"links": [], "groups": ["239.0.0.1 on " + 1000 * "e"]},
+        {"links": [], "options": {"1": [0, 0, "\ud800"]}},
+        {"links": [["eth0", 2, "", "", 1500, True, False, 1 << 400]]},
         [],
     ],
 )
 def test_a_note_that_says_what_none_says(body: object) -> None:
-    from ocihook.packs.frame import encode_frame
-
     with pytest.raises(IntegrityError, match="is malformed"):
         decode_note(encode_frame("network", 1, json.dumps(body).encode()))
+
+
+def test_a_note_that_is_nested_deeply_is_refused() -> None:
+    body = 5000 * b"[" + bytes(5000 * 16).replace(b"\0", b" ") + 5000 * b"]"
+    with pytest.raises(IntegrityError, match="nested"):
+        decode_note(encode_frame("network", 1, body))
+
+
+def test_many_addresses_take_no_more_than_their_number() -> None:
+    """A note may claim as many as fit into it; each with the names of all others would be gigabytes."""
+    had = {"eth0": [ip_address((0xFD << 120) + number) for number in range(100_000)]}
+    mapped = map_addresses(had, {"eth0": [ip_address("fd01::1")]})
+    assert len(mapped.gaps) == 100_000
+    assert max(map(len, mapped.gaps.values())) < 400
+    moved = map_addresses(had, {"eth0": [address + (1 << 64) for address in had["eth0"]]})
+    assert moved.pairs[had["eth0"][7]] == had["eth0"][7] + (1 << 64)
+
+
+@pytest.mark.parametrize("name", [b"a\x1cb", b"a\xffb", b"a\x85b", b"e\xe2\x80\xa8b", b"e\x1b[1mb", b"longer-than-10"])
+def test_a_container_may_call_its_interfaces_what_it_likes(name: bytes, tmp_path: Path) -> None:
+    command = ["unshare", "--net", sys.executable, "-c", NAMED, os.fsdecode(name)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        links, groups = netlink.links(NetNamespace.of(process.pid)), tuple(multicast_groups(process.pid))
+    note = NetworkNote(links=tuple(links), groups=groups)
+    write_note(tmp_path, note)
+    assert read_note(tmp_path) == note
+    shown = printable(name.decode("utf-8", "surrogateescape"))
+    assert f"239.1.2.3 on {shown}" in groups
+    assert [str(address) for address in note.addresses[shown]] == ["10.9.9.1"]
