@@ -39,7 +39,7 @@ from integration.net.pair import endpoints
 from integration.net.traffic import assert_flows, progress
 
 NAMES = ("server", "client")
-STEPS = 400
+STEPS = 1200  # more than a training makes until it is moved for the last time
 _MOVES = 2
 _RATE = "8"  # MB/s of each connection, each way
 _LOSS_LINES = 60  # between one act and the next

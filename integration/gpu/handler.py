@@ -44,8 +44,8 @@ class Handled:
         layers = IMAGES / "layers" / name  # changes cannot be kept on an overlay
         for layer in ("lower", "upper", "work"):
             (layers / layer).mkdir(parents=True)
-        options = ",".join(f"{layer}dir={layers / layer}" for layer in ("lower", "upper", "work"))
-        done = command("mount", "-t", "overlay", "overlay", "-o", options, self._rootfs)
+        directories = ",".join(f"{layer}dir={layers / layer}" for layer in ("lower", "upper", "work"))
+        done = command("mount", "-t", "overlay", "overlay", "-o", directories, self._rootfs)
         assert done.returncode == 0, "no overlay here"
 
     def call(self, *words: str, **options: Any) -> str:  # noqa: ANN401 - subprocess.run's

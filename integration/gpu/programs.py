@@ -129,6 +129,7 @@ def ddp(steps: int, backend: str, rank: int, address: str) -> None:
         loss.backward()
         optimizer.step()
         say(step, struct.pack(">f", loss.item()).hex())
+        time.sleep(PAUSE_S)
     time.sleep(3600)
 
 

@@ -127,7 +127,7 @@ def plugged(how: str) -> Iterator[None]:
 
 
 def install(*options: str) -> None:
-    words = [sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", *options]
+    words: list[str | Path] = [sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", *options]
     installed = command(*words, cwd=PROJECT)
     assert installed.returncode == 0
 
