@@ -5,6 +5,8 @@ programs.py train STEPS         a transformer with AdamW; prints each step's los
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
 programs.py ranks GIB           one process a GPU that holds weights and sums them up, none knows of another
+programs.py ddp STEPS BACKEND RANK ADDRESS   one of two ranks in a container each, rank 0 at ADDRESS; losses as `train`
+programs.py host GIB [GIB]      memory of the host, and of the GPU, summed up whole in every round
 """
 
 import hashlib
@@ -109,6 +111,45 @@ def nccl_rank(rank: int, world: int, gib: float, _pipes: object) -> None:
         time.sleep(PAUSE_S)
 
 
+def ddp(steps: int, backend: str, rank: int, address: str) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT="29517")
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(backend, rank=rank, world_size=2)
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(512, 512) for _ in range(8)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).cuda(), bucket_cap_mb=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(1, steps + 1):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        given = torch.randn(64, 512, generator=generator).cuda()
+        loss = torch.nn.functional.mse_loss(model(given), given.flip(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say(step, struct.pack(">f", loss.item()).hex())
+        time.sleep(PAUSE_S)
+    time.sleep(3600)
+
+
+def host(gib: float, gpu_gib: float) -> None:
+    block = torch.empty(1 << 27, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(1))
+    parts = [block * (2 * number + 1) + number for number in range(int(gib))]  # nothing that a packer could save
+    del block
+    if gpu_gib:
+        generator = torch.Generator("cuda").manual_seed(1)
+        size = int(gpu_gib * 2**30 / 8)
+        parts.append(torch.empty(size, dtype=torch.int64, device="cuda").random_(generator=generator))
+    count = 0
+    while True:
+        count += 1
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part.view(-1, 512).sum(1).cpu().numpy())  # a sum a page
+        say(count, digest.hexdigest()[:16])
+
+
 def lone_rank(rank: int, _world: int, gib: float, pipes: list[tuple[Any, Any]]) -> None:
     torch.manual_seed(rank)
     torch.cuda.set_device(rank)
@@ -143,13 +184,15 @@ def spawn(target: Callable[..., None], gib: float) -> None:
         ranks = [rank for rank in ranks if rank.sentinel not in ended]
 
 
-PROGRAMS: dict[str, Callable[[float], None]] = {
+PROGRAMS: dict[str, Callable[..., None]] = {
     "hold": hold,
     "train": lambda steps: train(int(steps)),
     "lora": lora,
     "nccl": lambda gib: spawn(nccl_rank, gib),
     "ranks": lambda gib: spawn(lone_rank, gib),
+    "ddp": lambda steps, backend, rank, address: ddp(int(steps), backend, int(rank), address),
+    "host": lambda gib, gpu_gib=0: host(gib, float(gpu_gib)),
 }
 
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](float(sys.argv[2]))
+    PROGRAMS[sys.argv[1]](float(sys.argv[2]), *sys.argv[3:])

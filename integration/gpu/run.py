@@ -57,19 +57,25 @@ def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[s
     return subprocess.run([str(word) for word in words], text=True, timeout=COMMAND_TIMEOUT_S, check=False, **options)
 
 
-def set_up() -> None:
-    """Install what was carried, the driver's library path, and ocihook."""
+def set_up(*install_options: str, has_networks: bool = False) -> None:
+    """Install what was carried, the driver's library path, and ocihook.
+
+    Args:
+        install_options: of `ocihook install`.
+        has_networks: whether containers have networks of their own; else their connections are on loopback.
+    """
     wheels = CARRIED / "wheels"
     if wheels.exists():
         command(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", wheels,
                 *(path.name.split("-")[0].replace("_", "-") for path in wheels.iterdir()))  # fmt: skip
-    for program in ("criu", "runc"):
+    for program in ("criu", "runc", "ip"):
         if (CARRIED / "bin" / program).exists():
             link = Path("/usr/sbin") / program
             link.unlink(missing_ok=True)
             link.symlink_to(CARRIED / "bin" / program)
     paths = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     Path("/etc/ld.so.conf.d/000-ocihook-gpu.conf").write_text("".join(f"{path}\n" for path in paths if path))
+    Path("/etc/ld.so.conf.d/zz-ocihook-carried.conf").write_text(f"{CARRIED / 'lib'}\n")
     command("ldconfig", stderr=subprocess.DEVNULL)
     # These containers have no network of their own: those of NCCL's connections that end would keep its ports.
     Path("/proc/sys/net/ipv4/tcp_max_tw_buckets").write_text("0")
@@ -79,9 +85,10 @@ def set_up() -> None:
     IMAGES.mkdir(parents=True)
     command("mount", "-t", "tmpfs", "-o", "size=90%,huge=always", "tmpfs", IMAGES)
     Path("/etc/criu").mkdir(exist_ok=True)
-    install()
+    install(*install_options)
     with CRIU_CONF.open("a") as file:
-        file.write("network-lock skip\n")  # connections are on loopback, both ends in the container
+        if not has_networks:
+            file.write("network-lock skip\n")  # both ends of each connection are in the container
         file.write("ghost-limit 512M\n")  # NCCL keeps deleted files of 33 MiB in /dev/shm
     Path("/etc/ocihook").mkdir(exist_ok=True)
     configure()
@@ -119,15 +126,18 @@ def plugged(how: str) -> Iterator[None]:
             path.write_text(text)
 
 
-def install() -> None:
-    installed = command(sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", cwd=PROJECT)
+def install(*options: str) -> None:
+    words: list[str | Path] = [sys.executable, "-m", "ocihook", "install", "--libexec", WORK / "libexec", *options]
+    installed = command(*words, cwd=PROJECT)
     assert installed.returncode == 0
 
 
-def configure(room_gib: int = 0) -> None:
-    """Write ocihook's configuration, with so much memory for GPU memory on its way into the store."""
+def configure(room_gib: int = 0, **policy: str) -> None:
+    """Write ocihook's configuration, with so much memory for GPU memory on its way into the store, and a policy."""
     bound = (((os.cpu_count() or 1) * 32 + 64) << 20) + (room_gib << 30)  # a worker a core
-    Path("/etc/ocihook/config.toml").write_text(f'[agent]\nmemory_bound_bytes = {bound}\nstore_dir = "{WORK}/store"\n')
+    lines = ["[agent]", f"memory_bound_bytes = {bound}", f'store_dir = "{WORK}/store"', "[policy]"]
+    lines += [f'{key} = "{text}"' for key, text in policy.items()]
+    Path("/etc/ocihook/config.toml").write_text("\n".join([*lines, ""]))
 
 
 def warm(gib: int) -> None:
@@ -159,12 +169,23 @@ def warm(gib: int) -> None:
 class Container:
     """A program under runc, whose output is read as it comes."""
 
-    def __init__(self, name: str, program: list[str], gpus: list[int], annotations: dict[str, str]) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, program: list[str], gpus: list[int], annotations: dict[str, str], network: str = ""
+    ) -> None:
+        """Make the bundle.
+
+        Args:
+            name: of the container.
+            program: that runs in it.
+            gpus: that it has, by their minors.
+            annotations: of ocihook, without prefix.
+            network: the network namespace that it is in, by name (ip-netns(8)); "": the node's own.
+        """
+        self.name, self.network, self.annotations = name, network, annotations
         self.lines: list[tuple[float, int, str]] = []
         self.output: list[str] = []
         self.bundle = WORK / name
-        self._program, self._annotations = program, annotations
+        self._program = program
         shutil.rmtree(self.bundle, ignore_errors=True)
         (self.bundle / "rootfs").mkdir(parents=True)
         command("runc", "spec", cwd=self.bundle)
@@ -182,9 +203,10 @@ class Container:
         process["cwd"] = "/tmp"
         process["args"] = self._program
         kept = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
-        process["env"] = [f"{key}={value}" for key, value in {**kept, **NCCL, "HOME": "/root",
+        own = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"} if self.network else {}
+        process["env"] = [f"{key}={value}" for key, value in {**kept, **NCCL, **own, "HOME": "/root",
                           "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONFAULTHANDLER": "1"}.items()]  # fmt: skip
-        config["annotations"] = {f"ocihook.io/{key}": value for key, value in self._annotations.items()}
+        config["annotations"] = {f"ocihook.io/{key}": value for key, value in self.annotations.items()}
         config["mounts"] = [
             m for m in config["mounts"] if m["destination"] in ("/proc", "/dev", "/dev/pts", "/dev/shm")
         ]
@@ -199,6 +221,8 @@ class Container:
         ]
         linux = config["linux"]
         linux["namespaces"] = [n for n in linux["namespaces"] if n["type"] in ("pid", "mount", "ipc", "uts")]
+        if self.network:
+            linux["namespaces"].append({"type": "network", "path": f"/run/netns/{self.network}"})
         names = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", *(f"/dev/nvidia{n}" for n in gpus)]
         linux["devices"] = [
             {"path": name, "type": "c", "major": os.major(status.st_rdev), "minor": os.minor(status.st_rdev),
@@ -219,12 +243,13 @@ class Container:
                 else:
                     self.output.append(line.rstrip())
 
-    def _stdio(self) -> dict[str, Any]:
+    def stdio(self) -> dict[str, Any]:
         return {"stdin": subprocess.DEVNULL, "stdout": self._writer, "stderr": self._writer}
 
-    def start(self) -> None:
-        command("runc", "run", "-d", self.name, cwd=self.bundle, **self._stdio())
-        self.wait_for(10)
+    def start(self, lines: int = 10) -> None:
+        """Start it and wait for so many lines."""
+        command("runc", "run", "-d", self.name, cwd=self.bundle, **self.stdio())
+        self.wait_for(lines)
 
     def wait_for(self, more: int, limit_s: float = 90) -> None:
         """Wait for so many more lines."""
@@ -234,11 +259,14 @@ class Container:
                 raise TimeoutError(f"{self.name} prints nothing more: {self.output[-5:]}")
             time.sleep(0.005)
 
+    def _words(self, image_dir: Path) -> list[str]:
+        connections = [] if self.network else ["--tcp-established"]
+        return [*connections, "--image-path", str(image_dir), "--work-path", str(self.bundle), self.name]
+
     def dump(self, image_dir: Path, *, leave_running: bool) -> float:
         options = ["--leave-running"] if leave_running else []
         began = time.time()
-        words = ["--tcp-established", "--image-path", str(image_dir), "--work-path", str(self.bundle), self.name]
-        done = command("runc", "checkpoint", *options, *words, capture_output=True)
+        done = command("runc", "checkpoint", *options, *self._words(image_dir), capture_output=True)
         seconds = time.time() - began
         if done.returncode:
             time.sleep(1)  # for what the program says of it
@@ -247,8 +275,7 @@ class Container:
 
     def restore(self, image_dir: Path) -> float:
         began = time.time()
-        words = ["--tcp-established", "--image-path", str(image_dir), "--work-path", str(self.bundle), self.name]
-        done = command("runc", "restore", "-d", *words, cwd=self.bundle, **self._stdio())
+        done = command("runc", "restore", "-d", *self._words(image_dir), cwd=self.bundle, **self.stdio())
         seconds = time.time() - began
         if done.returncode:
             raise RuntimeError(f"{self.output[-5:]} {self.complaints('restore.log')}")

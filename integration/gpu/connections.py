@@ -1,0 +1,269 @@
+"""Dumps two GPU containers with connections between them, moves both to new addresses, and looks whether all goes on.
+
+    connections.py RESULTS_DIR CASE...     as run.py, which prepares the node for it
+
+Each container is in a network namespace of its own, on a bridge. `peers:GIB` holds so much memory on one GPU in each,
+beside traffic in both directions of which every byte is known; `ddp:BACKEND` trains with torch, one rank a container,
+over `gloo` (both on one GPU) or `nccl` (a GPU each), and compares each loss with those of a run without interruption;
+`c:MIB` is `peers` with cuda_workload.c, to try this script where there is no torch. In every case both are dumped left
+running, dumped, restored in new namespaces at other addresses, and that once more. Written to connections.json.
+"""
+
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from integration.gpu.run import (
+    CARRIED,
+    IMAGES,
+    PROJECT,
+    WORK,
+    Container,
+    command,
+    configure,
+    last_session,
+    node_facts,
+    phases,
+    set_up,
+)
+from integration.net.engine import BRIDGE, Place
+from integration.net.pair import endpoints
+from integration.net.traffic import assert_flows, progress
+
+NAMES = ("server", "client")
+STEPS = 1200  # more than a training makes until it is moved for the last time
+_MOVES = 2
+_RATE = "8"  # MB/s of each connection, each way
+_LOSS_LINES = 60  # between one act and the next
+
+
+def ip(*words: str) -> None:
+    done = command("ip", *words, capture_output=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+def make_places(net: int) -> dict[str, Place]:
+    """Make both namespaces, with addresses of that net, where nobody reaches them before `plug`."""
+    places = {name: Place.of(net, host) for host, name in enumerate(NAMES, 1)}
+    for name, place in places.items():
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"v-{name}", "netns", BRIDGE)
+        ip("-n", BRIDGE, "link", "set", f"v-{name}", "master", "br0", "down")
+        ip("-n", name, "addr", "add", f"{place.four}/16", "dev", "eth0")
+        ip("-n", name, "addr", "add", f"{place.six}/64", "dev", "eth0", "nodad")
+        ip("-n", name, "link", "set", "eth0", "up")
+    return places
+
+
+def plug() -> None:
+    for name in NAMES:
+        ip("-n", BRIDGE, "link", "set", f"v-{name}", "up")
+
+
+def remove_places() -> None:
+    for name in NAMES:
+        command("ip", "-n", BRIDGE, "link", "delete", f"v-{name}", capture_output=True)
+        command("ip", "netns", "delete", name, capture_output=True)
+
+
+def both(call: Callable[[str], Any]) -> dict[str, Any]:
+    """Call something for both at once."""
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(NAMES, pool.map(call, NAMES), strict=True))
+
+
+class Pair:
+    """Both containers."""
+
+    def __init__(self, programs: dict[str, list[str]], gpus: Sequence[int], places: dict[str, Place]) -> None:
+        self.places = places
+        self.containers = {
+            name: Container(name, programs[name], [gpu], {}, network=name)
+            for name, gpu in zip(NAMES, gpus, strict=True)
+        }
+        self.heard = dict.fromkeys(NAMES, 0)  # lines of output that were said before the last restore
+        plug()
+        both(lambda name: self.containers[name].start())
+
+    def said(self, name: str) -> str:
+        return "\n".join(self.containers[name].output[self.heard[name] :])
+
+    def wait_for(self, lines: int) -> None:
+        both(lambda name: self.containers[name].wait_for(lines))
+
+    def dump(self, *, leave_running: bool) -> dict[str, float]:
+        """Dump both at once; return the seconds that each took."""
+        return both(
+            lambda name: self.containers[name].dump(IMAGES / "pair" / name / "images", leave_running=leave_running)
+        )
+
+    def forget_images(self) -> None:
+        for name in NAMES:
+            directory = IMAGES / "pair" / name
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+
+    def move(self, net: int) -> None:
+        """Destroy both namespaces and make them anew at other addresses."""
+        old = self.places
+        remove_places()
+        self.places = make_places(net)
+        moved = [f"{a}={b}" for name in NAMES for a, b in zip(old[name], self.places[name], strict=True)]
+        configure(address_map=",".join(moved))
+
+    def restore(self, gpus: Sequence[int]) -> dict[str, float]:
+        """Restore both at once, then plug both in; return the seconds that each took."""
+        for name, gpu in zip(NAMES, gpus, strict=True):
+            self.containers[name].remove()
+            self.containers[name].configure([gpu])
+            self.heard[name] = len(self.containers[name].output)
+        seconds = both(lambda name: self.containers[name].restore(IMAGES / "pair" / name / "images"))
+        plug()
+        return seconds
+
+    def remove(self) -> None:
+        for container in self.containers.values():
+            container.remove()
+        remove_places()
+
+
+def gap_s(container: Container, first: int) -> float:
+    """Return the longest time between two lines from one on."""
+    times = [line[0] for line in container.lines[max(0, first - 1) :]]
+    return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
+def silence_s(said: str) -> float:
+    """Return the longest time in which a peer heard nothing."""
+    return max((int(ms) / 1000 for ms in re.findall(r"silent (\d+) ms", said)), default=0.0)
+
+
+def programs_of(program: str, size: str, places: dict[str, Place]) -> dict[str, list[str]]:
+    """Return what runs in each container."""
+    ours = [sys.executable, str(PROJECT / "integration/gpu/programs.py")]
+    if program == "ddp":
+        return {
+            name: [*ours, "ddp", str(STEPS), size, str(rank), places["server"].four] for rank, name in enumerate(NAMES)
+        }
+    words = endpoints(places["server"])
+    holds = "/tmp/ocihook-cuda/cuda_workload"
+    if program == "peers":
+        holds = str(WORK / "hold")
+        Path(holds).write_text(f'#!/bin/sh\nexec {" ".join(ours)} hold "$1"\n')
+        Path(holds).chmod(0o755)
+    beside = [str(WORK / "peer"), "beside", holds, size]
+    return {
+        "server": [*beside, "server", *words["server"]],
+        "client": [*beside, "client", "-r", _RATE, *words["client"]],
+    }
+
+
+def check_flows(pair: Pair, program: str) -> None:
+    """Wait until all goes on; nothing may have been lost or doubled."""
+    if program == "ddp":
+        pair.wait_for(_LOSS_LINES)
+        return
+    pair.wait_for(5)
+    assert_flows({name: lambda name=name: pair.said(name) for name in NAMES})  # type: ignore[misc]
+
+
+def run_case(case: str) -> dict[str, Any]:
+    """Run one case; return its row."""
+    program, size, *_ = case.split(":")
+    gpus = (0, 1) if size == "nccl" else (0, 0)
+    expected = reference(size, gpus) if program == "ddp" else {}
+    places = make_places(0)
+    pair = Pair(programs_of(program, size, places), gpus, places)
+    row: dict[str, Any] = {"case": case, "gpus": len(set(gpus)), "moves": []}
+    try:
+        check_flows(pair, program)
+        for number in range(1, _MOVES + 1):
+            move: dict[str, Any] = {}
+            pair.forget_images()
+            firsts = {name: len(container.lines) for name, container in pair.containers.items()}
+            spoken = {name: len(pair.said(name)) for name in NAMES}
+            move["left_running_dump_s"] = pair.dump(leave_running=True)
+            check_flows(pair, program)
+            move["left_running_gap_s"] = {name: gap_s(c, firsts[name]) for name, c in pair.containers.items()}
+            move["left_running_silent_s"] = {name: silence_s(pair.said(name)[spoken[name] :]) for name in NAMES}
+            move["left_running_phases"] = {name: phases(last_session("pre-dump", name)) for name in NAMES}
+            pair.forget_images()
+            move["dump_s"] = pair.dump(leave_running=False)
+            if program != "ddp":
+                move["bytes"] = {name: sum(map(sum, progress(pair.said(name)).values())) for name in NAMES}
+            pair.move(number)
+            move["restore_s"] = pair.restore(gpus)
+            check_flows(pair, program)
+            move["restore_phases"] = {name: phases(last_session("post-resume", name)) for name in NAMES}
+            row["moves"].append(move)
+            print(json.dumps(move), flush=True)
+        row["verified"] = verify(pair, expected)
+        row["lines"] = {name: len(container.lines) for name, container in pair.containers.items()}
+    except BaseException:
+        print({name: pair.containers[name].output[-15:] for name in NAMES}, flush=True)
+        raise
+    finally:
+        pair.remove()
+    return row
+
+
+def verify(pair: Pair, expected: dict[str, list[str]]) -> bool:
+    """Tell whether each goes on one by one, with the memory it had or the losses that it should have."""
+    if expected:
+        pair.wait_for(max(0, STEPS - min(len(container.lines) for container in pair.containers.values())))
+    for name, container in pair.containers.items():
+        counts = [count for _, count, _ in container.lines]
+        if counts != list(range(counts[0], counts[0] + len(counts))):
+            return False
+        found = [checksum for _, _, checksum in container.lines]
+        if (found != expected[name]) if expected else len(set(found)) != 1:
+            return False
+    return True
+
+
+def reference(backend: str, gpus: Sequence[int]) -> dict[str, list[str]]:
+    """Return the losses of both ranks where nobody interrupts them."""
+    places = make_places(0)
+    pair = Pair(programs_of("ddp", backend, places), gpus, places)
+    try:
+        pair.wait_for(STEPS - min(len(container.lines) for container in pair.containers.values()))
+        time.sleep(1)
+        return {name: [loss for _, _, loss in container.lines] for name, container in pair.containers.items()}
+    finally:
+        pair.remove()
+
+
+def main() -> None:
+    if len(sys.argv) < 3 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    results = Path(sys.argv[1])
+    results.mkdir(exist_ok=True)
+    set_up(has_networks=True)
+    shutil.copy(CARRIED / "bin/peer", WORK / "peer")
+    command("ip", "netns", "delete", BRIDGE, capture_output=True)  # of an earlier run
+    ip("netns", "add", BRIDGE)
+    ip("-n", BRIDGE, "link", "add", "br0", "type", "bridge")
+    ip("-n", BRIDGE, "link", "set", "br0", "up")
+    rows = []
+    for case in sys.argv[2:]:
+        try:
+            row = run_case(case)
+        except (OSError, RuntimeError, TimeoutError, AssertionError) as error:
+            row = {"case": case, "verified": False, "error": str(error)}
+        print(case, "verified" if row["verified"] else f"FAILED {row.get('error', '')}", flush=True)
+        rows.append({**node_facts(), **row})
+        (results / "connections.json").write_text(json.dumps(rows, indent=1) + "\n")
+    sys.exit(0 if all(row["verified"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
