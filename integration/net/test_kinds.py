@@ -1,10 +1,12 @@
 """A container with a socket of each kind: what each is at the same address, at another, and under each policy."""
 
+import json
 import re
 
 from integration.journals import last_session, sessions
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman, Place
+from ocihook.net.policy import IN_WORDS, Fate
 
 HERE, THERE, STRANGER = Place.of(1, 1), Place.of(2, 1), Place.of(9, 9)
 
@@ -101,6 +103,18 @@ def assert_gave(found: dict[str, str], expected: dict[str, str], place: Place) -
     assert found.keys() == expected.keys()
 
 
+def assert_doctor_says(node: NetPodman, fate: Fate) -> None:
+    """Check what doctor says of connections: their fate to a stranger, and that those to itself are kept."""
+    container_id = node("inspect", "--format", "{{.Id}}", "kinds").strip()
+    answer = json.loads(node.ocihook("doctor", "--json", "--container", container_id, check=False))
+    details = [finding["detail"] for finding in answer["findings"] if finding["check"] == "connection"]
+    strangers = [detail for detail in details if f" -> {STRANGER.four}:" in detail]
+    assert len(strangers) > 5
+    assert all(detail.endswith(IN_WORDS[fate]) for detail in strangers)
+    assert any(" -> 127.0.0.1:" in detail and detail.endswith(IN_WORDS[Fate.STAYS]) for detail in details)
+    assert any(f" -> {HERE.four}:" in detail and detail.endswith(IN_WORDS[Fate.MOVES]) for detail in details)
+
+
 def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
     node = make_node()
     node.make_place("stranger", STRANGER)
@@ -116,6 +130,9 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
         assert message in refused(node)
 
     node.configure_policy(tcp="established")
+    for policy, fate in (("auto", Fate.CLOSED), ("established", Fate.KEPT_IF_SAME)):
+        node.configure_policy(tcp=policy)
+        assert_doctor_says(node, fate)
     node.checkpoint("kinds", archive)
     said = fates(node)
     assert len(said) >= len(_CLOSED)
