@@ -217,7 +217,7 @@ def run_case(case: str) -> dict[str, Any]:
 
 
 def verify(pair: Pair, expected: dict[str, list[str]]) -> bool:
-    """Tell whether each goes on one by one, with the memory it had or the losses that it should have."""
+    """Return whether each goes on one by one, with the memory it had or the losses that it should have."""
     if expected:
         pair.wait_for(max(0, STEPS - min(len(container.lines) for container in pair.containers.values())))
     for name, container in pair.containers.items():

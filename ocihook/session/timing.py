@@ -93,7 +93,7 @@ class MeasuredMemory(ProcessMemory):
         return done
 
     def close(self) -> None:
-        """Tell of it."""
+        """Record what was written."""
         seconds = time.monotonic() - self._started
         self._spans.add(
             {"name": self._name, "pid": self._pid, "began": self._began, "seconds": seconds, "bytes": self._bytes}
