@@ -251,7 +251,7 @@ def test_an_answer_that_is_none_is_one_clear_error(tmp_path: Path, journals: lis
     thread = threading.Thread(target=serve_once)
     thread.start()
     link, gang = Link(socket=str(tmp_path / "gang.sock")), GangRef("", "job", "a", 2, 0)
-    with pytest.raises(GangError, match="an answer that is none"):
+    with pytest.raises(GangError, match="a malformed answer"):
         join(journals[0], Patience(timeout_s=LIMIT_S), gang, "dump", link=link, timeout_s=LIMIT_S)
     thread.join()
     listener.close()
