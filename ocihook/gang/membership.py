@@ -17,7 +17,7 @@ from ocihook.session.record import from_json, to_json
 
 _RETRY_S = 0.1  # between attempts to reach a coordinator
 _LEAVE_S = 5.0  # to report to a coordinator that a member has left; else the others time out
-# For what takes as long as a member has memory; less than packets are held (HOLD_LIMIT_S in net/hold.py).
+# For what takes as long as a member has memory; less than TCP waits for an answer (tcp_retries2, some 15 minutes).
 _WORK_LIMIT_S = 500.0
 _AT_WORK = (Phase.DRAINED, Phase.HELD, Phase.DUMPED, Phase.RESTORED)  # reached after such work
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
