@@ -103,7 +103,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
 
     @property
     def _is_awaited(self) -> bool:
-        """Return whether peers look for connections that nobody has now: the container has ended, or is not restored."""
+        """Return whether peers wait for connections that nobody has: the container has ended, or is not restored."""
         if self.init is not None:
             return not self.init.is_alive()
         return self.stage in RESTORE_STAGES
