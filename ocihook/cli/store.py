@@ -1,4 +1,4 @@
-"""`ocihook store` and `ocihook wait`: the checkpoints of this node's store, and what they take."""
+"""`ocihook store` and `ocihook wait`: the checkpoints of this node's store, and the space that they take."""
 
 import re
 import time
@@ -110,7 +110,7 @@ def list_command(*, remote: str | None, as_json: bool) -> None:
         return
     try:
         rows = listing.list_checkpoints(found)
-    except (IntegrityError, KeyMissing):  # no reason to keep quiet about what waits
+    except (IntegrityError, KeyMissing):  # what is pending is still listed
         _print_listed(listing.list_pending(found), as_json=as_json)
         raise
     _print_listed(rows, as_json=as_json)

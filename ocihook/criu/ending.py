@@ -112,7 +112,7 @@ def _copy(reader: int, statistics: int, patience: Patience) -> bytes:
             patience.ready(reader)
         except GivenUp:  # it ended, as it was to; what it wrote may still be there
             has_ended = True
-        data = os.read(reader, _MAX_BYTES)  # does not wait: it is ready
+        data = os.read(reader, _MAX_BYTES)  # waits: no, it is ready
         if not data:
             break
         written += data
