@@ -78,7 +78,7 @@ def complete(
                 if job.is_pushed:
                     domain.pushes.note(checkpoint_id)
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
-        domain.settle()  # whoever completed it may have been killed before
+        domain.settle()  # the process that completed it may have been killed before it did
         discard_staged(pending, pins_of(checkpoint_id))
     return True
 
@@ -361,7 +361,7 @@ def wait_complete(
                 done = read_progress(domain, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
             patience.sleep(_POLL_S)
-    domain.settle()  # whoever completed it may have been killed before
+    domain.settle()  # the process that completed it may have been killed before it did
     return domain.read(checkpoint_id)
 
 

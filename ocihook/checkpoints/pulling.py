@@ -50,7 +50,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     domain = store.open(name, create=True)
     pending = directory_of(domain, checkpoint_id)
     if checkpoint_id in domain.checkpoint_ids():
-        domain.settle()  # whoever pulled it may have been killed before
+        domain.settle()  # the process that pulled it may have been killed before it did
         progress(size)
         return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
     pending.mkdir(mode=0o700, exist_ok=True)

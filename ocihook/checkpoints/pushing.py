@@ -49,7 +49,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
                 hint="one of them was exchanged: `ocihook store verify --read-data` shows whether it is this one",
             )
         if there is not None:
-            remote.settle()  # whoever sent it may have been killed before
+            remote.settle()  # the process that sent it may have been killed before it did
             progress(size)
             return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
         with remote.pushing(checkpoint_id, layout.packs) as known:

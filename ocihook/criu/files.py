@@ -74,7 +74,7 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
     """Return the options that CRIU would get for a container.
 
     Args:
-        runtime: that runs it; "" for a process that somebody dumps with `criu` itself.
+        runtime: that runs it; "" for a process that is dumped with `criu` directly.
         named: the file that its `org.criu.config` names instead of the runtime's own.
         asked: options that the engine gives the runtime.
     """

@@ -63,7 +63,7 @@ class Patience:
                 raise GivenUp(f"{name} (pid {process.pid}) was killed meanwhile")
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long, or until the deadline.
+        """Wait for this long, or until the deadline.
 
         Raises:
             GivenUp: as soon as somebody has given up.

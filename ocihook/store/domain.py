@@ -95,7 +95,7 @@ class Domain:
         if create:
             if not record.exists():
                 _make(directory, keyring, patience, within=root.parent)
-            sync_directory(directory)  # whoever wrote the record may have been killed before
+            sync_directory(directory)  # the process that wrote the record may have been killed before it did
         data = read_record(record, _MAX_RECORD_BYTES, "domain")
         if data is None:
             raise StoreError(f"{root} has no domain {name!r}")
@@ -362,7 +362,7 @@ class Domain:
             manifest: `sequence` and `previous` are set here.
             layout: of its images.
             ids: file with its page ids, at `new_ids_path`; moved away.
-            replaced: the checkpoint whose page ids nobody needs from now on.
+            replaced: the checkpoint whose page ids are no longer needed.
 
         Raises:
             OSError: from the file system, a full one included.

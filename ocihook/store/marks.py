@@ -1,8 +1,8 @@
 """Marks on checkpoints of a domain that keep a prune from them: a pin, until it is taken off, and use, while it lasts.
 
     checkpoints/<id>.pin    empty: pinned
-    checkpoints/<id>.use    empty: whoever reads the checkpoint holds flock shared, whoever removes it or moves its
-                            pages alone, and only for that moment
+    checkpoints/<id>.use    empty: a reader of the checkpoint holds flock shared; what removes it or moves its
+                            pages holds it alone, and only for that moment
 
 What is in use keeps its manifest, its layout and so its packs. When a process dies, its use ends.
 """
