@@ -2,10 +2,10 @@
 
 Engines remove CRIU's log, which runc and crun have it write where images go. So it is opened at the first stage, with
 the runtime's standard error, which engines show: of a dump podman and CRI-O show all, containerd the first line; of a
-restore podman and CRI-O show what conmon reads once, when the runtime ends, containerd nothing. A refusal by a stage is
-written by then. An error of CRIU is if it had locked a network, since it calls us when it unlocks that; else only if
-there is time. An engine may wait until all copies of standard error are closed, so ours is closed as soon as CRIU or
-the runtime ends.
+restore podman and CRI-O show what conmon reads once, when the runtime ends, containerd nothing. By then, a refusal by a
+stage is always written. An error of CRIU is always written if CRIU had locked a network, since it calls us when it
+unlocks that; else only if there is time. An engine may wait until all copies of standard error are closed, so ours is
+closed as soon as CRIU or the runtime ends.
 """
 
 import contextlib
