@@ -12,7 +12,7 @@ _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--di
 
 
 class Shown(NamedTuple):
-    """What became of a page."""
+    """The state of a page after it was loaded."""
 
     dom: str
     console: list[str]  # errors and warnings of the page itself

@@ -76,7 +76,7 @@ def devices(minors: Sequence[int]) -> list[dict[str, str]]:
 
 
 def script(namespace: Namespace, *lines: str) -> None:
-    """Tell the stand-in what is to go wrong from now on; nothing: all is well."""
+    """Set what is to go wrong in the stand-in from now on; nothing: all works."""
     path = namespace.path(SCRIPT)
     path.with_name("ocihook-fake-cuda.new").write_text("".join(f"{line}\n" for line in lines))
     path.with_name("ocihook-fake-cuda.new").replace(path)

@@ -1,4 +1,4 @@
-"""An agent that stops in the middle of the long work of one stage until it is told to go on, or the dump is over.
+"""An agent that stops in the middle of the long work of one stage until it may continue, or the dump is over.
 
 holding_agent.py STAGE
 """

@@ -101,7 +101,7 @@ class Namespace:
         return done.stdout
 
     def spawn(self, *command: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command inside that goes on until the namespace is closed."""
+        """Start a command inside that runs until the namespace is closed."""
         with log.open("ab") as output:
             process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *self._enter(command, environment)],

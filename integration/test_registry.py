@@ -27,7 +27,7 @@ def write_auth_file(path: Path, registry: DockerRegistry) -> Path:
 def test_a_registry_killed_in_the_middle_of_an_upload(
     make_registry: MakeRegistry, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had whole chunks of goes on; an upload that breaks within one docker-registry itself gives up."""
+    """What it had whole chunks of continues; an upload that breaks within one docker-registry itself gives up."""
     registry = make_registry(has_auth=True)
     access = Access(write_auth_file(scratch / "auth.json", registry), plain_http=True, backoff_s=0.01)
     repository = Repository(registry.address, "team/job", access)

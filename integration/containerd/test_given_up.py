@@ -1,4 +1,4 @@
-"""The engine's call has a deadline: the runtime is killed when it passes, whatever is being done. The job goes on."""
+"""The engine's call has a deadline: the runtime is killed when it passes, whatever is being done. The job continues."""
 
 import re
 import time
@@ -44,7 +44,7 @@ def hold(node: Containerd, stage: str) -> None:
 
 
 def release(node: Containerd) -> None:
-    """Let whatever is held go on."""
+    """Resume whatever is held."""
     node.namespace.path("/run/slow").unlink(missing_ok=True)
     fake_driver.script(node.namespace)
 
@@ -65,7 +65,7 @@ def has_come_to(session: dict[str, Any], stage: str) -> bool:
 
 
 def checkpoint_in_vain(node: Containerd, container: str, stage: str) -> dict[str, Any]:
-    """Checkpoint with a deadline that passes in a stage; check that the container runs on; return the session."""
+    """Checkpoint with a deadline that passes in a stage; check that the container continues; return the session."""
     for deadline_s in DEADLINES_S:
         session = _checkpoint_in_vain(node, container, stage, deadline_s)
         if session and has_come_to(session, stage):

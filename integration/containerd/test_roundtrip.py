@@ -50,7 +50,7 @@ def test_round_trip(containerd: Containerd, make_registry: Callable[..., DockerR
 
 
 def test_store(containerd: Containerd) -> None:
-    """What the kubelet asks for twice: the job runs on, the second archive costs next to nothing, in store and out."""
+    """What the kubelet asks for twice: the job continues, the second archive costs little, in store and out."""
     containerd.configure('[policy]\nmode = "store"\n[agent]\nidle_timeout_s = 2\nstore_dir = "/scratch/store"\n')
     container = containerd.start("c1")
     archives = []
@@ -146,7 +146,7 @@ echo "$(basename $0) frozen=$frozen ack=$ack" >> /run/probe.log
 
 @pytest.mark.parametrize("cgroup_version", [2, 1])
 def test_a_frozen_container_answers_in_pre_dump(make_containerd: MakeContainerd, cgroup_version: int) -> None:
-    """containerd freezes it; we thaw it, it answers, it is frozen again for CRIU, and goes on afterwards."""
+    """containerd freezes it; we thaw it, it answers, it is frozen again for CRIU, and continues afterwards."""
     containerd = make_containerd(cgroup_version=cgroup_version)
     containerd.install()
     for name in ("before", "after"):

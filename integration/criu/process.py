@@ -1,4 +1,4 @@
-"""A process of this machine that real CRIU dumps and restores, with somebody outside whom it can be connected to."""
+"""A process of this machine that real CRIU dumps and restores, with a process outside that it can be connected to."""
 
 import os
 import shutil
@@ -48,7 +48,7 @@ class Hazard:
         self.pid = descendants(self._process.pid)[1 if leader else 0]
 
     def dump(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
-        """Dump it: whether that succeeded, and CRIU's log. It runs on only with --leave-running."""
+        """Dump it: whether that succeeded, and CRIU's log. It continues only with --leave-running."""
         succeeded, log = self._criu("dump", "--tree", str(self.pid), *options, environment=environment)
         if succeeded and "--leave-running" not in options:
             self._process.wait(60)

@@ -105,7 +105,7 @@ def test_doctor_says_what_criu_does(name: str) -> None:
     ],
 )
 def test_remedy_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, option: str) -> None:
-    """Doctor reads the very file that CRIU reads; what an option does not help, it goes on saying."""
+    """Doctor reads the very file that CRIU reads; what an option does not solve, it still reports."""
     monkeypatch.setattr(criu_files, "CRIU_CONF_DIR", tmp_path)
     with hazard(name) as process:
         assert failures(process.pid)

@@ -19,7 +19,7 @@ def test_link_remap_does_not_help_what_is_hidden() -> None:
 
 @pytest.mark.parametrize("name", ["traced", "traced_inside"])
 def test_traced_in_a_frozen_cgroup(name: str) -> None:
-    """As runtimes have CRIU dump: it goes on trying."""
+    """As runtimes have CRIU dump: it keeps trying."""
     with hazard(name) as process, cgroup(process) as directory:
         check(process, f"{name}-frozen", "traced", "--freeze-cgroup", str(directory), "--timeout", "1")
 

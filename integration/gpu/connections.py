@@ -1,4 +1,4 @@
-"""Dumps two GPU containers with connections between them, moves both to new addresses, and looks whether all goes on.
+"""Dumps two GPU containers with connections between them, moves both to new addresses, and checks that all continue.
 
     connections.py RESULTS_DIR CASE...     as run.py, which prepares the node for it
 
@@ -51,7 +51,7 @@ def ip(*words: str) -> None:
 
 
 def make_places(net: int) -> dict[str, Place]:
-    """Make both namespaces, with addresses of that net, where nobody reaches them before `plug`."""
+    """Make both namespaces, with addresses of that net, which are not reachable before `plug`."""
     places = {name: Place.of(net, host) for host, name in enumerate(NAMES, 1)}
     for name, place in places.items():
         ip("netns", "add", name)
@@ -113,7 +113,7 @@ class Pair:
             directory.mkdir(parents=True)
 
     def move(self, net: int) -> None:
-        """Destroy both namespaces and make them anew at other addresses."""
+        """Destroy both namespaces and recreate them at other addresses."""
         old = self.places
         remove_places()
         self.places = make_places(net)
@@ -168,7 +168,7 @@ def programs_of(program: str, size: str, places: dict[str, Place]) -> dict[str, 
 
 
 def check_flows(pair: Pair, program: str) -> None:
-    """Wait until all goes on; nothing may have been lost or doubled."""
+    """Wait until all continue; nothing may have been lost or doubled."""
     if program == "ddp":
         pair.wait_for(_LOSS_LINES)
         return
@@ -217,7 +217,7 @@ def run_case(case: str) -> dict[str, Any]:
 
 
 def verify(pair: Pair, expected: dict[str, list[str]]) -> bool:
-    """Return whether each goes on one by one, with the memory it had or the losses that it should have."""
+    """Return whether each continues one by one, with the memory it had or the losses that it should have."""
     if expected:
         pair.wait_for(max(0, STEPS - min(len(container.lines) for container in pair.containers.values())))
     for name, container in pair.containers.items():
@@ -231,7 +231,7 @@ def verify(pair: Pair, expected: dict[str, list[str]]) -> bool:
 
 
 def reference(backend: str, gpus: Sequence[int]) -> dict[str, list[str]]:
-    """Return the losses of both ranks where nobody interrupts them."""
+    """Return the losses of both ranks without any interruption."""
     places = make_places(0)
     pair = Pair(programs_of("ddp", backend, places), gpus, places)
     try:

@@ -595,7 +595,7 @@ def take(process: Process, able: int, before: list[Mapping]) -> list[tuple[int, 
 
 
 def changes(before: list[Mapping], after: list[Mapping]) -> list[list[str]]:
-    """Tell which mappings are gone and which have come, by mode, size and name."""
+    """Return which mappings are gone and which are new, by mode, size and name."""
 
     def said(mappings: set[Mapping]) -> list[str]:
         counts = Counter(f"{m.mode} {m.span.size_bytes:#x} {re.sub(r'[0-9]{4,}', 'N', m.name)}" for m in mappings)

@@ -1,9 +1,9 @@
-"""Injects the main faults into dumps and restores of a GPU container on a real node: afterwards the job always goes on.
+"""Injects the main faults into dumps and restores of a GPU container on a real node: the job always continues.
 
     faults.py RESULTS_DIR [PROGRAM:SIZE]     as run.py, which prepares the node for it; default hold:8
 
 Each fault in a container of its own: it counts on with the memory it had, or its checkpoint is restored and does.
-Written to faults.json: what was injected, what was said, how long the job stood still, whether it went on.
+Written to faults.json: what was injected, what was reported, how long the job was stopped, whether it continued.
 """
 
 import json
@@ -56,7 +56,7 @@ def kill_criu() -> None:
 
 
 def kill_agent() -> None:
-    """Kill the agent and all of its processes; the lock file that all of them hold tells which these are."""
+    """Kill the agent and all of its processes; the lock file that all of them hold shows which these are."""
     lock = (SESSIONS / "agent.lock").stat()
     for process in Path("/proc").glob("[0-9]*"):
         for fd in process.glob("fd/*"):
@@ -113,7 +113,7 @@ def packs_damaged(container: Container, image_dir: Path) -> str:
 
 
 def gpu_taken(container: Container, image_dir: Path) -> str:
-    """Somebody else has nearly all of the GPU when the container is to come back."""
+    """Another process has nearly all of the GPU when the container is to be restored."""
     container.dump(image_dir, leave_running=False)
     container.remove()
     hog = subprocess.Popen([sys.executable, "-c", _HOG], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Stops GPU containers of the runtime handler, which checkpoints them, and makes them again: they go on as they were.
+"""Stops GPU containers of the runtime handler, which checkpoints them, and creates them again: they continue.
 
     handler.py RESULTS_DIR CASE...     as run.py, which prepares the node for it
 
@@ -56,7 +56,7 @@ class Handled:
         return done.stdout or ""
 
     def state(self) -> str:
-        """Return what the engine is told: created, running, stopped."""
+        """Return the state that the engine sees: created, running, stopped."""
         return str(json.loads(self.call("state", self.name))["status"])
 
     def make(self) -> dict[str, float]:

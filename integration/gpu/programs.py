@@ -171,7 +171,7 @@ def lone_rank(rank: int, _world: int, gib: float, pipes: list[tuple[Any, Any]]) 
 
 
 def spawn(target: Callable[..., None], gib: float) -> None:
-    """Run a process for each GPU, and tell when one ends."""
+    """Run a process for each GPU, and report when one ends."""
     mp = get_context("spawn")
     world = torch.cuda.device_count()
     pipes = [mp.Pipe() for _ in range(world)]

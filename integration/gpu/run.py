@@ -362,7 +362,7 @@ def ocihook(*words: str) -> dict[str, Any]:
 
 
 def run_store_case(container: Container, case: str, count: int) -> dict[str, Any]:
-    """Checkpoint a container that runs on several times into the store, and restore the last one."""
+    """Checkpoint a container several times into the store while it continues to run, and restore the last one."""
     row: dict[str, Any] = {"case": case, "checkpoints": []}
     image_dirs = [IMAGES / f"{container.name}-{number}" for number in range(count)]
     try:
@@ -407,7 +407,7 @@ def run_store_case(container: Container, case: str, count: int) -> dict[str, Any
 
 
 def run_driver(container: Container, row: dict[str, Any]) -> dict[str, Any]:
-    """Let the driver checkpoint and restore the first process of a container, and nobody else do anything."""
+    """Let the driver checkpoint and restore the first process of a container, and nothing else."""
     from ocihook.gpu.driver import CudaDriver  # what it needs has been installed by now
 
     driver = CudaDriver()
@@ -486,7 +486,7 @@ def run_case(case: str, number: int) -> dict[str, Any]:
 
 
 def verify(container: Container, program: str, lines_at_dump: int, *, leave_running: bool) -> bool:
-    """Return whether it went on where it was with the memory it had; a training's losses are compared elsewhere."""
+    """Return whether it continued where it was with the memory it had; a training's losses are compared elsewhere."""
     before, after = container.lines[:lines_at_dump], container.lines[lines_at_dump:]
     if program == "train":
         container.wait_for(max(0, 120 - len(container.lines)))

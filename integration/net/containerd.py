@@ -66,7 +66,7 @@ class NetContainerd(Containerd):
         return self.namespace.run("ip", "netns", "exec", pod, *command)
 
     def start_peer(self, pod: str, place: Place, *arguments: str, image: str = "", **notes: str) -> str:
-        """Make a pod with the peer, or a checkpoint, which nobody can reach yet, in a container; return its id.
+        """Make a pod with the peer, or a checkpoint, which is not reachable yet, in a container; return its id.
 
         Args:
             pod: its name.

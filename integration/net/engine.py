@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, net: int, host: int) -> "Place":
-        """Return addresses by numbers; the net is another one when a node is made anew."""
+        """Return addresses by numbers; the net is another one when a node is recreated."""
         return cls(f"10.77.{net}.{host}", f"fd77::{net:x}:{host:x}")
 
 

@@ -58,7 +58,7 @@ class Pair:
             progress(self.node.said(name))
 
     def assert_flows(self) -> None:
-        """Check that all connections go on in both directions."""
+        """Check that all connections continue in both directions."""
         assert_flows({name: partial(self.node.said, name) for name in NAMES})
 
     def checkpoint(self, *options: str) -> None:

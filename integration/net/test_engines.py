@@ -32,7 +32,7 @@ def containerd(scratch: Path, forky_root: Path, wheels: Path, peer: Path) -> Ite
 
 
 def test_pods_of_containerd_at_new_addresses(containerd: NetContainerd) -> None:
-    """As the kubelet has it: frozen while they are archived, left running, then made anew."""
+    """As the kubelet has it: frozen while they are archived, left running, then recreated."""
     old = {"server": Place.of(1, 2), "client": Place.of(1, 1)}
     new = {"server": Place.of(2, 2), "client": Place.of(2, 1)}
     words = endpoints(old["server"])

@@ -20,7 +20,7 @@ KILL_ALL = "kill -9 -$(cat /run/ocihook/agent.lock) $(awk '/^PPid/ {print $2}' /
 
 
 def back_at_the_same_address(pair: Pair) -> None:
-    """Make the server's node anew, which cannot be reached until the container is restored."""
+    """Recreate the server's node, which cannot be reached until the container is restored."""
     node = pair.node
     node.remove("server")
     node.remove_place("server")
@@ -72,7 +72,7 @@ def test_the_runtime_is_killed_while_traffic_is_held(make_node: MakeNode) -> Non
 
 @pytest.mark.parametrize("stage", ["pre-dump", "post-dump"])
 def test_all_are_killed_while_traffic_is_held(make_node: MakeNode, stage: str) -> None:
-    """Traffic goes on without anybody's doing, but for a container that is frozen: its connections are in repair."""
+    """Traffic continues by itself, except for a container that is frozen: its connections are in repair."""
     pair = Pair(make_node())
     node = pair.node
     source = node.namespace.path("/opt/ocihook/ocihook/net/hold.py")
@@ -158,7 +158,7 @@ def test_edited_files_image_refuses_the_restore(make_node: MakeNode) -> None:
 
 
 def add_to_files_image(archive: Path, edited: Path, data: bytes) -> None:
-    """Write an archive anew in which CRIU's list of files goes on with this."""
+    """Rewrite an archive with this appended to CRIU's list of files."""
     with tarfile.open(archive) as old, tarfile.open(edited, "w") as new:
         for member in old:
             content = old.extractfile(member).read() if member.isreg() else b""  # type: ignore[union-attr]

@@ -62,7 +62,7 @@ _ALWAYS = {
 
 
 def restored(node: NetPodman, place: Place, policy: str) -> dict[str, str]:
-    """Restore in a node that is made anew; return what the sockets give."""
+    """Restore in a node that is recreated; return what the sockets give."""
     node.remove_place("kinds")
     node.remove("kinds")
     node.make_place("kinds", place)

@@ -23,7 +23,7 @@ def progress(said: str) -> dict[int, tuple[int, int]]:
 
 
 def assert_flows(peers: Mapping[str, Callable[[], str]]) -> None:
-    """Check that all connections of all peers go on in both directions.
+    """Check that all connections of all peers continue in both directions.
 
     Args:
         peers: what returns all that one has said since it was started or restored.

@@ -1,4 +1,4 @@
-"""A container that is left running runs on before its memory is packed; the engine waits for that, whoever dies."""
+"""A container that is left running continues before its memory is packed; the engine waits for that, whatever dies."""
 
 import json
 import os

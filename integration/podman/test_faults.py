@@ -1,4 +1,4 @@
-"""What goes wrong on real nodes: afterwards the container runs on, or its checkpoint is complete, and it is said."""
+"""Faults on real nodes: afterwards the container continues, or its checkpoint is complete, and that is reported."""
 
 import itertools
 import os
@@ -133,7 +133,7 @@ def test_mode_off_leaves_the_images_alone(podman: Podman) -> None:
 
 
 def test_agent_killed_at_any_step(podman: Podman) -> None:
-    """The hook starts another agent, which finishes: every dump is packed, every restore goes on."""
+    """The hook starts another agent, which finishes: every dump is packed, every restore continues."""
     podman.start("c", quiesce_signal="USR1", resume_signal="USR2")
 
     def round_trip(last_of_dump: int, last_of_restore: int) -> tuple[list[str], list[str]]:
@@ -211,7 +211,7 @@ def start_agent(podman: Podman, program: Path, *arguments: str) -> None:
 
 
 def _is_agent(podman: Podman, program: Path, arguments: tuple[str, ...]) -> bool:
-    """Start one and tell whether it listens; it leaves at once where another one runs."""
+    """Start one and return whether it listens; it leaves at once where another one runs."""
     agent = podman.spawn_agent(program, *arguments)
     lock, name = (podman.namespace.path("/run/ocihook") / file for file in ("agent.lock", "agent.sock"))
 

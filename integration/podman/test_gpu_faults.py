@@ -54,7 +54,7 @@ def processes(podman: Podman) -> list[int]:
 
 
 def locked_children(podman: Podman) -> list[str]:
-    """Return what each process of the workload printed last, twice, to tell that all are at work."""
+    """Return what each process of the workload printed last, twice, to see that all are working."""
     return re.findall(r"^child (\d+) count \d+ checksum \w+$", podman("logs", "c"), re.MULTILINE)
 
 
@@ -144,7 +144,7 @@ def test_memory_that_changes_until_the_lock(gpu_podman: Podman, before_the_lock:
 
 
 def test_memory_that_grows_beyond_the_room(gpu_podman: Podman) -> None:
-    """Locked already, it is let go."""
+    """Locked already, it is released."""
     gpu_podman.start_cuda("c", 32, "children=1")
     fake_driver.script(gpu_podman.namespace, "running 1")
     with memory_limit(gpu_podman, ROOM_FOR_ONE_BYTES, processes(gpu_podman)):
@@ -170,7 +170,7 @@ def test_a_pool_that_keeps_its_memory(gpu_podman: Podman) -> None:
 
 
 def round_trip(podman: Podman, *options: str) -> dict[str, Any]:
-    """Checkpoint, restore, and check that it goes on; return the session of the dump."""
+    """Checkpoint, restore, and check that it continues; return the session of the dump."""
     archive = podman.scratch / "c.tar"
     podman.checkpoint("c", archive, *options)
     before = podman.count("c")
@@ -445,7 +445,7 @@ def test_the_engine_and_its_runtime_are_killed(gpu_podman: Podman) -> None:
 
 @pytest.mark.parametrize("leave_running", [True, False])
 def test_agent_killed_at_any_step(gpu_podman: Podman, *, leave_running: bool) -> None:
-    """Another agent finishes, whoever starts it: every dump has its GPU memory, every job goes on."""
+    """Another agent finishes, whoever starts it: every dump has its GPU memory, every job continues."""
     gpu_podman.start_cuda("c", 16, "children=1")
 
     def round_trip(last_of_dump: int, last_of_restore: int) -> tuple[list[str], list[str]]:
@@ -559,7 +559,7 @@ def test_criu_killed_while_memory_is_packed(gpu_podman: Podman, *, leave_running
 def test_the_runtime_alone_is_killed_while_memory_is_packed(
     gpu_podman: Podman, stage: str, *, leave_running: bool
 ) -> None:
-    """As by an engine whose patience ends: CRIU waits for the stage, nobody for CRIU."""
+    """As by an engine whose patience ends: CRIU waits for the stage, and nothing waits for CRIU."""
     gpu_podman.start_cuda("c", 16, "children=1")
     before = gpu_podman.count("c")
     start_killing_agent(gpu_podman, stage, "runtime")
@@ -697,7 +697,7 @@ def test_a_disk_that_is_full_while_packing(
     [(None, "cannot be opened: No such file"), (100_000, "has 100000 bytes, its manifest says")],
 )
 def test_gpu_memory_that_is_cut_short_or_missing(gpu_podman: Podman, left_bytes: int | None, message: str) -> None:
-    """Told by the packs' tables, before CRIU has made anything."""
+    """Seen in the packs' tables, before CRIU has made anything."""
     archive, damaged = gpu_podman.scratch / "c.tar", gpu_podman.scratch / "damaged.tar"
     gpu_podman.start_cuda("c", 16)
     gpu_podman.checkpoint("c", archive)
@@ -725,7 +725,7 @@ def test_gpu_memory_that_is_cut_short_or_missing(gpu_podman: Podman, left_bytes:
 @pytest.mark.parametrize("leave_running", [True, False])
 @pytest.mark.parametrize("victim", ["podman", "conmon"])
 def test_the_engine_alone_is_killed(gpu_podman: Podman, victim: str, *, leave_running: bool) -> None:
-    """CRIU goes on. Without podman there is no archive, its own directory has all; a container without its conmon dies
+    """CRIU continues. Without podman there is no archive, its own directory has all; a container without conmon dies
     of the log that it cannot write any more.
     """
     gpu_podman.start_cuda("c", 16, "children=1")

@@ -1,4 +1,4 @@
-"""podman with runc and with crun: what is checkpointed through ocihook comes out packed and goes on."""
+"""podman with runc and with crun: what is checkpointed through ocihook is packed, and continues after a restore."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

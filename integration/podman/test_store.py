@@ -67,7 +67,7 @@ def test_round_trip(make_podman: MakePodman, runtime: str, *, same_disk: bool) -
 
 @pytest.mark.parametrize("leave_running", [False, True])
 def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
-    """It goes past CRIU as ever, into packs beside the store, is given back from there, and stored afterwards."""
+    """It goes past CRIU as always, into packs beside the store, is given back from there, and stored afterwards."""
     podman = gpu_podman
     configure(podman, podman.scratch / "store")
     podman.start_cuda("c", 24, mode="store")
@@ -119,7 +119,7 @@ def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
 
 
 def test_agent_killed_at_any_step(gpu_podman: Podman) -> None:
-    """A dump of a GPU container, left running: it runs on with its GPU state, and the checkpoint becomes complete."""
+    """A dump of a GPU container, left running: it continues with its GPU state, and the checkpoint is completed."""
     podman = gpu_podman
     configure(podman, podman.scratch / "store")
     podman.start_cuda("c", 16, mode="store")

@@ -107,7 +107,7 @@ class HandledPodman(Podman):
             conf.write_text(f"{conf.read_text()}action-script /etc/ocihook/stall\n")
 
     def restore_killing(self, who: str, stage: str, name: str, **annotations: str) -> None:
-        """Run a container, and kill who restores it when CRIU has come to a stage."""
+        """Run a container, and kill what restores it when CRIU has reached a stage."""
         stalled, there = self.namespace.path("/run/stall"), self.namespace.path("/run/stall.there")
         there.unlink(missing_ok=True)
         stalled.write_text(stage)

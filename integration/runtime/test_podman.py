@@ -1,4 +1,4 @@
-"""podman over the handler: what is stopped is checkpointed, what is made again goes on where it was."""
+"""podman over the handler: what is stopped is checkpointed, what is created again continues where it was."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_a_container_that_is_made_again_goes_on(make_handled: MakeHandled, runti
 
 
 def test_what_is_wrong_or_changed(make_handled: MakeHandled) -> None:
-    """Wrong annotations fail, what cannot go on begins anew or fails as it is wanted, and nobody goes on twice."""
+    """Wrong annotations fail, what cannot continue starts over or fails as requested, and nothing continues twice."""
     podman = make_handled("runc")
     for key, value, message in (
         (
@@ -112,7 +112,7 @@ def damage(pack: Path) -> None:
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_whoever_is_killed_in_a_restore(make_handled: MakeHandled, runtime: str) -> None:
-    """The container begins anew, or is not made: never twice, and never with the files of another."""
+    """The container starts over, or is not made: never twice, and never with the files of another."""
     podman = make_handled(runtime)
     podman.make("run", "job", **STOPPED)
     podman.wait_to_count("job")

@@ -1,4 +1,4 @@
-"""A stop that becomes a checkpoint: whoever is killed meanwhile, a full disk, a short grace period, what is saved."""
+"""A stop that becomes a checkpoint: whatever is killed meanwhile, a full disk, a short grace period, what is saved."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ class Stop:
         os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Let CRIU go on, and wait until the container is gone."""
+        """Let CRIU continue, and wait until the container is gone."""
         self.stalled.unlink()
         wait_for("podman to end", lambda: self.running.poll() is not None)
         if self.podman.is_running("job"):  # its own call was killed: an engine asks again
@@ -105,7 +105,7 @@ def test_a_stop_that_takes_longer_than_the_engine_waits(make_handled: MakeHandle
 
 
 def test_what_cannot_be_saved_stops_with_its_signal(make_handled: MakeHandled) -> None:
-    """A full disk, too much in the rootfs: the container gets its signal, nothing is left, and why is told."""
+    """A full disk, too much in the rootfs: the container gets its signal, nothing is left, the reason is reported."""
     podman = make_handled("runc")
     podman.configure("[agent]\nidle_timeout_s = 2\nmax_rootfs_bytes = 1000\n")
     podman.make("run", "job", **STOPPED)

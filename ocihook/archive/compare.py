@@ -1,4 +1,4 @@
-"""Compares two checkpoint archives: their images by content, their memory page by page, zero pages all at once."""
+"""Compares two checkpoint archives: images by content, memory page by page, runs of zero pages as a whole."""
 
 import contextlib
 import filecmp
@@ -49,12 +49,12 @@ class _Run(NamedTuple):
     content: bytes | None = None
 
     def after(self, pages: int) -> "_Run | None":
-        """Return what is left behind the first pages."""
+        """Return what is left after the first pages."""
         left = self.pages - pages
         return self._replace(start=self.start + pages * PAGE_BYTES, pages=left) if left else None
 
     def holds(self, other: "_Run") -> bool:
-        """Return whether both are the same where they meet."""
+        """Return whether both are the same where they overlap."""
         return self.content == other.content or (self.content or _ZERO_PAGE) == (other.content or _ZERO_PAGE)
 
 
@@ -115,7 +115,7 @@ class _Memory:
         if pagemap.is_compressed:
             raise UnsupportedError(f"{pagemap.pages_name} is compressed by CRIU itself and cannot be compared")
         images = self._content(pagemap.pages_name)
-        pages, content = 0, None  # of the image, what is left of a piece
+        pages, content = 0, None  # what is left of a piece of the image
         for run in read_runs(self.directory / pagemap_name):
             address, left = run.vaddr, run.pages if run.is_present else 0
             while left:

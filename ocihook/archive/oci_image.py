@@ -61,7 +61,7 @@ class PushedBlob(NamedTuple):
 
     digest: str
     size_bytes: int
-    is_sent: bool  # else it was there before
+    is_sent: bool  # else the registry had it already
 
 
 class Pushed(NamedTuple):
@@ -81,7 +81,7 @@ class ThinRule(NamedTuple):
 
 
 def work_bytes(source: Path, *, is_verified: bool = True) -> int:
-    """Return what progress goes up to when a source is built into an image, or pushed.
+    """Return the total bytes of progress when an image is built from a source, or a source is pushed.
 
     The arguments are those of `build_image`.
 
@@ -110,9 +110,9 @@ def build_image(
         source: the archive.
         target: a new directory for an image layout, or a new file for one in a tar.
         in_one_file: whether it is a tar.
-        name: REPOSITORY:TAG, for those who import it; "" for none.
-        thin: what is done with a thin archive.
-        is_verified: whether the archive is verified before, to its last byte.
+        name: REPOSITORY:TAG, for imports; "" for none.
+        thin: what to do with a thin archive.
+        is_verified: whether the archive is first verified, to its last byte.
         progress: gets the bytes done, of `work_bytes`.
 
     Raises:
@@ -128,7 +128,7 @@ def build_image(
         if in_one_file:
             write_layout_archive(image, made, name, progress)
         else:
-            made.mkdir(mode=0o700)  # there is memory in it
+            made.mkdir(mode=0o700)  # memory is written there
             write_layout(image, made, name, progress)
         made.rename(target)
         sync_directory(parent)
@@ -145,9 +145,9 @@ def push_image(
     is_verified: bool = True,
     progress: Progress = no_progress,
 ) -> Pushed:
-    """Push an image layout, one in a tar, or the image of a checkpoint archive; what is there is not sent again.
+    """Push an image layout, one in a tar, or the image of a checkpoint archive; blobs that exist are not sent again.
 
-    An archive is verified before, if it is to be; of an image the registry compares the digests.
+    An archive is verified first, if requested; of an image the registry compares the digests.
 
     Raises:
         OcihookError: if the source is damaged, or the registry fails; the tag then names what it named before.
@@ -222,7 +222,7 @@ def _image_of(
         if inspection.thin and not thin.is_kept:
             archive = stack.enter_context(scratch_directory(place)) / "complete"
             stored = thin.store.open(inspection.thin.domain).read(inspection.thin.checkpoint_id)
-            complete = pack_archive if stored.gpu else unpack_archive  # what is plain restores anywhere, but for that
+            complete = pack_archive if stored.gpu else unpack_archive  # plain if it can be
             # Every page is verified on the way.
             complete(source, archive, compression="none", force=False, workers=thin.workers, store=thin.store)
         elif is_verified:
@@ -259,7 +259,7 @@ def _file_digest(path: Path, progress: Callable[[int], object]) -> str:
 
 
 def annotations_of(inspection: Inspection) -> dict[str, str]:
-    """Return by what engines and checkpointctl know the image of a checkpoint."""
+    """Return the annotations by which engines and checkpointctl recognize the image of a checkpoint."""
     facts = inspection.facts
     container = facts.container
     name = container.name or container.id
@@ -275,6 +275,6 @@ def annotations_of(inspection: Inspection) -> dict[str, str]:
         _CRIO_NAME: name,
         "org.opencontainers.image.created": facts.created if _RFC_3339.fullmatch(facts.created) else "",
     }
-    if container.engine == "podman":  # it takes any image with a runtime's name for one of its own checkpoints
+    if container.engine == "podman":  # podman takes any image with a runtime's name for one of its own checkpoints
         found |= {f"{_PODMAN}name": name, f"{_PODMAN}runtime.name": facts.runtime}
     return {key: value for key, value in found.items() if value}

@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint archive away from its engine: look, verify, pack, unpack."""
+"""What can be done with a checkpoint archive without its engine: inspect, verify, pack, unpack."""
 
 import contextlib
 import errno
@@ -78,7 +78,7 @@ _PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
 
 
 class ProcessMemory(NamedTuple):
-    """One dumped process and the memory of its own in the checkpoint."""
+    """One dumped process and its private memory in the checkpoint."""
 
     process: Process
     memory_bytes: int
@@ -136,7 +136,7 @@ def memory_bytes(path: Path) -> int:
 
 
 def inspect_archive(path: Path) -> Inspection:
-    """Look into an archive.
+    """Inspect an archive.
 
     Raises:
         OcihookError: if it, or what it holds, is damaged.
@@ -192,10 +192,10 @@ class _Place(NamedTuple):
 
 
 class ImageSet:
-    """An image set taken out of an archive: small images into a private directory, large ones only if they must be."""
+    """An image set extracted from an archive: small images into a private directory, large ones only if necessary."""
 
     def __init__(self, archive: Path, directory: Path, *, in_place: bool, pages: bool, packs: bool = True) -> None:
-        """Prepare to take the members of an archive.
+        """Prepare to extract the members of an archive.
 
         Args:
             archive: the archive.
@@ -213,7 +213,7 @@ class ImageSet:
         self._packs = packs
 
     def take(self, member: Member) -> bool:
-        """Take a member if it is an image that is wanted; return whether it was.
+        """Extract a member if it is a wanted image; return whether it was.
 
         Raises:
             ImageError: if it is a page image that is not as large as its pagemap says.
@@ -238,7 +238,7 @@ class ImageSet:
     def _check_pages(self, member: Member) -> None:
         """Compare a page image with its pagemap before it is read: a sparse one can claim anything."""
         name = member.image_name
-        if name not in self._pagemaps:  # an archive in no order
+        if name not in self._pagemaps:  # an archive in no particular order
             for other in read_members(self._archive):
                 if _PAGEMAP_NAME.fullmatch(other.image_name):
                     pagemap = parse_pagemap(other.content(_MAX_SMALL_BYTES), other.image_name)
@@ -251,7 +251,7 @@ class ImageSet:
             raise ImageError(f"{name} has {member.info.size} bytes for {pagemap.present_bytes} bytes of memory")
 
     def complete(self) -> None:
-        """Take what CRIU itself had compressed in an otherwise packed set: those page images are not in the packs."""
+        """Extract what CRIU itself had compressed in an otherwise packed set: the packs lack these page images."""
         manifest = read_manifest(self.directory)
         opaque = {image.name for image in manifest.other_images} if manifest else set()
         missing = {name for name in opaque if PAGES_NAME.fullmatch(name) and not (self.directory / name).exists()}
@@ -283,7 +283,7 @@ def verify_archive(
 ) -> PackedManifest | StoredManifest | None:
     """Read an archive to its end and check everything in it that can be checked; None if it is not packed.
 
-    Of a thin one also what is in the store.
+    For a thin one, also check what is in the store.
 
     Raises:
         OcihookError: naming what is missing or damaged.
@@ -293,7 +293,7 @@ def verify_archive(
 
         def visit(member: Member) -> None:
             if not images.take(member) and PAGES_NAME.fullmatch(member.image_name):
-                progress(member.info.size)  # nothing is known of the content that could be checked
+                progress(member.info.size)  # there is nothing to check the content against
 
         facts = read_facts(path, visit)
         images.complete()
@@ -431,7 +431,7 @@ def unpack_archive(
 def replace_images(
     source: Path, target: Path, change: Callable[[Path], Iterable[str]], *, compression: str, force: bool
 ) -> None:
-    """Write an archive again with small images changed; its memory stays as it is, packed or not.
+    """Rewrite an archive with small images changed; its memory stays as it is, packed or not.
 
     Args:
         source: the archive.
@@ -459,7 +459,7 @@ def _refuse_gpu_state(source: Path, gpu: Mapping[str, Any]) -> None:
 
 
 class _Output(NamedTuple):
-    """An archive on its way from `source` to `target`."""
+    """An archive that is being written from `source` to `target`."""
 
     source: Path
     target: Path
@@ -507,7 +507,7 @@ def _output(source: Path, target: Path, *, force: bool) -> Iterator[_Output]:
 
 
 def _add(tar: tarfile.TarFile, path: Path, template: tarfile.TarInfo) -> None:
-    """Add a file of the image set, owned and dated as the one whose place it takes."""
+    """Add a file of the image set, with owner and times of the one that it replaces."""
     info = tarfile.TarInfo(IMAGE_DIRECTORY + path.name)
     info.size = path.stat().st_size
     info.mode, info.mtime = 0o600, template.mtime
@@ -518,10 +518,10 @@ def _add(tar: tarfile.TarFile, path: Path, template: tarfile.TarInfo) -> None:
 
 @contextlib.contextmanager
 def scratch_directory(place: Path) -> Iterator[Path]:
-    """Yield a private directory in `place`, and say so if the file system there has no room for what is needed.
+    """Yield a private directory in `place`; raise a clear error if the file system there has no room.
 
     Raises:
-        StoreFull: if the context ends for want of room.
+        StoreFull: if the context ends for lack of room.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".ocihook-", dir=place) as scratch:
@@ -536,7 +536,7 @@ def scratch_directory(place: Path) -> Iterator[Path]:
 
 
 def place_to_read(path: Path) -> Path:
-    """Return where images of an archive may be put: beside it, since there is room, or else where all may write."""
+    """Return where images of an archive may be put: beside it if possible, or else in the temporary directory."""
     parent = path.absolute().parent
     return parent if os.access(parent, os.W_OK) else Path(tempfile.gettempdir())
 

@@ -1,6 +1,6 @@
-"""Changes that a tar has (saving.py) are made in other trees, and taken out of them again.
+"""Applies the changes in a tar (saving.py) to other trees, and reverts them.
 
-What undoes changes is changes, too. So whoever brings some writes down first what brings all back, in the same form.
+The inverse of changes is changes, too. So before any are applied, their inverse is written in the same form.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ from ocihook.tar import READ_ERRORS, Tar
 
 INVERSE_NAME = "before.tar"  # in the directory of an undo
 _TIME = re.compile(r"(-?[0-9]{1,10})(?:\.([0-9]*))?")  # seconds since 1970, in all that 34 bits of an inode hold
-_MAX_U32 = (1 << 32) - 2  # -1 is nobody, and changes nothing (chown(2))
+_MAX_U32 = (1 << 32) - 2  # -1 means "leave as it is" (chown(2))
 _MAX_MAJOR, _MAX_MINOR = (1 << 12) - 1, (1 << 20) - 1  # linux/kdev_t.h
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Change(NamedTuple):
-    """What is to become of one name below a directory."""
+    """What one name below a directory is to be."""
 
     info: tarfile.TarInfo
     prefix: str  # what its name in the tar begins with
@@ -50,12 +50,12 @@ class Change(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """Return whether nothing is to have the name."""
+        """Return whether the name is to be removed."""
         return self.info.ischr() and not self.info.devmajor and not self.info.devminor
 
     @property
     def is_opaque(self) -> bool:
-        """Return whether it is a directory of which nothing that was in it stays."""
+        """Return whether it is a directory whose earlier content is removed."""
         return self.info.isdir() and OPAQUE in self.info.pax_headers
 
 
@@ -66,7 +66,7 @@ def read_members(path: Path) -> Iterator[tuple[tarfile.TarInfo, int]]:
         IntegrityError: if it is damaged.
         OSError: if it cannot be read.
     """
-    with path.open("rb") as file, path.open("rb") as content:  # which is sought in
+    with path.open("rb") as file, path.open("rb") as content:  # which is seeked in
         try:
             tar = Tar(file, is_stream=False)
             while (info := tar.next()) is not None:
@@ -76,11 +76,11 @@ def read_members(path: Path) -> Iterator[tuple[tarfile.TarInfo, int]]:
 
 
 def bring(path: Path, places: Mapping[str, Path], progress: Progress) -> None:
-    """Make the changes that a tar has. May run again after any interruption.
+    """Apply the changes in a tar. May run again after any interruption.
 
     Args:
         path: of the tar.
-        places: directories, by what the names begin with that are brought there; others are left out.
+        places: directories, by the prefix of the names that go there; other names are left out.
         progress: called with the bytes written.
 
     Raises:
@@ -88,7 +88,7 @@ def bring(path: Path, places: Mapping[str, Path], progress: Progress) -> None:
         UnsupportedError: if a link is where a directory must be.
         OSError: from the file system, a full one included.
     """
-    times: list[tuple[int, str, int]] = []  # of directories, which what is brought into them changes
+    times: list[tuple[int, str, int]] = []  # of directories: set last, since writing into them changes theirs
     with _opened_all(places) as tops:
         for change in _changes(path, tops):
             _bring(change, progress)
@@ -100,7 +100,7 @@ def bring(path: Path, places: Mapping[str, Path], progress: Progress) -> None:
 
 
 def write_inverse(path: Path, places: Mapping[str, Path], file: IO[bytes], progress: Progress) -> None:
-    """Write what brings back the state before the changes of a tar, which have not been made yet.
+    """Write the inverse of the changes in a tar, which have not been applied yet.
 
     Args:
         path: of the tar.
@@ -113,7 +113,7 @@ def write_inverse(path: Path, places: Mapping[str, Path], file: IO[bytes], progr
         OSError: from the file system, a full one included.
     """
     writer = Writer(file, progress)
-    settled = ""  # what a name begins with of which everything is written already; it comes right after that
+    settled = ""  # prefix of names of which everything is written already; these names follow directly
     with _opened_all(places) as tops:
         for change in _changes(path, tops):
             if settled and change.info.name.startswith(settled):
@@ -123,7 +123,7 @@ def write_inverse(path: Path, places: Mapping[str, Path], file: IO[bytes], progr
 
 
 def _write_before(writer: Writer, change: Change) -> bool:
-    """Write what has a name now; return whether that covers everything below it."""
+    """Write what is at a name now; return whether that covers everything below it."""
     parent_name, _, name = change.name.rpartition("/")
     try:
         with opened_below(change.top, parent_name) as parent:
@@ -143,14 +143,14 @@ def _write_before(writer: Writer, change: Change) -> bool:
 
 
 def bring_reversibly(path: Path, places: Mapping[str, Path], undo: Path, progress: Progress) -> None:
-    """Make the changes that a tar has, so that `take_out` takes them back; after an interruption that must come first.
+    """Apply the changes in a tar so that `take_out` can revert them; after an interruption, call that first.
 
-    Containers of a pod share volumes: the first one brings what it had, and whoever comes later leaves it alone.
+    Containers of a pod share volumes: the first one restored fills them, and later ones leave them alone.
 
     Args:
         path: of the tar.
         places: as for `bring`.
-        undo: a directory, where what brings all back is kept until nobody needs it.
+        undo: a directory, where the inverse is kept until it is no longer needed.
         progress: called with the bytes written.
 
     Raises:
@@ -170,7 +170,7 @@ def bring_reversibly(path: Path, places: Mapping[str, Path], undo: Path, progres
 
 
 def take_out(places: Mapping[str, Path], undo: Path, progress: Progress) -> None:
-    """Bring all back to what it was before `bring_reversibly`, as far as that came. May run any time.
+    """Revert what `bring_reversibly` has done so far. May run any time.
 
     Raises:
         OSError: from the file system, a full one included.
@@ -196,7 +196,7 @@ def _changes(path: Path, tops: Mapping[str, int]) -> Iterator[Change]:
 
 
 def _check(info: tarfile.TarInfo) -> None:
-    """Check that a file can be as a member says.
+    """Check that a member describes a possible file.
 
     Raises:
         IntegrityError: if it cannot.
@@ -210,7 +210,7 @@ def _check(info: tarfile.TarInfo) -> None:
 
 
 def _below(name: str, prefix: str) -> str:
-    """Return a member's name from the top of where it goes.
+    """Return a member's name relative to the directory where it goes.
 
     Raises:
         IntegrityError: if it leads out of there.
@@ -239,7 +239,7 @@ def _bring(change: Change, progress: Progress) -> None:
                 _make(change, parent, name, progress)
     except OSError as error:
         if error.errno == errno.ENOENT and change.is_gone:
-            return  # with the directory that it was in
+            return  # removed with its directory
         if error.errno in {errno.ELOOP, errno.ENOTDIR}:
             raise UnsupportedError(f"{change.info.name} cannot be brought: {error.strerror}") from error
         error.filename = change.info.name
@@ -284,7 +284,7 @@ def _make(change: Change, parent: int, name: str, progress: Progress) -> None:
 def _dress(fd: int, info: tarfile.TarInfo) -> None:
     """Give an open file or directory its owner, its mode, its attributes and its time."""
     os.fchown(fd, info.uid, info.gid)
-    os.fchmod(fd, info.mode)  # after the owner, whose change takes set-user-ID away
+    os.fchmod(fd, info.mode)  # after the owner, since chown clears set-user-ID
     wanted = {key.removeprefix(XATTR): value for key, value in info.pax_headers.items() if key.startswith(XATTR)}
     for name in attribute_names(fd):
         if name not in wanted and not name.startswith(OVERLAY) and name not in LABELS:
@@ -296,7 +296,7 @@ def _dress(fd: int, info: tarfile.TarInfo) -> None:
 
 
 def _times_ns(info: tarfile.TarInfo) -> tuple[int, int]:
-    """Return the times of access and change, both the latter."""
+    """Return the times of access and change; both are the time of change."""
     mtime_ns = _mtime_ns(info)
     return mtime_ns, mtime_ns
 
@@ -309,7 +309,7 @@ def _mtime_ns(info: tarfile.TarInfo) -> int:
 
 
 def _remove(parent: int, name: str) -> None:
-    """Remove whatever has a name, if anything has."""
+    """Remove whatever is at a name, if anything is."""
     status = status_of(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         shutil.rmtree(name, dir_fd=parent)

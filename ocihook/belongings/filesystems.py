@@ -1,4 +1,4 @@
-"""Where a container keeps what ends with it: its rootfs, what overlayfs has of its changes, volumes of its pod."""
+"""Finds what ends with a container: its rootfs, overlayfs's directory of changes to it, volumes of its pod."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def volumes_of(spec: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def places_of(spec: Mapping[str, Any], bundle: Path) -> dict[str, Path]:
-    """Return where belongings are and go, by what their names begin with in a tar.
+    """Return the directories of belongings, by the prefix of their names in a tar.
 
     Args:
         spec: config.json of its bundle.
@@ -57,7 +57,7 @@ def rootfs_of(spec: Mapping[str, Any], bundle: Path) -> Path:
 
 
 def find_rootfs(merged: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Rootfs:
-    """Find out where the changes of a mounted rootfs are.
+    """Find the directory with the changes of a mounted rootfs.
 
     Args:
         merged: where it is mounted.

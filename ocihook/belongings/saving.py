@@ -1,4 +1,4 @@
-"""Trees as tar members, whole or as overlayfs keeps changes.
+"""Writes trees as tar members, whole or as overlayfs keeps changes.
 
 A name that is gone is a character device 0:0, a directory whose earlier content is gone has the attribute
 trusted.overlay.opaque, as in overlayfs (kernel, filesystems/overlayfs.rst); all is pax, as `tar --xattrs` writes it.
@@ -18,8 +18,8 @@ from ocihook.packs.pack import PAGE_BYTES
 
 XATTR = "SCHILY.xattr."  # GNU tar's and libarchive's key of an extended attribute
 OPAQUE = XATTR + "trusted.overlay.opaque"
-LABELS = ("security.selinux", "security.ima", "security.evm")  # of the place that a file is at
-BROUGHT = "trusted.ocihook.brought"  # attribute of a volume to which a pod's first container has brought what it had
+LABELS = ("security.selinux", "security.ima", "security.evm")  # that belong to the place of a file, not to the file
+BROUGHT = "trusted.ocihook.brought"  # attribute of a volume that a pod's first container has filled
 _END_BYTES = 2 * tarfile.BLOCKSIZE  # of zeros
 _KINDS = {
     stat.S_IFREG: tarfile.REGTYPE,
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 class Writer:
-    """Writes trees into a tar, which must be a file that can be sought in."""
+    """Writes trees into a tar, which must be a seekable file."""
 
     def __init__(self, file: IO[bytes], progress: Progress) -> None:
         self._file = file
@@ -53,11 +53,11 @@ class Writer:
         Args:
             prefix: before all names.
             directory: that it is in.
-            merged: given if the tree is what overlayfs keeps of changes: where these are to be seen.
+            merged: where the merged tree is mounted, if `directory` is the upper one of overlayfs.
 
         Raises:
             UnsupportedError: if it is too deep.
-            OSError: if it cannot be read, or the tar not be written.
+            OSError: if it cannot be read, or the tar cannot be written.
         """
         moved = ""
         with opened(directory) as top:
@@ -72,18 +72,18 @@ class Writer:
                 self.add(prefix, entry, merged)
 
     def add_all(self, prefix: str, directory: int, name: str) -> None:
-        """Write a directory with this name, with all that is in it, in place of whatever may have been in it."""
+        """Write a directory with this name and all its content, which replaces any earlier content."""
         for entry in walk(directory, name):
             self.add(prefix, entry, is_opaque=entry.name == name)
 
     def add_gone(self, prefix: str, name: str) -> None:
-        """Write that nothing has this name."""
+        """Write that this name is removed."""
         info = tarfile.TarInfo(f"{prefix}/{name}")
         info.type = tarfile.CHRTYPE
         self._put_header(info)
 
     def add(self, prefix: str, entry: Entry, merged: Path | None = None, *, is_opaque: bool = False) -> None:
-        """Write what has a name; sockets are left out, as CRIU recreates them."""
+        """Write what is at a name; sockets are left out, as CRIU recreates them."""
         status = entry.status
         kind = _KINDS.get(stat.S_IFMT(status.st_mode))
         if kind is None:
@@ -145,7 +145,7 @@ class Writer:
 
 
 def _encoded(info: tarfile.TarInfo, comment: str = "") -> bytes:
-    """Return a member's headers, which a comment makes longer."""
+    """Return a member's headers; a comment makes them longer."""
     kept = info.pax_headers
     if comment:
         info.pax_headers = {**kept, "comment": comment}
@@ -169,7 +169,7 @@ def _attributes(entry: Entry) -> dict[str, str]:
 
 
 def _overlay_says(entry: Entry, what: str) -> bool:
-    """Return whether overlayfs says so of a file or directory of its upper one."""
+    """Return whether a file or directory in the upper tree has this attribute of overlayfs."""
     with entry.open() as fd:
         names = attribute_names(fd)
     return any(prefix + what in names for prefix in OVERLAY)

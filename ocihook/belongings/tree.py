@@ -1,4 +1,4 @@
-"""Trees of files that others may be changing: walked without following a link, and copied with their holes."""
+"""Walks and copies trees that others may be changing: follows no link, and keeps holes."""
 
 import contextlib
 import errno
@@ -12,10 +12,10 @@ from ocihook.errors import UnsupportedError
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-OVERLAY = ("trusted.overlay.", "user.overlay.")  # what attributes of overlayfs's own begin with
+OVERLAY = ("trusted.overlay.", "user.overlay.")  # prefixes of overlayfs's own attributes
 _MAX_DEPTH = 200  # each level takes a descriptor and a call
 _COPY_BYTES = 1 << 20
-_BLOCK_BYTES = 512  # of st_blocks, whatever the file system has (stat(2))
+_BLOCK_BYTES = 512  # unit of st_blocks, whatever the file system's block size (stat(2))
 
 Progress = Callable[[int], None]  # called with how many more bytes were copied
 
@@ -48,7 +48,7 @@ def closing(fd: int) -> Iterator[int]:
 
 
 def opened(directory: Path) -> contextlib.AbstractContextManager[int]:
-    """Open a directory, whatever leads to it."""
+    """Open a directory; links on the way to it are followed."""
     return closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
@@ -67,7 +67,7 @@ def opened_below(top: int, name: str) -> Iterator[int]:
 
 
 def status_of(parent: int, name: str) -> os.stat_result | None:
-    """Return what has a name in a directory, None if nothing has."""
+    """Return the status of a name in a directory, None if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return os.stat(name, dir_fd=parent, follow_symlinks=False)
     return None
@@ -97,7 +97,7 @@ def walk(top: int, name: str = "", depth: int = 0) -> Iterator[Entry]:
 
 
 def tree_bytes(directory: Path) -> int:
-    """Return how many bytes of files are in a tree; holes and second names count nothing.
+    """Return how many bytes of files are in a tree; holes and second names do not count.
 
     Raises:
         UnsupportedError: if it is too deep.
@@ -114,7 +114,7 @@ def tree_bytes(directory: Path) -> int:
 
 
 def attribute_names(fd: int) -> list[str]:
-    """Return the names of a file's extended attributes, none where its file system knows of none."""
+    """Return the names of a file's extended attributes; none where its file system does not support them."""
     try:
         return os.listxattr(fd)
     except OSError as error:
@@ -124,7 +124,7 @@ def attribute_names(fd: int) -> list[str]:
 
 
 def copy(source: int, target: int, *, at: tuple[int, int], size_bytes: int, progress: Progress) -> None:
-    """Copy a part of a file into another one; what is a hole there stays one here. A file that ends early is no error.
+    """Copy a part of a file into another one; holes stay holes. A file that ends early is not an error.
 
     Args:
         source: descriptor.
@@ -141,7 +141,7 @@ def copy(source: int, target: int, *, at: tuple[int, int], size_bytes: int, prog
         try:
             position = os.lseek(source, position, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole to the end
+            if error.errno == errno.ENXIO:  # only a hole up to the end
                 return
             raise
         until = min(end, os.lseek(source, position, os.SEEK_HOLE))

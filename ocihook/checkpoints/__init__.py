@@ -1,1 +1,1 @@
-"""Checkpoints in the store on their way: staged, completed, pruned, pushed and pulled."""
+"""The life of checkpoints in the store: staged, completed, pruned, pushed and pulled."""

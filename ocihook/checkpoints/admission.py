@@ -10,7 +10,7 @@ def check_domain(domain: str, container: ContainerRef | None, settings: Settings
     """Refuse a restore from a domain that is neither the container's own nor allowed to it by the administrator.
 
     Args:
-        domain: that the image set names.
+        domain: the one that the image set names.
         container: as its engine, not the archive, describes it; None if that is not known.
         settings: with the administrator's rules.
 

@@ -2,7 +2,7 @@
 
 No engine's archive is made then, so a checkpoint in the store has all of it in one tar, BELONGINGS_NAME:
 
-    facts.json      what of its bundle must be the same where it goes on (runtime/gate.py)
+    facts.json      what of its bundle must be the same where it is restored (runtime/gate.py)
     checkpoint/     CRIU's images, without page images
     rootfs/         what it has changed in its rootfs
     volumes/PLACE/  volumes that end with its pod, by where it has them, quoted as in a URL
@@ -54,7 +54,7 @@ class Belongings(NamedTuple):
             criu_pid: a process that sees its mounts.
 
         Raises:
-            UnsupportedError: if what it has changed cannot be found out.
+            UnsupportedError: if what it has changed cannot be determined.
             OSError: if something of it is not there.
         """
         seen = Path(f"/proc/{criu_pid}/root")

@@ -58,12 +58,12 @@ def complete(
     progress: Progress = no_progress,
     settings: Settings | None = None,
 ) -> bool:
-    """Store what was taken for a checkpoint; False if another process is at it. May run again after any interruption.
+    """Store what was taken for a checkpoint; False if another process does so. May run again after any interruption.
 
-    With `settings` the history gets a record of it.
+    With `settings`, add a record of it to the history.
 
     Raises:
-        IntegrityError: if what was taken is not there any more.
+        IntegrityError: if what was taken is no longer there.
         OcihookError: if the store cannot be used.
         OSError: from the file system, a full one included; what was taken stays, for another attempt.
     """
@@ -78,14 +78,14 @@ def complete(
                 if job.is_pushed:
                     domain.pushes.note(checkpoint_id)
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
-        domain.settle()  # whoever completed it may have been killed before
+        domain.settle()  # the process that completed it may have been killed before it did
         discard_staged(pending, pins_of(checkpoint_id))
     return True
 
 
 @contextlib.contextmanager
 def claimed(pending: Path) -> Iterator[bool]:
-    """Be the only one at a pending checkpoint. True also if it is gone: whoever had it has completed it."""
+    """Claim a pending checkpoint for this process alone. True also if it is gone: it has been completed."""
     try:
         fd = os.open(pending, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def _store(
     belongings = sources.pop(BELONGINGS_NAME, None)
     packs = None
     if moved is not None:
-        packs = open_packs(pending, moved)  # shared with the workers, who read it at their own places
+        packs = open_packs(pending, moved)  # shared with the workers, which read at offsets of their own
         for region, packed in zip(regions, moved.regions, strict=True):
             sources[region.name] = Source(partial(RunPages, packs.parts[packed.name]), 0, region.size_bytes)
     if belongings is not None:
@@ -238,9 +238,9 @@ def _newest(domain: Domain, job: Job) -> StoredManifest | None:
 
 
 def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..., Taken]) -> Taken | None:
-    """Take a checkpoint by what is known of the one before; None if that is damaged. Without it, it takes longer.
+    """Store a checkpoint with the help of the one before; None if that is damaged. Without it, this takes longer.
 
-    What a first attempt leaves then is rubbish, or found by the second.
+    What a failed first attempt leaves is rubbish, or is found by the second.
     """
     try:
         return take(before=domain.before(newest)) if newest else None
@@ -261,7 +261,7 @@ def store_workers(settings: Settings) -> int:
 
 
 def complete_all(settings: Settings) -> None:
-    """Complete every pending checkpoint, also those that come meanwhile. What fails is logged, and tried once."""
+    """Complete every pending checkpoint, also those that are added meanwhile. What fails is logged, and tried once."""
     store, workers = Store.of(settings), store_workers(settings)
     finish_removals(store, workers)
     for domain in store.domains():
@@ -329,14 +329,14 @@ def wait_complete(
     progress: Progress = no_progress,
     settings: Settings | None = None,
 ) -> StoredManifest:
-    """Wait until a checkpoint is complete, and complete it if nobody else is at it.
+    """Wait until a checkpoint is complete; complete it here if no other process does.
 
     Args:
-        domain: where it is; its patience says how long.
+        domain: where it is; its patience limits the wait.
         checkpoint_id: which.
         workers: processes to use.
         progress: called with the bytes done, if it is completed here.
-        settings: say where the history is that gets a record if it is completed here.
+        settings: name the history, which gets a record if it is completed here.
 
     Raises:
         StoreError: if there is no such checkpoint, or it takes too long.
@@ -347,10 +347,10 @@ def wait_complete(
     while checkpoint_id not in domain.checkpoint_ids():
         patience.check()
         if checkpoint_id not in pending_ids(domain):
-            break  # complete by now, or never was there: read() shows
+            break  # complete by now, or never there: read() finds out
         try:
             is_done = complete(domain, checkpoint_id, workers=workers, progress=progress, settings=settings)
-        except GivenUp:  # is no fault of the checkpoint
+        except GivenUp:  # not a fault of the checkpoint
             raise
         except (OcihookError, OSError) as error:
             if not patience.is_over:  # else a lock may have taken too long
@@ -361,7 +361,7 @@ def wait_complete(
                 done = read_progress(domain, checkpoint_id)
                 raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
             patience.sleep(_POLL_S)
-    domain.settle()  # whoever completed it may have been killed before
+    domain.settle()  # the process that completed it may have been killed before it did
     return domain.read(checkpoint_id)
 
 
@@ -380,7 +380,7 @@ def complete_pending(settings: Settings, *, timeout_s: float) -> list[Listed]:
 
 
 def finish_removals(store: Store, workers: int) -> None:
-    """Have what was taken for complete checkpoints removed: whoever completed one may still be at it, or was killed."""
+    """Remove what was taken for complete checkpoints: who completed one may still be doing so, or was killed."""
     for domain in store.domains():
         for checkpoint_id in half_removed(domain):
             try:

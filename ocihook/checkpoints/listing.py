@@ -1,4 +1,4 @@
-"""What checkpoints the store has and what they take; one is found by its id, and pinned."""
+"""Lists the checkpoints of the store and what space they take; finds one by its id, and pins it."""
 
 import errno
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Listed(NamedTuple):
     raw_bytes: int
     added_bytes: int
     done_bytes: int
-    code: str = ""  # why it is not complete, if that is not only a matter of time: code of the error, then in words
+    code: str = ""  # why it is not complete, unless it only needs time: code of the error, then in words
     reason: str = ""
     remedy: str = ""
     attempts: int = 0  # to store it, that failed
@@ -65,7 +65,7 @@ def find(store: Store, checkpoint_id: str) -> Domain:
 
 
 def pin(store: Store, checkpoint_id: str, *, is_pinned: bool) -> None:
-    """Have a checkpoint stay whatever is pruned, or no longer.
+    """Protect a checkpoint from every prune, or end that.
 
     Raises:
         StoreError: if there is no such checkpoint, or it is not complete yet.
@@ -88,7 +88,7 @@ def list_checkpoints(store: Store) -> list[Listed]:
     """
     rows = []
     for domain in store.domains():
-        pending = list(pending_of(domain))  # before the others: what is complete a moment later is among those
+        pending = list(pending_of(domain))  # read first: what is completed meanwhile is then among the others
         complete = [
             Listed(
                 *(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes),
@@ -123,7 +123,7 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
                 continue
             check_taken(job)
         except IntegrityError as error:
-            if checkpoint_id in domain.checkpoint_ids():  # by now: what was taken goes then
+            if checkpoint_id in domain.checkpoint_ids():  # complete by now: what was taken is being removed
                 continue
             state = "lost"
             failure = failure_of(domain, error)._replace(remedy=_PRUNE)
@@ -135,7 +135,7 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
 
 
 def usage(store: Store) -> dict[str, garbage.Usage]:
-    """Return what each domain takes.
+    """Return what space each domain takes.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.

@@ -1,4 +1,4 @@
-"""The store is checked, repaired, and sealed with another key."""
+"""Checks and repairs the store, and encrypts it with a new key."""
 
 from ocihook.packs.pages import Progress, no_progress
 from ocihook.store import garbage, rewrite

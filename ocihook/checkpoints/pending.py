@@ -3,7 +3,7 @@
 Its directory has hard links to the page images, or, where another file system has them, they are pinned below /run;
 so they outlive the engine's directory and any process. `job`, written last, says that all are there. `failed` says why
 it could not be stored, if that was tried. Where a tmpfs is mounted on the directory, `in-memory` lies below it, on the
-disk: it comes to light when the node has gone down, and the tmpfs with it.
+disk: it becomes visible when the node has gone down, and the tmpfs with it.
 """
 
 import contextlib
@@ -95,10 +95,10 @@ def lost_in_memory(domain: Domain) -> list[str]:
 
 
 def write_job(domain: Domain, job: Job, *, durable: bool) -> None:
-    """Say that all page images have been taken.
+    """Record that all page images have been taken.
 
-    Without `durable` nothing is synced: on ext4 that would wait for all of the page images, while the container stands
-    still.
+    Without `durable` nothing is synced: on ext4 that would wait for all of the page images, while the container is
+    stopped.
     """
     body = {
         "id": job.id,
@@ -180,10 +180,10 @@ def check_taken(job: Job) -> None:
 
 
 def write_failure(domain: Domain, checkpoint_id: str, failure: Failure) -> None:
-    """Keep why it could not be stored, for whoever asks; it goes with the directory once that is done.
+    """Record why it could not be stored; the record is removed with the directory once it is stored.
 
     Raises:
-        OSError: if that cannot be written either.
+        OSError: if the record cannot be written either.
     """
     record = encode_frame("failed", 1, json.dumps(failure._asdict()).encode())
     replace_file(directory_of(domain, checkpoint_id) / "failed", record, mode=0o600, durable=False)
@@ -202,7 +202,7 @@ def read_failure(domain: Domain, checkpoint_id: str) -> Failure | None:
 
 
 def write_progress(domain: Domain, checkpoint_id: str, done_bytes: int) -> None:
-    """Let others see how far it is."""
+    """Record its progress, for other processes to read."""
     replace_file(directory_of(domain, checkpoint_id) / "progress", str(done_bytes).encode(), mode=0o600, durable=False)
 
 

@@ -1,7 +1,7 @@
-"""Retention: which checkpoints of the store, and which archives, go; and whatever nothing needs any more.
+"""Retention: removes checkpoints of the store, and archives, that are not to be kept; and what nothing needs any more.
 
-First each container keeps what it is to keep. If that is too much for a bound, the oldest pay, whosever they are: all
-but the newest of the store. What is pinned or in use stays in any case. Nobody waits for a prune but for short steps.
+First each container keeps what it is to keep. If that exceeds a bound, the oldest go, whichever container's they are:
+all but the newest of the store. What is pinned or in use always stays. A prune blocks others for short steps only.
 """
 
 import calendar
@@ -29,14 +29,14 @@ from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
 
 _TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
-_WRITTEN_WITHIN_S = 600.0  # since an archive was last written to: the engine may still be at it
+_WRITTEN_WITHIN_S = 600.0  # since an archive was last written to: the engine may still be writing it
 _WAIT_S = 60.0  # of a prune by policy, for checkpoints that are being stored
 
 log = logging.getLogger(__name__)
 
 
 class Keep(NamedTuple):
-    """What a prune leaves: of each container what any of the first two keeps, and no more than the third allows."""
+    """What a prune leaves: of each container what either of the first two keeps, within the limit of the third."""
 
     last: int = 0  # checkpoints
     within_s: float = 0.0  # since they were made
@@ -49,12 +49,12 @@ class Keep(NamedTuple):
 
     @classmethod
     def of_archives(cls, settings: Settings) -> "Keep":
-        """Return what it says of archives."""
+        """Return what the node's configuration says of archives."""
         return cls(settings.keep_last, settings.keep_within_s, settings.max_archive_bytes)
 
     @classmethod
     def of_remote(cls, settings: Settings) -> "Keep":
-        """Return what it says of the remote."""
+        """Return what the node's configuration says of the remote."""
         return cls(settings.remote_keep_last, settings.remote_keep_within_s)
 
 
@@ -73,7 +73,7 @@ class _Candidate(NamedTuple):
     made_s: float  # since the epoch
     container: str
     name: str
-    epoch: str = ""  # of a gang: its checkpoints go together
+    epoch: str = ""  # of a gang: its checkpoints are removed together
 
 
 class _Work:
@@ -90,7 +90,7 @@ class _Work:
         return [manifest for manifest in self.needs.manifests() if manifest.id not in self.removed]
 
     def remove(self, checkpoint_ids: Sequence[str]) -> None:
-        """Remove checkpoints, but those that are held; or only note that they would go."""
+        """Remove checkpoints, except those that are held; or only note which would be removed."""
         going = [checkpoint_id for checkpoint_id in checkpoint_ids if not self.domain.is_held(checkpoint_id)]
         for at in range(0, len(going), AT_A_TIME):
             batch = going[at : at + AT_A_TIME]
@@ -118,9 +118,9 @@ def prune(
     """Remove checkpoints of a store that nothing keeps, and what no checkpoint needs.
 
     Args:
-        store: of which.
+        store: to prune.
         keep: what stays.
-        dry_run: only say what would go.
+        dry_run: only report what would be removed.
         now_s: since the epoch; None: now.
         timeout_s: how long to wait, each time, for checkpoints that are being stored or pulled.
 
@@ -174,7 +174,7 @@ class _Aged(NamedTuple):
 
 
 def _paying(works: Sequence[_Work], max_bytes: int) -> list[_Aged]:
-    """Return which checkpoints go so that the others take no more; at least one, if one may go."""
+    """Return which checkpoints to remove so that the rest is within the bound; at least one, if one may go."""
     rows = [checkpoint for work in works for checkpoint in _by_age(work)]
     rows.sort(key=lambda checkpoint: checkpoint[:2], reverse=True)
     estimates = {id(work): Estimate(work.domain) for work in works}
@@ -190,7 +190,7 @@ def _paying(works: Sequence[_Work], max_bytes: int) -> list[_Aged]:
 
 
 def _with_their_epochs(going: Sequence[_Aged], may_go: Sequence[_Aged]) -> list[_Aged]:
-    """Return checkpoints that go, with those that were made with them, which are of no use without."""
+    """Return checkpoints to remove, with those of the same epoch, which are useless without them."""
     epochs = {(id(row.work), row.manifest.container.gang) for row in going if row.manifest.container.gang}
     others = [row for row in may_go if (id(row.work), row.manifest.container.gang) in epochs and row not in going]
     return [*others, *going]
@@ -203,17 +203,17 @@ def _by_age(work: _Work) -> list[_Aged]:
 
 
 def stored_bytes(store: Store) -> int:
-    """Return what all domains of a store take, but for what is on its way."""
+    """Return the bytes that all domains of a store take, without pending checkpoints."""
     return sum(domain.stored_bytes() for domain in store.domains())
 
 
 def archive_bytes(directory: Path) -> int:
-    """Return what the archives in a directory take."""
+    """Return the bytes that the archives in a directory take."""
     return sum(size for _, size, _ in _archives(directory))
 
 
 def _archives(directory: Path) -> list[tuple[float, int, Path]]:
-    """Return time of the last change, size and path of what has an archive's name, the newest first."""
+    """Return time of the last change, size and path of every file with an archive's name, the newest first."""
     rows = []
     for path in directory.glob("*.tar*") if directory.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
@@ -226,7 +226,7 @@ def _archives(directory: Path) -> list[tuple[float, int, Path]]:
 def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> Pruned:
     """Remove archives that nothing keeps from a directory; the kubelet never cleans its own.
 
-    What is no archive, or was written to a moment ago, stays.
+    What is not an archive, or was written to a moment ago, stays.
     """
     now_s = time.time() if now_s is None else now_s
     rows = _archives(directory)
@@ -257,7 +257,7 @@ def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s:
 
 
 def prune_by_policy(settings: Settings) -> None:
-    """Do what the node's configuration wants, if it wants anything."""
+    """Prune as the node's configuration says, if it says anything."""
     done = []
     keep = Keep.of(settings)
     if any(keep):
@@ -265,7 +265,7 @@ def prune_by_policy(settings: Settings) -> None:
             done += prune(Store.of(settings), keep, timeout_s=_WAIT_S)
         except IntegrityError as error:
             log.error("%s", error)
-        except StoreError as error:  # in use: what comes next prunes, too
+        except StoreError as error:  # in use: left to the next prune
             log.info("nothing is pruned: %s", error)
     if settings.archive_dir:
         done.append(prune_archives(Path(settings.archive_dir), Keep.of_archives(settings)))
@@ -275,9 +275,9 @@ def prune_by_policy(settings: Settings) -> None:
 
 
 def choose(manifests: Iterable[StoredManifest], keep: Keep, now_s: float) -> list[str]:
-    """Return which checkpoints go, of all in their order. Of each container the newest always stays.
+    """Return which of all checkpoints, given in order, to remove. Of each container the newest always stays.
 
-    The checkpoints of one epoch of a gang go together, or stay.
+    The checkpoints of one epoch of a gang are removed together, or stay.
     """
     candidates = [
         _Candidate(order, _made_s(m), lineage(m.container), m.id, m.container.gang) for order, m in enumerate(manifests)
@@ -309,7 +309,7 @@ def _made_s(manifest: StoredManifest) -> float:
 
 
 def _discard_lost(domain: Domain) -> int:
-    """Remove what was taken for checkpoints that cannot be completed any more, or was never taken whole."""
+    """Remove what was taken for checkpoints that can no longer be completed, or was only taken in part."""
     freed = 0
     for pending in list(domain.pending_dir.iterdir()):
         with claimed(pending) as is_ours:

@@ -1,4 +1,4 @@
-"""Pulls checkpoints from a remote, by hand and for a restore. Packs that are here already do not travel."""
+"""Pulls checkpoints from a remote, by hand and for a restore. Packs that are here already are not transferred."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,16 +26,16 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     """Fetch a checkpoint into the store, and verify all of it. What an interrupted attempt has brought is kept an hour.
 
     Args:
-        store: where it comes to; its patience is that with workers and locks. A remote may be asked many times before
-            it answers: who cannot wait for that calls this in a process of its own.
+        store: where to put it; its patience limits the wait for workers and locks. Requests to a remote may be retried
+            many times: a caller that cannot wait for that calls this in a process of its own.
         name: the domain, there and here.
         checkpoint_id: which.
         location: of the remote.
-        progress: gets the bytes of packs that need no more work.
+        progress: gets the bytes of packs that are done.
 
     Raises:
         RemoteError: if the remote cannot be reached, or has no such checkpoint.
-        IntegrityError: if what came is damaged; the store does not have it then.
+        IntegrityError: if what was received is damaged; the store does not have it then.
         StoreError: if another process is pulling it.
         OSError: from the file system, a full one included.
     """
@@ -50,7 +50,7 @@ def pull(store: Store, name: str, checkpoint_id: str, location: str, *, progress
     domain = store.open(name, create=True)
     pending = directory_of(domain, checkpoint_id)
     if checkpoint_id in domain.checkpoint_ids():
-        domain.settle()  # whoever pulled it may have been killed before
+        domain.settle()  # the process that pulled it may have been killed before it did
         progress(size)
         return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
     pending.mkdir(mode=0o700, exist_ok=True)
@@ -87,24 +87,24 @@ def _fetch(domain: Domain, remote: Remote, location: str, info: PackInfo, pendin
         path.unlink()
         if not done:
             raise IntegrityError(f"{location} has sent something wrong: {error}", hint="pull again") from error
-        # A power loss leaves of an interrupted attempt what it likes.
+        # After a power loss, anything may be left of an interrupted attempt.
         yield -max(done, info.size_bytes)
         yield from _fetch(domain, remote, location, info, pending)
 
 
 def keep_in_use(store: Store, thin: Thin, *, is_pulled: bool) -> None:
-    """Use a checkpoint for as long as this process lives, whether it is here already or is to be pulled."""
+    """Mark a checkpoint as used for as long as this process lives, whether it is here already or is to be pulled."""
     is_new = thin.domain not in store.names()
     if is_pulled or not is_new:
         store.open(thin.domain, create=is_new).marks.begin_use(thin.checkpoint_id)
 
 
 def is_here(store: Store, thin: Thin) -> bool:
-    """Return whether a store has a checkpoint, complete or on its way."""
+    """Return whether a store has a checkpoint, complete or pending."""
     if thin.domain not in store.names():
         return False
     domain = store.open(thin.domain)
-    # It becomes complete at any moment: what was on its way is looked at first.
+    # It may be completed at any moment: look at pending ones first.
     return thin.checkpoint_id in pending_ids(domain) or thin.checkpoint_id in domain.checkpoint_ids()
 
 

@@ -1,4 +1,4 @@
-"""Pushes checkpoints to a remote, by hand or by policy, until they are there. Packs that it has do not travel."""
+"""Pushes checkpoints to a remote, by hand or by policy, until they are there; only packs that it does not have."""
 
 import contextlib
 import logging
@@ -30,10 +30,10 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
         domain: where it is.
         checkpoint_id: which.
         location: of the remote.
-        progress: gets the bytes of packs that need no more work.
+        progress: gets the bytes of packs that are done.
 
     Raises:
-        RemoteError: if the remote cannot be reached, or does not keep what it is sent.
+        RemoteError: if the remote cannot be reached, or does not store what it is sent.
         IntegrityError: if the checkpoint is damaged here; the remote does not have it then.
     """
     with domain.using(checkpoint_id):
@@ -49,7 +49,7 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
                 hint="one of them was exchanged: `ocihook store verify --read-data` shows whether it is this one",
             )
         if there is not None:
-            remote.settle()  # whoever sent it may have been killed before
+            remote.settle()  # the process that sent it may have been killed before it did
             progress(size)
             return Moved(checkpoint_id, manifest.raw_bytes, size, 0)
         with remote.pushing(checkpoint_id, layout.packs) as known:
@@ -66,7 +66,7 @@ def _send(domain: Domain, remote: Remote, info: PackInfo) -> Iterator[int]:
     path = domain.packs_dir / info.name
     with contextlib.closing(PackReader(PackFile(path), info, domain.keyring)) as reader:
         for chunk in reader.chunks(0, info.chunks):
-            reader.read_stored(chunk)  # verifies it: no damage travels
+            reader.read_stored(chunk)  # verifies it: nothing damaged is sent
     yield from remote.send_pack(info, path)
 
 
@@ -77,9 +77,9 @@ def has_due_pushes(store: Store, now_s: float | None = None) -> bool:
 
 
 def next_push_s(store: Store, now_s: float | None = None) -> float | None:
-    """Return in how many seconds a push is to be tried again; None if none is, or all have failed for a day.
+    """Return in how many seconds a push is to be tried again; None if none is due, or all have failed for a day.
 
-    An agent stays for it no longer than that: the daily prune pushes, too.
+    An agent keeps running for it no longer than that: the daily prune pushes, too.
     """
     now_s = time.time() if now_s is None else now_s
     recent = [waiting for _, waiting in due(store) if now_s - waiting.since_s < _RETRIED_WITHIN_S]
@@ -94,7 +94,7 @@ def push_due(settings: Settings, now: Callable[[], float] = time.time, *, at_onc
     Args:
         settings: of the node.
         now: the time since the epoch.
-        at_once: try also what is to be tried later only.
+        at_once: also try what is not due yet.
     """
     store = Store.of(settings)
     wrong = []

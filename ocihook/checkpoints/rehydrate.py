@@ -1,4 +1,4 @@
-"""A checkpoint comes out of the store again: as page images, into processes, or packed into an image set."""
+"""Reads a checkpoint from the store: into page images, into processes, or packed into an image set."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -40,8 +40,8 @@ def rehydrate_stored(
 ) -> None:
     """Write a stored checkpoint's page images into `directory`, every page verified on the way.
 
-    With `with_regions`, what goes into processes later is verified, too, as it is there once more. Of images in `only`
-    just these parts are written, and verified.
+    With `with_regions`, what is written into processes later is verified, too. Of images in `only` just these parts are
+    written and verified.
 
     Raises:
         IntegrityError: naming what is missing or damaged.

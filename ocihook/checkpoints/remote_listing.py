@@ -1,4 +1,4 @@
-"""What checkpoints a remote has; it is pruned as the store is."""
+"""Lists the checkpoints of a remote, and prunes it as the store is pruned."""
 
 import logging
 import time
@@ -35,7 +35,7 @@ class RemoteCheckpoints:
         return open_remote(self.location, self.keyring.domain)
 
     def all(self) -> list[StoredManifest]:
-        """Return their manifests in the order in which they were made: of one node's by their sequence, else by clocks.
+        """Return their manifests in the order in which they were made: those of one node by sequence, others by clocks.
 
         Raises:
             RemoteError: if the remote cannot be reached.
@@ -157,7 +157,7 @@ def find_remote(location: str, checkpoint_id: str) -> str:
 
 
 def remote_bytes(location: str, keyring: Keyring, checkpoint_id: str) -> int:
-    """Return the same of one that is at a remote; 0 if there is none."""
+    """Return the bytes of all packs of a checkpoint at a remote; 0 if it is not there."""
     remote = open_remote(location, keyring.domain)
     data = remote.manifest(checkpoint_id)
     if data is None:

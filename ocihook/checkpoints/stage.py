@@ -1,4 +1,4 @@
-"""What a dump brings is put where nobody waits for it: page images into the store's hands, GPU memory into memory."""
+"""Stages what a dump writes, so that nobody waits while it is stored: page images in the store, GPU memory in RAM."""
 
 import contextlib
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def pins_of(checkpoint_id: str, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> Path:
-    """Return where page images of a pending checkpoint are kept alive that another file system has."""
+    """Return where page images of a pending checkpoint are pinned if they are on another file system."""
     return runtime_dir / "staged" / checkpoint_id
 
 
@@ -52,7 +52,7 @@ def check_can_store(store: Store, container: ContainerRef, size_bytes: int) -> N
     domain = store.open(domain_name(container), create=True)
     _ = domain.page_ids  # which the domain's key is needed for
     if domain.is_encrypted:
-        seal(domain.keyring, "probe", b"")  # with the newest
+        seal(domain.keyring, "probe", b"")  # with the newest key
     space = os.statvfs(domain.packs_dir)
     free = space.f_bavail * space.f_frsize
     before = [m for m in domain.checkpoints() if lineage(m.container) == lineage(container)]
@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 
 def choose_place(container: ContainerRef, store: Store) -> Place:
-    """Return a place in the store for what a dump will bring; it is not made yet.
+    """Return a place in the store for what a dump will write; it is not made yet.
 
     Raises:
         OcihookError: if the store cannot be used.
@@ -102,13 +102,13 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
     """Take page images out of `directory`, leaving a record of where they went.
 
     Args:
-        place: that was made for them.
+        place: made for them.
         names: of the page images.
         container: whose they are.
         directory: an image set that CRIU has finished.
         store: where it goes.
         host: recorded.
-        durable: return only when the page images are on stable storage: of a container that is about to be killed.
+        durable: return only when the page images are on stable storage: for a container that is about to be killed.
         moved: memory that went into packs at the place; the checkpoint is complete only with it.
         with_belongings: they are at the place, too.
         is_pushed: to the remote, once it is complete.
@@ -148,14 +148,14 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
 
 
 def stage_in_memory(place: Path, size_bytes: int, bound_bytes: int) -> bool:
-    """Have what comes to a place stay in memory, if that fits; return whether it does.
+    """Keep what will be written to a place in memory, if that fits; return whether it does.
 
     One dump at a time takes memory, and only so much that as much again is left to the node. What is there is lost
-    with the node's power, so it is for containers that run on.
+    with the node's power, so it is for containers that continue to run.
 
     Args:
         place: an empty directory.
-        size_bytes: of what comes.
+        size_bytes: of what will be written.
         bound_bytes: that may be taken.
     """
     if size_bytes > bound_bytes or available_bytes() < 2 * size_bytes or has_memory_mounted():
@@ -198,7 +198,7 @@ def _take(source: Path, pending: Path) -> Path:
 
 
 def finish_staging(place: Place, names: Sequence[str], directory: Path | None) -> None:
-    """Bring into order what was interrupted: complete it, or take it back. May run any time.
+    """Finish staging that was interrupted: complete it, or undo it. May run any time.
 
     Args:
         place: that was made, or was to be.

@@ -1,4 +1,4 @@
-"""What pushes and pulls have in common: packs travel several at a time."""
+"""What pushes and pulls have in common: packs are transferred several at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.workers import run_forked
 from ocihook.packs.pack import PackInfo
 
-TRANSFERS = 4  # packs that travel at a time
+TRANSFERS = 4  # packs transferred at a time
 
 
 class Moved(NamedTuple):
@@ -16,7 +16,7 @@ class Moved(NamedTuple):
     checkpoint_id: str
     raw_bytes: int
     pack_bytes: int  # of all packs of the checkpoint
-    moved_bytes: int  # of those that travelled; 0 also if the checkpoint was there
+    moved_bytes: int  # of those that were transferred; 0 also if the checkpoint was there
 
 
 def in_parallel(
@@ -25,7 +25,7 @@ def in_parallel(
     patience: Patience,
     progress: Callable[[int], None],
 ) -> None:
-    """Move packs, several at a time, each in steps that report the bytes that have travelled."""
+    """Transfer packs, several at a time, each in steps that report the bytes transferred."""
 
     def worker(_number: int, tasks: Iterator[int]) -> Iterator[int]:
         for task in tasks:

@@ -164,7 +164,7 @@ def verify(*, path: Path, workers: int, as_json: bool) -> None:
 
 
 def _conversion(command: F) -> F:
-    """Give a command what pack and unpack take."""
+    """Give a command the arguments and options of pack and unpack."""
     source, output = click.argument("source", type=_FILE), click.argument("output", type=_OUTPUT)
     for decorate in (json_option, _workers, _force, _compress, output, source):
         command = decorate(command)

@@ -1,4 +1,4 @@
-"""Fills into the pages of docs/ what the program itself knows: settings, commands, causes of failures, effects.
+"""Generates parts of the pages in docs/ from the program itself: settings, commands, causes of failures, effects.
 
 A page has a marked part for each, from `<!-- made by make docs: NAME -->` to `<!-- end -->`; all else in it is written
 by hand. A test fails when it is due: `python -m ocihook.cli.handbook docs`.
@@ -72,7 +72,7 @@ def _usage(name: str, command: click.Command) -> str:
 
 
 def _summary(documented: object) -> str:
-    """Return the first paragraph of what is said about a command, a class or a function."""
+    """Return the first paragraph of the text about a command, a class or a function."""
     text = documented.help if isinstance(documented, click.Command) else inspect.getdoc(documented)
     return " ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split())
 
@@ -90,7 +90,7 @@ def _causes() -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return a cause or its remedy with what differs from failure to failure as a word in capitals."""
+    """Return a cause or its remedy, with the parts that vary between failures as words in capitals."""
     named = re.sub(r"(\{\w+\})(\{\w+\})", r"\1", text.replace("{who}", "a process"))  # one of two is always empty
     filled = re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), named)
     return f"{filled[0].upper()}{filled[1:]}"

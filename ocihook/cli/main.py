@@ -90,12 +90,12 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 def main() -> None:
     """Run the command line."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+        if signal.getsignal(number) == signal.SIG_DFL:  # not ignored, as it is under nohup
             signal.signal(number, _stop)  # so that commands remove what they were making
     try:
         status = cli(
             prog_name="ocihook", standalone_mode=False
-        )  # what a command raised as click's Exit comes back as a number
+        )  # click returns the number of an Exit that a command raised
         sys.exit(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:
         sys.exit(130)
@@ -120,6 +120,6 @@ def _fail(error: OcihookError) -> NoReturn:
 
 
 def _is_for_programs() -> bool:
-    """Return whether `--json` was asked for; also where what else was given made no sense."""
+    """Return whether `--json` was given; also where the other arguments were wrong."""
     words = sys.argv[1:]
     return "--json" in words[: words.index("--") if "--" in words else None]

@@ -1,7 +1,7 @@
 """Writes man pages and shell completions, all made from the commands and the settings themselves.
 
-`make docs` has them in packaging/, where a test holds them to the code; a package may as well make its own:
-`python -m ocihook.cli.manual DIRECTORY`. What pages of docs/ have from the program is handbook.py's.
+`make docs` writes them to packaging/, where a test compares them with the code; a package may also make its own:
+`python -m ocihook.cli.manual DIRECTORY`. handbook.py generates the parts of docs/.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from click.shell_completion import BashComplete, FishComplete, ShellComplete, Zs
 from ocihook import config
 from ocihook.cli.main import COMMANDS, EXIT_STATUS, cli
 
-_EDITION = "2026-11-21"  # of the pages; a date of today would make every build another one
+_EDITION = "2026-11-21"  # of the pages; with today's date every build would differ
 _FILES = {
     "/etc/ocihook/config.toml, /etc/ocihook/config.d/*.toml": "Settings of the node: see ocihook.toml(5).",
     "/etc/criu/runc.conf, crun.conf, default.conf": "CRIU's configuration; `ocihook install` writes a block into it.",
@@ -47,12 +47,12 @@ class Setting(NamedTuple):
     name: str
     text: str  # what it is, as a sentence
     default: str  # as TOML has it
-    allowed: str  # what it may be beside that, "" for all of its kind
+    allowed: str  # which other values it may have, "" for any of its type
     kind: str
 
     @property
     def words(self) -> str:
-        """What it may be."""
+        """The values that it may have."""
         return "; ".join(filter(None, (f"{self.kind}, default {self.default}", self.allowed)))
 
 
@@ -152,7 +152,7 @@ def _options(command: click.Command) -> Iterator[str]:
     context = _context(command)
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
-        if record is not None and record[1]:  # an argument says nothing but its name
+        if record is not None and record[1]:  # an argument has nothing but its name
             yield from (".TP", f".B {_plain(record[0])}", _text(record[1]))
 
 
@@ -210,9 +210,9 @@ def _settings() -> str:
 
 
 def configuration() -> str:
-    """Return a config.toml with all settings, each with its meaning and default, and all of them comments.
+    """Return a config.toml with all settings, each with its meaning and default, all commented out.
 
-    A line that begins with `#` and no blank is a setting: without the `#` it says what holds anyway.
+    A line that begins with `#` and no blank is a setting: without the `#` it sets the default.
     """
     lines = _remark(
         "Settings of ocihook on this node: ocihook.toml(5). What is commented out is the default. A file in config.d "

@@ -23,13 +23,13 @@ def json_option(command: F) -> F:
 
 
 class Seconds(click.FloatRange):
-    """A time to wait: a number of seconds, and no more than fits into a year."""
+    """A time to wait: a number of seconds, at most a year."""
 
     def __init__(self) -> None:
         super().__init__(min=0, max=366 * 86400)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
-        """Return the number; "nan" is none, though it is a float."""
+        """Return the number; "nan" is refused, though it is a float."""
         number = super().convert(value, param, ctx)
         if math.isnan(number):
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
@@ -37,7 +37,7 @@ class Seconds(click.FloatRange):
 
 
 def count_of(key: str) -> click.IntRange:
-    """Return what may be given in place of a setting that is an integer."""
+    """Return the type of an option that overrides an integer setting."""
     low, high = RANGES[key]
     return click.IntRange(int(low), int(high))
 
@@ -87,9 +87,9 @@ def print_table(
 
 @contextlib.contextmanager
 def progress_bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """Show how far long work is, if somebody watches; yields what to call with each number of bytes done.
+    """Show the progress of long work on a terminal; yield a function to call with each number of bytes done.
 
-    Only then is the total asked for, which may take its time.
+    Only on a terminal is the total computed, which may take a while.
     """
     if not sys.stderr.isatty():
         yield lambda _size: None

@@ -87,7 +87,7 @@ def _state(record: dict[str, Any]) -> str:
 def _settings() -> Settings:
     try:
         return load_settings()
-    except ConfigError as error:  # no reason to leave a node in disorder
+    except ConfigError as error:  # not a reason to leave a node unrecovered
         click.echo(f"ocihook: {printable(str(error))}", err=True)
         return Settings()
 

@@ -1,4 +1,4 @@
-"""`ocihook store` and `ocihook wait`: the checkpoints of this node's store, and what they take."""
+"""`ocihook store` and `ocihook wait`: the checkpoints of this node's store, and the space that they take."""
 
 import re
 import time
@@ -110,7 +110,7 @@ def list_command(*, remote: str | None, as_json: bool) -> None:
         return
     try:
         rows = listing.list_checkpoints(found)
-    except (IntegrityError, KeyMissing):  # no reason to keep quiet about what waits
+    except (IntegrityError, KeyMissing):  # what is pending is still listed
         _print_listed(listing.list_pending(found), as_json=as_json)
         raise
     _print_listed(rows, as_json=as_json)
@@ -160,7 +160,7 @@ def _added(row: listing.Listed) -> str:
 @store.command()
 @click.argument("checkpoint")
 def pin(*, checkpoint: str) -> None:
-    """Have CHECKPOINT stay in this node's store, whatever a prune is to remove, until `unpin`."""
+    """Keep CHECKPOINT in this node's store, whatever a prune is to remove, until `unpin`."""
     listing.pin(_store(), checkpoint, is_pinned=True)
 
 
@@ -269,7 +269,7 @@ def _number(text: str, units: dict[str, int], key: str) -> float:
 @click.option("--to", "location", metavar="REMOTE", help="By default the remote configured.")
 @json_option
 def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as_json: bool) -> None:
-    """Send checkpoints to a remote. What it has does not travel again.
+    """Send checkpoints to a remote. What it has is not sent again.
 
     Without CHECKPOINT or --all, what is to be pushed by policy and has not been.
     """

@@ -22,7 +22,7 @@ _WIDTH = 32  # of the bars in the table
 def _complete(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the sessions and checkpoints that the history has, the newest first."""
     records = []
-    with contextlib.suppress(OcihookError, OSError):  # nobody wants an error in the middle of a line
+    with contextlib.suppress(OcihookError, OSError):  # an error must not appear while a line is typed
         records = [r for r in history.read(Path(load_settings().history_dir)) if history.act_of(r) != "store"]
     names = [(str(n), history.act_of(r)) for r in records[::-1] for n in (r["id"], r["facts"].get("checkpoint")) if n]
     return [CompletionItem(name, help=act) for name, act in dict(names).items() if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""A timeline as one HTML page: a picture and a table, without a script and without anything from elsewhere."""
+"""A timeline as one HTML page: a picture and a table, without scripts or external resources."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from ocihook.session.timeline import Bar, Timeline
 _LABELS, _PLOT, _MARGIN = 230, 900, 24  # widths in units of the picture
 _ROW, _BAR, _AXIS = 20, 15, 26  # heights
 _CHARACTER = 6.2  # width of one in a bar's label, at most
-_SMALLEST = 1.5  # so that what took no time is seen
+_SMALLEST = 1.5  # so that what took no time is visible
 _TICKS = 8
 
 _DRIVER = {"lock", "checkpoint", "restore", "unlock", "gpu lock", "gpu checkpoint", "gpu resume", "release"}
@@ -40,7 +40,7 @@ th { color: var(--faint); font-weight: 600; } .number { text-align: right; white
 
 
 def page(timeline: Timeline) -> str:
-    """Return the page. Names in it, which containers chose, are text and nothing else."""
+    """Return the page. Names in it, which containers chose, are escaped."""
     title = f"{timeline.act} of {timeline.who}"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timeline.began))
     facts = [f"session {timeline.session}", when, f"{timeline.seconds:.3f} s", timeline.outcome]
@@ -84,7 +84,7 @@ def _picture(timeline: Timeline, title: str) -> str:
 
 
 def _rows(bars: list[Bar], scale: float) -> list[list[Bar]]:
-    """Put bars that would cover one another into rows of their own."""
+    """Put bars that would overlap into separate rows."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         for row in rows:

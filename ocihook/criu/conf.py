@@ -1,7 +1,7 @@
 """Our block in CRIU's configuration files (runc.conf, crun.conf, default.conf); every foreign byte stays as it is.
 
-The block stands at the beginning of a file, so that what follows is untouched however its last line ends. Its first
-line also says whether we made the file, so that taking the block out can leave exactly what was there before.
+The block is at the beginning of a file, so that what follows is untouched however its last line ends. Its first line
+also says whether we made the file, so that removing the block leaves exactly what was there before.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ocihook.errors import ConfigError
 
-CRIU_CONF_DIR = Path("/etc/criu")  # of the node; CRIU looks nowhere else (criu/config.c, GLOBAL_CONFIG_DIR)
+CRIU_CONF_DIR = Path("/etc/criu")  # of the node; CRIU reads no other (criu/config.c, GLOBAL_CONFIG_DIR)
 _END = b"# END ocihook\n"
 _BLOCK = re.compile(rb"^# BEGIN ocihook(?P<made>( [a-z-]+)*)\n(?P<body>(?:[^\n]*\n)*?)# END ocihook\n", re.MULTILINE)
 _MARK = re.compile(rb"^# (BEGIN|END) ocihook", re.MULTILINE)
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
     action_script: str  # "": none
     made_file: bool
-    plugin_dir: str = ""  # where CRIU is to look for plugins; "": where it does anyway
+    plugin_dir: str = ""  # where CRIU is to look for plugins; "": its default
     others: tuple[str, ...] = ()  # lines with further options
 
 
@@ -101,7 +101,7 @@ def options(content: bytes) -> list[Option]:
 
 
 def plugin_dir(*contents: bytes) -> str:
-    """Return where CRIU looks for plugins with configuration files that it reads in this order; "": they do not say."""
+    """Return where CRIU looks for plugins, given configuration files in the order it reads them; "": not configured."""
     named = [option.value for content in contents for option in options(content) if option.name == "libdir"]
     return named[-1] if named else ""
 

@@ -1,7 +1,7 @@
-"""Files that processes use though their names are gone: which of them CRIU will refuse, and what to do about it.
+"""Finds deleted files in use that CRIU will refuse, and says what to do about them.
 
-CRIU writes a file that has no name at all into its images, up to a size; to one that has another name it makes a link,
-if it may (criu/files-reg.c, check_path_remap). It reports that only when the container has stood still for a while.
+CRIU writes a file without any name into its images, up to a size; for one that has another name it makes a link, if
+allowed (criu/files-reg.c, check_path_remap). It refuses only after the container has been stopped for a while.
 """
 
 import os
@@ -22,7 +22,7 @@ class RefusedFile(NamedTuple):
 
     check: str  # the name that criu/explain.py gives the failure
     pid: int
-    what: str  # the process does
+    what: str  # what the process does with it
     remedy: str
 
 
@@ -64,7 +64,7 @@ def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[R
 
 
 def has_place(file: OpenFile) -> bool:
-    """Return whether a deleted file was in a file system: shared memory without a name was not, and CRIU knows it."""
+    """Return whether a deleted file was in a file system: anonymous shared memory was not, and CRIU can dump it."""
     return file.name.startswith("/") and not file.name.startswith(("/memfd:", "/dev/zero", "/SYSV", "/[aio]", "/anon_"))
 
 

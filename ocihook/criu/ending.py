@@ -1,12 +1,12 @@
-"""Keeps CRIU from its end, when it has detached from a container that runs on and its runtime does not know it yet.
+"""Delays CRIU's exit: it has detached from a container that continues to run, and its runtime does not know yet.
 
 The last thing of all that `criu dump` does is to write its statistics into its work directory (cr-dump.c,
 cr_dump_finish(): after pstree_switch_state(); stats.c, write_stats(): an open(2) without O_EXCL in the current
-directory). Where a FIFO has their name CRIU waits in that call until somebody reads. No action script is called there.
-CRIU takes no notice if its statistics cannot be written; so whoever wants its dump to fail kills it there.
+directory). Where a FIFO has their name, CRIU waits in that call until somebody reads. No action script is called there.
+CRIU ignores an error in writing its statistics; so to make its dump fail, it is killed there.
 
-The FIFO has a second name. It goes last, so that whoever releases CRIU may be killed in between: another one finds the
-FIFO that CRIU waits at, though the statistics have their name already.
+The FIFO has a second name, which is removed last. So if the process that releases CRIU is killed in between, another
+one finds the FIFO that CRIU waits at, though the statistics have their name already.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from ocihook.wire import KEPT_NAME
 
 NAME = "stats-dump"
 _PARTIAL = f"{NAME}.partial"
-_MAX_BYTES = 1 << 16  # they are some dozens; a pipe has room for so many
+_MAX_BYTES = 1 << 16  # a few dozen in practice; a pipe holds this many
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger(__name__)
 
 
 def keep(work_directory: int) -> None:
-    """Have a `criu dump` wait at its end. May run again, as long as CRIU has not come there.
+    """Have a `criu dump` wait at its end. May run again, as long as CRIU has not reached it.
 
     Raises:
         OSError: from the file system; CRIU does not wait then.
@@ -50,7 +50,7 @@ def is_kept(work_directory: int) -> bool:
 
 
 def forget(work_directory: int) -> None:
-    """Let nobody wait who comes there from now on. May run any time.
+    """Let a CRIU that reaches its end from now on exit without waiting. May run any time.
 
     Raises:
         OSError: from the file system.
@@ -65,14 +65,14 @@ def forget(work_directory: int) -> None:
 def release(work_directory: int, patience: Patience) -> bytes:
     """Let CRIU end; return the statistics that it writes as it does, nothing if it had written them before.
 
-    They are in their file by then, too, for whoever waits for the runtime. May run again after any interruption.
+    They are then in their file, too, for the engine, which waits for the runtime. May run again after any interruption.
 
     Args:
         work_directory: CRIU's.
-        patience: with CRIU.
+        patience: limits the wait for CRIU.
 
     Raises:
-        OSError: from the file system; CRIU waits on.
+        OSError: from the file system; CRIU continues to wait.
     """
     if not is_kept(work_directory):
         return b""
@@ -80,7 +80,7 @@ def release(work_directory: int, patience: Patience) -> bytes:
     reader = -1
     try:
         with run_ahead_of_others():
-            # Whoever is in its open(2) by now has the FIFO, whatever the name leads to; who comes later, the file.
+            # A CRIU already in open(2) has the FIFO, whatever the name refers to now; a later one opens the file.
             reader = os.open(KEPT_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=work_directory)
             written = _copy(reader, statistics, patience)
         os.unlink(KEPT_NAME, dir_fd=work_directory)
@@ -92,7 +92,7 @@ def release(work_directory: int, patience: Patience) -> bytes:
 
 
 def _make_room(work_directory: int) -> int:
-    """Put an empty file in place of the FIFO and return it, -1 where there is no room for one: CRIU does not mind."""
+    """Put an empty file in place of the FIFO and return it, -1 where there is no room for one: CRIU ignores that."""
     try:
         file = os.open(_PARTIAL, _NEW, 0o600, dir_fd=work_directory)
     except OSError as error:
@@ -105,18 +105,18 @@ def _make_room(work_directory: int) -> int:
 
 
 def _copy(reader: int, statistics: int, patience: Patience) -> bytes:
-    """Copy what a writer writes until it has no more to write, or ends; return it."""
+    """Copy what a writer writes until it closes the FIFO or ends; return it."""
     has_ended, written = False, b""
     while not has_ended:
         try:
             patience.ready(reader)
-        except GivenUp:  # which is what it was to do; what it wrote may still be there
+        except GivenUp:  # it ended, as it was to; what it wrote may still be there
             has_ended = True
         data = os.read(reader, _MAX_BYTES)  # waits: no, it is ready
         if not data:
             break
         written += data
-        with contextlib.suppress(OSError):  # no room: none either where CRIU writes them itself
+        with contextlib.suppress(OSError):  # no room: CRIU itself would have had none either
             os.write(statistics, data)
     return written
 

@@ -1,7 +1,7 @@
-"""Tells from CRIU's log why a dump or restore has failed: the cause and its remedy, not the last line.
+"""Finds in CRIU's log why a dump or restore has failed: the cause and its remedy, not the last line.
 
-CRIU reports an error where it is seen and again in every caller, so the first line that is known names the cause; what
-comes after follows from it. Each pattern was seen in a log of CRIU 4.1.1 or 4.2.1 (tests/data/criu-logs, made by
+CRIU reports an error where it occurs and again in every caller, so the first line that is known names the cause; later
+ones follow from it. Each pattern was seen in a log of CRIU 4.1.1 or 4.2.1 (tests/data/criu-logs, made by
 integration/criu) or is quoted from the issue that is named beside it.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 _CONF = "/etc/criu/runc.conf (for crun see `ocihook doctor`)"
 _PODMAN_DUMP = "; or by podman: `container checkpoint --tcp-established`, and the same in the restore"
 _PODMAN_RESTORE = "; or by podman: `container restore --tcp-established`, or --tcp-close where it has that"
-# libuv takes io_uring wherever it may: torchrun, its agent, does so with USE_LIBUV=0, too.
+# libuv uses io_uring wherever it can: torchrun's agent does so with USE_LIBUV=0, too.
 IO_URING_REMEDY = (
     "keep it away by a seccomp filter (podman's default, RuntimeDefault in Kubernetes) or sysctl "
     "kernel.io_uring_disabled=2; UV_USE_IO_URING=0 does for Node, USE_LIBUV=0 does not for torchrun"
@@ -118,7 +118,7 @@ def _text(line: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text that no terminal takes for a command: a container chooses the names of its files."""
+    """Return text without terminal control sequences: a container chooses the names of its files."""
     return "".join(c if c.isprintable() else "?" for c in text.replace("\t", " "))
 
 
@@ -134,12 +134,12 @@ _SCRIPT_FAILED = re.compile(r"Script \S+ exited with")
 _HAS_SUCCEEDED = re.compile(r"(?:Dumping|Restore) finished successfully")
 _IS_VERBOSE = re.compile(r"^\([0-9.]+\) (?:Running \S+ scripts|Version: )", re.MULTILINE)
 _HAS_ENDED = re.compile(r"(?:Dumping|Restoring) FAILED")
-# CRIU says these before anything is wrong, or says them of every failure.
+# CRIU logs these before anything is wrong, or after every failure.
 _NOISE = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER_XT_MARK|exited, status=")
 _PROCESS = re.compile(r"(?:Dumping (?:task|opened files|path)|Collecting mappings|Dump files)[^(]*\(pid: ([0-9]+)")
 _PATH = re.compile(r"Dumping path for -?[0-9]+ fd via self -?[0-9]+ \[(.*)\]$")
-# In a frozen cgroup CRIU takes who is traced for one about to end, and tries until its time is over. A zombie cannot be
-# seized either: CRIU says so, says that it is seized, and goes on.
+# In a frozen cgroup CRIU takes a traced process for one about to end, and retries until its timeout. A zombie cannot be
+# seized either: CRIU says so, says that it is seized, and continues.
 _NOT_SEIZED = re.compile(r"Unable to interrupt task: \d+ \(Operation not permitted\)")
 _SEIZED = re.compile(r"Seized task \d+|Dumping task")
 _FREEZE_FAILED = re.compile(r"Timeout reached\. Try to interrupt|Dumping FAILED")

@@ -1,4 +1,4 @@
-"""CRIU's configuration on this node: which files are read for which runtime, and what they come to."""
+"""CRIU's configuration on this node: which files are read for which runtime, and which options result."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from ocihook.errors import ConfigError
 _MAX_BYTES = 1 << 20  # of a file
 _KIB = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _GHOST_LIMIT_BYTES = 1 << 20  # criu/include/cr_options.h, DEFAULT_GHOST_LIMIT
-# What runtimes say to CRIU in every dump, so that default.conf has no effect; the file that they name has.
+# Options that runtimes set in every dump, so that default.conf has no effect on them; the file that they name has.
 OVERRULED = {"runc": ("tcp-established", "skip-in-flight"), "crun": ("tcp-established",)}
 
 
@@ -26,7 +26,7 @@ class CriuOptions:
     scanned: tuple[str, ...] = ()  # irmap-scan-path
 
     def add(self, option: str) -> str:
-        """Return the command that has CRIU take an option; a container may have chosen the file's name."""
+        """Return the command that adds an option to the file; a container may have chosen the file's name."""
         return f"echo {option} >> {quote(self.file)}"
 
     def has(self, *names: str) -> bool:
@@ -35,7 +35,7 @@ class CriuOptions:
 
 
 def files_read_for(runtime: str) -> list[str]:
-    """Return the configuration files that CRIU reads when a runtime calls it; what the last one says holds."""
+    """Return the configuration files that CRIU reads when a runtime calls it; the last one wins."""
     program = find_program(runtime)
     if program is None:
         return []
@@ -55,10 +55,10 @@ def content(name: str) -> bytes:
 
 
 def content_at(path: Path) -> bytes:
-    """Return what a configuration file has, wherever it is: a container may name it; b"" if it is no file.
+    """Return what a configuration file has, wherever it is: a container may name it; b"" if it is not a file.
 
     Raises:
-        ConfigError: if it is larger than any.
+        ConfigError: if it is larger than any such file.
         OSError: if it cannot be read.
     """
     if not path.is_file():
@@ -74,7 +74,7 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
     """Return the options that CRIU would get for a container.
 
     Args:
-        runtime: that runs it; "" for a process that somebody dumps with `criu` itself.
+        runtime: that runs it; "" for a process that is dumped with `criu` directly.
         named: the file that its `org.criu.config` names instead of the runtime's own.
         asked: options that the engine gives the runtime.
     """

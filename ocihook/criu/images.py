@@ -199,7 +199,7 @@ def cut_pagemap(data: bytes, gone: Iterable[tuple[int, int]], pages_id: int, nam
 
 
 def _left(start: int, end: int, gone: deque[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield what is left of a run; of `gone` goes what lies before the end of it."""
+    """Yield what is left of a run; entries of `gone` that end before it does are dropped."""
     while gone and gone[0][0] < end:
         low, high = gone[0]
         if start < low:
@@ -290,7 +290,7 @@ def read_runs(path: Path) -> Iterator[PageRun]:
 def read_bounded(path: Path, limit_bytes: int = _MAX_PAGEMAP_BYTES) -> bytes:
     """Return an image; of one that is too large a byte more than the limit, which its reader refuses."""
     with path.open("rb") as file:
-        # No more than it has: a read takes as much memory as it is asked for.
+        # Not more than its size: a read allocates as much memory as it is asked for.
         return file.read(min(os.fstat(file.fileno()).st_size, limit_bytes) + 1)
 
 
@@ -331,7 +331,7 @@ def check_page_sizes(pagemaps: Mapping[str, Pagemap], sizes: Mapping[str, int]) 
 
 
 def check_named(pagemaps: Mapping[str, Pagemap], names: Iterable[str]) -> None:
-    """Check that pagemaps (by file name) name each of these page images, which anything could be claimed of else.
+    """Check that pagemaps (by file name) name each of these page images; else anything could be claimed of them.
 
     Raises:
         ImageError: naming the first that they do not.

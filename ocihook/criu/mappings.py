@@ -13,11 +13,11 @@ from ocihook.errors import ImageError
 
 _MM_NAME = re.compile(r"mm-([0-9]{1,10})\.img")
 _MM_MAGIC = 0x57492820  # criu/include/magic.h
-# criu/include/image.h: AREA_REGULAR, AREA_HEAP, ANON_PRIVATE. Whatever else an area is, it is more than plain memory.
+# criu/include/image.h: AREA_REGULAR, AREA_HEAP, ANON_PRIVATE. An area with any other status is not plain memory.
 _REGULAR, _HEAP, _ANON_PRIVATE = 1 << 0, 1 << 5, 1 << 9
 _READ_WRITE = 0x1 | 0x2  # PROT_READ, PROT_WRITE
 # mmap(2): MAP_PRIVATE, MAP_ANONYMOUS; neither locked, nor growing down, nor of huge pages.
-_PRIVATE_ANONYMOUS, _NO_RESERVE = 0x02 | 0x20, 0x4000  # of which the last one makes no difference
+_PRIVATE_ANONYMOUS, _NO_RESERVE = 0x02 | 0x20, 0x4000  # the last one makes no difference
 _MAX_MM_BYTES = 32 << 20  # 65530 areas, as the kernel allows by default, take 4 MiB
 
 
@@ -72,7 +72,7 @@ def read_address_spaces(directory: Path) -> Mapping[int, AddressSpace]:
 
 
 def check_mapped(directory: Path, regions: Iterable[tuple[int, int, int]]) -> None:
-    """Check that memory which went past CRIU is in what CRIU has listed of its process, which it will map again.
+    """Check that memory which went past CRIU lies in areas that CRIU has listed of its process, and will map again.
 
     Args:
         directory: the image set.
@@ -87,7 +87,7 @@ def check_mapped(directory: Path, regions: Iterable[tuple[int, int, int]]) -> No
         path = directory / f"mm-{pid}.img"
         if not path.exists():
             continue
-        mapped: list[tuple[int, int]] = []  # areas that follow one another as one, which they may have been
+        mapped: list[tuple[int, int]] = []  # adjacent areas joined, since they may have been one
         for low, high, _ in sorted(parse_address_space(read_bounded(path, _MAX_MM_BYTES), path.name).areas):
             if mapped and low <= mapped[-1][1]:
                 mapped[-1] = mapped[-1][0], max(high, mapped[-1][1])

@@ -1,7 +1,7 @@
-"""Finds the lines of CRIU's configuration files that it refuses: it exits before it has a log, and engines see an EOF.
+"""Finds the lines of CRIU's configuration files that it refuses: it exits before it opens a log; engines see an EOF.
 
-How CRIU reads a line is `parse_statement` of criu/config.c; what a line names is given to getopt_long(3), which takes
-the beginning of a name, too, if there is only one such. Tried out with `criu check --config FILE` of CRIU 4.1.1.
+How CRIU reads a line is `parse_statement` of criu/config.c; what a line names is given to getopt_long(3), which also
+accepts an unambiguous prefix of a name. Tested with `criu check --config FILE` of CRIU 4.1.1.
 """
 
 import difflib
@@ -52,7 +52,7 @@ class Script(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the CRIU of this node takes, as far as it reports that; by default, those of CRIU 4.2."""
+    """The options that the CRIU of this node accepts, as far as it reports them; by default, those of CRIU 4.2."""
 
     version: str = ""
     program: bytes | None = None  # the executable, which has the name of each option in it
@@ -98,13 +98,13 @@ def _statements(content: bytes) -> Iterator[tuple[int, str, str]]:
             rest = rest.strip()
             try:
                 value = next(iter(shlex.split(rest, comments=True)), "") if rest[:1] == '"' else rest.split("#")[0]
-            except ValueError:  # a quote that does not end
+            except ValueError:  # a quote that is not closed
                 value = rest
             yield number, word, value.strip()
 
 
 def _meant(name: str) -> list[str]:
-    """Return the options that a name may stand for."""
+    """Return the options that a name may abbreviate."""
     return [name] if name in _ALL else sorted(option for option in _ALL if option.startswith(name))
 
 

@@ -1,8 +1,8 @@
-"""CRIU's own CUDA plugin, which has no place where ocihook is: where it lies.
+"""Finds CRIU's own CUDA plugin, which must not be loaded where ocihook is.
 
 In a dump it thaws what an engine, or ocihook, has frozen (`set_compel_interrupt_only_mode`): threads then run whose GPU
 memory is gone, which ends a job of NCCL's. It has CRIU write down that the restore needs it, and there it resumes every
-process before ocihook has made its devices, mapped its GPUs or seen that there is room (plugins/cuda, CRIU 4.2).
+process before ocihook has made its devices, mapped its GPUs or checked that there is room (plugins/cuda, CRIU 4.2).
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def find_plugin(directory: str = "", in_tree: Callable[[Path], Path] = Path) -> 
 
 
 def is_to_stay_out(in_tree: Callable[[Path], Path] = Path) -> bool:
-    """Return whether CRIU must be given another directory of plugins: it loads all of a directory, or nothing.
+    """Return whether CRIU must be given another directory of plugins: it loads a whole directory, or nothing.
 
-    Not where there are GPUs of AMD, which need the plugin that a package may have put beside it.
+    Not where there are AMD GPUs, which need the plugin that a package may have put beside it.
     """
     return find_plugin(in_tree=in_tree) is not None and not in_tree(_AMD_GPUS).exists()

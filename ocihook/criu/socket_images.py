@@ -1,7 +1,7 @@
-"""The sockets in CRIU's images: read from files.img with every length and count bounded, written at other addresses.
+"""Reads the sockets in CRIU's images, with every length and count bounded; rewrites them with other addresses.
 
 An entry of files.img that is a socket has an inet_sk_entry (proto/sk-inet.proto). Its addresses are words of 32 bits
-that lie in memory as they go over the network: one for IPv4, four for IPv6. What a connection had sent and received is
+in network byte order: one for IPv4, four for IPv6. What a connection had sent and received is
 in tcp-stream-INO.img (criu/sk-tcp.c).
 """
 
@@ -124,7 +124,7 @@ def plain_address(raw: bytes) -> IPAddress:
 
 
 def raw_address(address: IPAddress, like: bytes) -> bytes:
-    """Return an address as a socket has it that had `like`: plain, or IPv4 in an IPv6 socket.
+    """Return an address in the form of `like`: plain, or IPv4 in an IPv6 socket.
 
     Raises:
         ValueError: if such a socket cannot have it.
@@ -143,7 +143,7 @@ class FilesImage:
         """Read one.
 
         Raises:
-            ImageError: if it is damaged, larger than any that CRIU writes, or says what no CRIU says.
+            ImageError: if it is damaged, larger than any that CRIU writes, or has what CRIU never writes.
         """
         if len(data) > _MAX_FILES_BYTES:
             raise ImageError(f"{FILES_NAME} is larger than {_MAX_FILES_BYTES} bytes")
@@ -186,7 +186,7 @@ class FilesImage:
 
 
 def _socket(entry: "Message", position: int) -> InetSocket:
-    """Return one of an entry, once every number in it is one that CRIU would write."""
+    """Return the socket of an entry, after checking that CRIU could have written every number in it."""
     e = entry
     head = (e.id, e.ino, e.family, e.type, e.proto, e.state, e.src_port, e.dst_port, e.flags, e.backlog)  # type: ignore[attr-defined]
     found = InetSocket(
@@ -227,8 +227,8 @@ def move_files(directory: Path, image: FilesImage, moves: Mapping[int, Ends]) ->
 class Stream(NamedTuple):
     """What a connection has sent and received, as its image says; numbers are sequence numbers of TCP."""
 
-    unacknowledged: int  # the oldest byte that the peer has not confirmed
-    queued_bytes: int  # that it has not confirmed, or that were never sent
+    unacknowledged: int  # the oldest byte that the peer has not acknowledged
+    queued_bytes: int  # not acknowledged, or never sent
     next_sent: int  # the first byte that was never sent
     next_received: int  # the first byte that has not arrived
 

@@ -62,7 +62,7 @@ def patch_sockets(criu: Process, moves: Sequence[Move]) -> int:
     """Move sockets; return the bytes of memory that were searched. Those that were moved before stay so.
 
     Raises:
-        UnsupportedError: naming those that were not found exactly once, or if that memory cannot be had; nothing was
+        UnsupportedError: naming those that were not found exactly once, or if that memory cannot be read; nothing was
             written.
     """
     if not moves:
@@ -91,7 +91,7 @@ def patch_sockets(criu: Process, moves: Sequence[Move]) -> int:
 
 
 def _open(criu: Process) -> int:
-    """Open CRIU's memory, for this very process."""
+    """Open CRIU's memory; check that it still is the same process."""
     try:
         with open(f"/proc/{criu.pid}/exe", "rb") as program:
             if program.read(len(_ELF_64)) != _ELF_64:
@@ -99,7 +99,7 @@ def _open(criu: Process) -> int:
         memory = os.open(memory_path(criu.pid), os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise _refused(error) from error
-    if not criu.is_alive():  # its pid may be somebody else's by now
+    if not criu.is_alive():  # its pid may have been reused
         os.close(memory)
         raise UnsupportedError("CRIU has ended")
     return memory
@@ -110,7 +110,7 @@ def _refused(error: OSError) -> UnsupportedError:
 
 
 def _read(memory: int, pid: int) -> Iterator[_Block]:
-    """Yield what malloc may have given, in the order of addresses: private, writable, in no file, no stack."""
+    """Yield mappings that malloc may use, in the order of addresses: private, writable, anonymous, not a stack."""
     left_bytes = _MAX_SEARCHED_BYTES
     for mapping in read_mappings(pid):
         if mapping.mode == "rw-p" and mapping.inode == 0 and mapping.name in ("", "[heap]"):
@@ -125,7 +125,7 @@ def _read(memory: int, pid: int) -> Iterator[_Block]:
 def _find(blocks: Sequence[_Block], wanted: Mapping[bytes, Move]) -> dict[bytes, list[_Found]]:
     """Return where the addresses of each socket lie, by its head.
 
-    One pass for any number of sockets: what malloc gives begins at a multiple of 8, and so do the ten numbers.
+    One pass for any number of sockets: malloc aligns to 8 bytes, and so the ten numbers are aligned, too.
     """
     keys = {_KEY.unpack_from(head)[0] for head in wanted}
     found: dict[bytes, list[_Found]] = {}
@@ -146,7 +146,7 @@ def _is_right(fields: tuple[int, ...], move: Move, blocks: Sequence[_Block], sta
     for count, pointer, old, new in zip(fields[::2], fields[1::2], move.sock.ends, move.ends, strict=True):
         if count != len(old) // _WORD_BYTES or pointer % _WORD_BYTES:
             return False
-        block = blocks[bisect_right(starts, pointer) - 1]  # the last one, if it lies before all: it is not in that
+        block = blocks[bisect_right(starts, pointer) - 1]  # before all blocks: index -1, which does not have it
         if not block.has(pointer, len(old)) or block.at(pointer, len(old)) not in (old, new):
             return False
     return True

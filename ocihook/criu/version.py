@@ -16,7 +16,7 @@ FIRST_CRIU_FOR_6_16 = (4, 2)  # of Linux: see linux/sockets.py, hides_socket_opt
 _PROGRAM_DIRS = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "usr/libexec/crio")
 _LIBRARY_DIRS = ("usr/local/lib", "usr/local/lib64", "usr/lib", "usr/lib64", "usr/lib/*-linux-gnu*")
 
-# The first crun that hands /etc/criu/{crun,runc}.conf to libcriu (17f23ac2), if that knows the call (from CRIU 4.2 on).
+# The first crun that passes /etc/criu/{crun,runc}.conf to libcriu (17f23ac2), if that has the call (from CRIU 4.2 on).
 _CRUN_READS_CONF = (1, 26)
 _LIBCRIU_CALL = b"criu_set_config_file"
 _NFTABLES = "libnftables.so.1"
@@ -101,5 +101,5 @@ def locks_by_nftables(root: Path = Path("/")) -> bool:
 
 
 def crun_reads_its_conf(crun: Program, root: Path = Path("/")) -> bool:
-    """Return whether crun hands crun.conf (or runc.conf) to CRIU; if not, only default.conf is read."""
+    """Return whether crun passes crun.conf (or runc.conf) to CRIU; if not, only default.conf is read."""
     return crun.version >= _CRUN_READS_CONF and bool(libcriu_reads_conf(root))

@@ -1,1 +1,1 @@
-"""One image set as CRIU leaves it, packed where it is and unpacked again."""
+"""One image set as CRIU writes it, packed in place and unpacked again."""

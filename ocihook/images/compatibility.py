@@ -1,4 +1,4 @@
-"""What a checkpoint records of where it was made, and whether it can be restored here: CRIU, processors, GPUs."""
+"""What a checkpoint records of its node, and whether this node can restore it: CRIU, processors, GPUs."""
 
 import logging
 import platform
@@ -9,7 +9,7 @@ from ocihook.linux.processor import features
 
 log = logging.getLogger(__name__)
 
-# Of what libraries choose code by at their start, and go on using: a process that misses one dies on SIGILL.
+# Features by which libraries choose code once, at their start: a process that then misses one dies of SIGILL.
 _CHOSEN_BY = (
     *("aes", "amx", "avx", "bmi", "erms", "fma", "fsrm", "gfni", "sha", "sse", "ssse", "vaes", "vpclmul", "xsave"),
     *("asimd", "sve"),  # on aarch64
@@ -17,7 +17,7 @@ _CHOSEN_BY = (
 
 
 def host_facts(criu: str) -> dict[str, str]:
-    """Return what a restore on another node may have to know of this one."""
+    """Return what a restore on another node may need to know of this one."""
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -27,7 +27,7 @@ def host_facts(criu: str) -> dict[str, str]:
 
 
 def check_host(host: Mapping[str, str], criu: str) -> None:
-    """Refuse a checkpoint of a machine that this one cannot take the place of; warn where it may not.
+    """Refuse a checkpoint of a machine that this one cannot replace; warn where it may not be able to.
 
     Args:
         host: where the checkpoint was made.
@@ -44,7 +44,7 @@ def check_host(host: Mapping[str, str], criu: str) -> None:
 
 
 def check_criu(host: Mapping[str, str], here: str) -> None:
-    """Refuse what CRIU would fail on halfway: pagemaps of 4.2 and later are not read by older ones.
+    """Refuse what CRIU would fail on halfway: older versions do not read pagemaps of 4.2 and later.
 
     Args:
         host: where the checkpoint was made.
@@ -75,7 +75,7 @@ def check_machine(host: Mapping[str, str]) -> None:
 
 
 def missing_features(host: Mapping[str, str]) -> list[str]:
-    """Return the processors' features that programs choose code by, that were there, and are not here."""
+    """Return the processor features, among those by which programs choose code, that were there and are not here."""
     there = set(host.get("cpu_features", "").split())
     return sorted(name for name in there - features() if name.startswith(_CHOSEN_BY)) if features() else []
 

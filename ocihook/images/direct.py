@@ -3,9 +3,9 @@
 CRIU restores with one thread a process. Most memory lies in a few long runs of plain mappings. Pagemaps are cut so that
 CRIU does not know of these: it maps them, and finds no pages. While the new processes wait, all cores write them.
 
-The pagemap as it was keeps a second name until the restore is over. What is to be written is what it has beyond the cut
-one: nobody else needs to know. That name also has the digest of the cut pagemap in it, so whoever comes later, after a
-power loss as well, distinguishes a cut pagemap from one that a new dump has written.
+The original pagemap keeps a second name until the restore is over. What is to be written is the difference from the cut
+one: no other record is needed. That name also has the digest of the cut pagemap in it, so that later, even after a
+power loss, a cut pagemap can be distinguished from one that a new dump has written.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ from ocihook.packs.pages import (
 from ocihook.packs.runs import PlainImage, write_images
 
 LEAST_RUN_BYTES = 1 << 20  # a shorter run is left to CRIU
-LEAST_PROCESS_BYTES = 64 << 20  # of a process in such runs; less is left to CRIU, which takes as long for it
+LEAST_PROCESS_BYTES = 64 << 20  # of a process in such runs; less is left to CRIU, which is as fast for it
 _BYTES_A_RUN = 64 << 10  # a process with shorter runs, on average of all, is left to CRIU: reading them takes longer
-# The launcher of every release goes on to the agent at `post-restore` where a name like this is (hook/criu-action).
+# The launcher of every release calls the agent at `post-restore` where a name like this exists (hook/criu-action).
 _SAVED_NAME = re.compile(r"ocihook-region-(pagemap-[0-9]{1,10}\.img)-([0-9a-f]{32})\.pack")
 
 
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
     """A pagemap that is to be cut."""
 
     name: str
-    pagemap: bytes  # as it is to be
+    pagemap: bytes  # the cut one
     direct: Direct
 
 
@@ -76,7 +76,7 @@ class Run(NamedTuple):
 
 
 def join(runs: Iterable[PageRun]) -> Iterator[Run]:
-    """Yield the runs that a page image has pages of; those that follow one another as one."""
+    """Yield the runs that a page image has pages of; adjacent ones are joined."""
     last = Run(0, 0, 0)
     for address, pages, is_present in runs:
         if not is_present:
@@ -93,7 +93,7 @@ def join(runs: Iterable[PageRun]) -> Iterator[Run]:
 
 
 def within(runs: Iterable[Run], areas: Iterable[Area]) -> Iterator[Run]:
-    """Yield what of runs lies in areas, both in the order of addresses, area by area."""
+    """Yield the parts of runs that lie in areas, area by area; both are in the order of addresses."""
     rest = iter(areas)
     area = next(rest, None)
     for run in runs:
@@ -112,7 +112,7 @@ def choose(pagemap: bytes, areas: Iterable[Area]) -> list[tuple[int, int]]:
 
     Args:
         pagemap: an image, as CRIU wrote it.
-        areas: those that may, in the order of addresses.
+        areas: those that may go past it, in the order of addresses.
 
     Raises:
         ImageError: if the pagemap is damaged.
@@ -135,7 +135,7 @@ def own_areas(spaces: Mapping[int, AddressSpace], parents: Mapping[int, int]) ->
     """Return the plain areas of each process that CRIU does not restore as shared with its parent or a child.
 
     CRIU has the child inherit what both have mapped alike, and keeps pages that are the same in one copy (criu/mem.c:
-    prepare_cow_vmas). Written to each process they would take memory as often as there are processes.
+    prepare_cow_vmas). Written to each process, they would take that memory once for each.
     """
     shared: dict[int, set[tuple[int, int]]] = {pid: set() for pid in spaces}
     for pid, space in spaces.items():
@@ -169,7 +169,7 @@ def _one_after_the_other(runs: Iterable[Run]) -> Iterator[Part]:
 
 
 def _gaps(runs: Iterable[Run], kept: Iterable[Part]) -> Iterator[Part]:
-    """Yield what of runs is not kept, with its address; no part that is kept goes beyond a run."""
+    """Yield the parts of runs that are not kept, with their addresses; no kept part extends beyond a run."""
     rest = iter(kept)
     part = next(rest, None)
     for address, size, offset in runs:
@@ -213,7 +213,7 @@ def plan(directory: Path, packed: Collection[str]) -> list[Cut]:
         number = _number(pages_name) if is_packed else free + len(cuts)
         after = cut_pagemap(before, gone, number, path.name)
         cut = Cut(path.name, after, split(pid, before, after))
-        # What CRIU restores of its own page images is copied first, which more of it would not be worth.
+        # What CRIU restores from page images of its own must be copied first; if that is much, cutting is not worth it.
         if is_packed or cut.direct.kept.size_bytes <= cut.direct.parts.size_bytes:
             cuts.append(cut)
     return cuts
@@ -227,7 +227,7 @@ def cut_pagemaps(directory: Path, cuts: Sequence[Cut], patience: Patience) -> No
     """Put cut pagemaps in place, and write the page images that they name if these come from no packs.
 
     Raises:
-        OSError: from the file system, a full one included; `put_back` is due.
+        OSError: from the file system, a full one included; call `put_back` then.
         GivenUp: if nobody waits for it any more; likewise.
     """
     for cut in cuts:
@@ -243,8 +243,8 @@ def cut_pagemaps(directory: Path, cuts: Sequence[Cut], patience: Patience) -> No
 def put_back(directory: Path) -> None:
     """Put pagemaps back that were cut, and remove the page images that were made for these alone. May run any time.
 
-    A cut pagemap that a new dump has overwritten since is left. One that is no pagemap at all has not come through a
-    power loss. An engine may be removing all of it meanwhile.
+    A pagemap that a new dump has written over a cut one is left. One that is not a valid pagemap was damaged by a power
+    loss. An engine may be removing all of it meanwhile.
 
     Raises:
         OSError: from the file system.
@@ -307,7 +307,7 @@ def write_plain(
     patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> None:
-    """Write parts of page images, as CRIU wrote these, to where they go.
+    """Write parts of plain page images, as CRIU wrote them, to their targets.
 
     Raises:
         ImageError: if a page image ends early.

@@ -1,4 +1,4 @@
-"""An image set goes into packs and comes out again: what a dump, a restore and `ocihook archive` all do.
+"""Packs and unpacks an image set: what a dump, a restore and `ocihook archive` all do.
 
 The manifest decides. While there is none, the page images are the checkpoint and packs are rubbish; once there is
 one, the packs are the checkpoint and leftover page images are rubbish. So an interruption at any point is put
@@ -81,7 +81,7 @@ def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and h
         durable: return only when the packs, and the images that are not packed, are on stable storage.
         moved: memory that is in packs already; the image set is complete only with it.
         with_images: else page images stay as they are, and the manifest is about the moved memory alone.
-        patience: how long it is waited for.
+        patience: how long the caller waits for it.
         progress: called with the bytes of image done.
 
     Raises:
@@ -89,7 +89,7 @@ def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and h
         StoreFull: if there is no space for the packs.
         OcihookError: on anything else that makes packing impossible.
     """
-    check_page_images(directory)  # first: packs without page images are all there is of the memory
+    check_page_images(directory)  # first: without page images, the packs are the only copy of the memory
     discard_packs(directory)
     names = list_packable(directory)
     if not with_images or not any(_size(directory / name) for name in names):
@@ -176,19 +176,19 @@ def list_packable(directory: Path) -> list[str]:
 def discard_packs(directory: Path) -> None:
     """Remove manifest and packs of page images, the manifest first: without it the packs mean nothing.
 
-    So goes the record of a thin checkpoint.
+    The record of a thin checkpoint is removed, too.
     """
     records = [directory / name for name in (THIN_NAME, MANIFEST_NAME) if os.path.lexists(directory / name)]
     for path in records:
         path.unlink(missing_ok=True)
-    if records:  # else a power loss may bring them back without what they speak of
+    if records:  # else a power loss may bring them back without what they refer to
         sync_directory(directory)
     for name in (f"{MANIFEST_NAME}.partial", *_image_packs(directory)):
         (directory / name).unlink(missing_ok=True)
 
 
 def discard_regions(directory: Path) -> None:
-    """Remove packs of moved memory that belong to no manifest: of a dump that came to nothing."""
+    """Remove packs of moved memory that belong to no manifest: of a dump that failed."""
     if read_manifest(directory) is None:
         for name in _pack_names(directory):
             (directory / name).unlink(missing_ok=True)
@@ -201,7 +201,7 @@ def discard_all(directory: Path) -> None:
 
 
 def finish_packing(directory: Path) -> None:
-    """Bring an image set into order whose packing was interrupted: complete it, or take it back. May run any time."""
+    """Repair an image set whose packing was interrupted: complete that, or undo it. May run any time."""
     (directory / f"{MANIFEST_NAME}.partial").unlink(missing_ok=True)
     manifest = read_manifest(directory)
     rubbish = _image_packs(directory) if manifest is None else [image.name for image in manifest.packed_images]
@@ -275,10 +275,10 @@ def rehydrate_image_set(
     Args:
         directory: the image set.
         with_regions: verify memory that goes elsewhere, too; else only the tables of its packs, and whoever writes it
-            into a process verifies it on the way, as always.
+            into a process verifies it on the way.
         only: of some page images, by their names, what is to be written, and verified, and where to.
         workers: processes to use.
-        patience: how long it is waited for.
+        patience: how long the caller waits for it.
         progress: called with the bytes done.
         elsewhere: packs that are not in `directory`, by name.
 
@@ -357,9 +357,9 @@ def region_bytes(manifest: PackedManifest) -> int:
 
 
 def is_read_twice(regions: Iterable[PackedRegion | StoredRegion]) -> bool:
-    """Return whether moved memory is verified before there are processes to write it into, not only on its way there.
+    """Return whether moved memory is verified before there are processes, and not only while it is written into them.
 
-    It is where the packs stay in memory until then, beside the processes: all of it is read from the disk once.
+    It is if the packs fit into memory beside the processes until then: so the disk is read only once.
     """
     return available_bytes() >= 2 * sum(region.size_bytes for region in regions)
 
@@ -405,7 +405,7 @@ def check_other_images(directory: Path, images: Iterable[OtherImage]) -> None:
     """Check that images which were not packed are what they were.
 
     Raises:
-        IntegrityError: naming the first that is missing or another one.
+        IntegrityError: naming the first that is missing or different.
     """
     for image in images:
         path = directory / image.name

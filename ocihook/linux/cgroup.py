@@ -1,8 +1,8 @@
 """The freezer of a container's cgroup, v1 and v2: is it frozen, thaw it, freeze it again.
 
 Engines freeze a container before they let CRIU dump it (CRI-O and containerd do, podman does not). In v2 the state
-of a frozen task in /proc is still S: only cgroup.events shows it. CRIU and the engine put back what they found, so
-whoever thaws must freeze again.
+of a frozen task in /proc is still S: only cgroup.events shows it. CRIU and the engine restore the state that they
+found, so what is thawed must be frozen again.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 
 HELD = "ocihook-held"  # name of a cgroup, below a container's, of processes that do not run before they are started
-FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to go on
+FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to resume
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V1_UNLIMITED_BYTES = 1 << 60
 
@@ -30,19 +30,19 @@ class Freezer:
     version: int  # of cgroups: 1 or 2
 
     def is_frozen(self) -> bool:
-        """Return whether every task in it stands still, by its own freezer or an ancestor's."""
+        """Return whether every task in it is stopped, by its own freezer or an ancestor's."""
         if self.version == 1:
             return self._read("freezer.state") == "FROZEN"
         return "frozen 1" in self._read("cgroup.events").splitlines()
 
     def is_set(self) -> bool:
-        """Return whether it is this freezer that was set to stop the tasks, and not an ancestor's alone."""
+        """Return whether this freezer was set to stop the tasks, and not only an ancestor's."""
         if self.version == 1:
             return self._read("freezer.self_freezing") == "1"
         return self._read("cgroup.freeze") == "1"
 
     def thaw(self, patience: Patience) -> None:
-        """Let the tasks run. One that is gone has none.
+        """Let the tasks run. A cgroup that is gone has none.
 
         Raises:
             FreezeError: if an ancestor holds them frozen, or they do not run in time.
@@ -61,7 +61,7 @@ class Freezer:
 
         Args:
             patience: how long to wait until they have stopped; None: do not.
-            meanwhile: called after the freezer is set, and before it is waited for.
+            meanwhile: called after the freezer is set, and before the wait.
 
         Raises:
             FreezeError: if they do not stop in time.
@@ -155,7 +155,7 @@ def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
 def _frozen_at(inner: Freezer, container_cgroup: str) -> Freezer:
     """Return the freezer that was set, of those from a process's own up to its container's; else the container's."""
     row = [inner.directory, *inner.directory.parents]
-    names = [directory.name for directory in row[:-1]]  # the root's is "", which says that none is known
+    names = [directory.name for directory in row[:-1]]  # the root's is "", which means not known
     row = row[: names.index(container_cgroup) + 1 if container_cgroup in names else 1]
     freezers = [Freezer(directory, inner.version) for directory in row]
     with contextlib.suppress(FreezeError):  # it has no freezer
@@ -195,9 +195,9 @@ def _wait_until(is_so: Callable[[int], bool], process: Process, patience: Patien
 
 
 def memory_headroom_bytes(pid: int) -> int | None:
-    """Return how much more memory the cgroups of a process let it use; None if nothing limits it.
+    """Return how much more memory the cgroups of a process allow it; None if nothing limits it.
 
-    What they can give up at once, file cache that is not in use, counts as free.
+    What can be reclaimed at once, file cache that is not in use, counts as free.
     """
     rooms = []
     for version, path in _cgroup_paths(pid, "memory"):
@@ -222,8 +222,8 @@ def memory_headroom_bytes(pid: int) -> int | None:
 def leave_cgroup() -> None:
     """Move this process to the root of every cgroup hierarchy that can be reached.
 
-    An agent started by a hook is otherwise born into the cgroup of the container that is being restored: its
-    memory limit and its end would be the agent's too.
+    An agent started by a hook is otherwise in the cgroup of the container that is being restored: that one's memory
+    limit would be the agent's, too, and the agent would be killed with it.
     """
     for version in (1, 2):
         for mount in _cgroup_mounts(version, controller=None):

@@ -1,4 +1,4 @@
-"""Copies of other processes' descriptors (pidfd_getfd(2)): they stay good when their owner closes them, or ends."""
+"""Copies of other processes' descriptors (pidfd_getfd(2)): they stay valid when the owner closes its own, or ends."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ def copy_descriptor(pidfd: int, fd: int) -> int:
     """Return a copy of the descriptor `fd` of the process behind `pidfd`; the caller closes it.
 
     Raises:
-        OSError: if there is none, or this process may not look into that one.
+        OSError: if there is none, or this process may not access that one.
     """
     copy: int = _libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)
     if copy < 0:
@@ -21,7 +21,7 @@ def copy_descriptor(pidfd: int, fd: int) -> int:
 
 
 def write_at_once(fd: int, data: bytes) -> bool:
-    """Write to a descriptor that others share if that does not block; return whether it was written."""
+    """Write to a shared descriptor if that does not block; return whether it was written."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     if not any(event & select.POLLOUT for _, event in poll.poll(0)):

@@ -1,4 +1,4 @@
-"""Files that are either wholly there or not at all, and files that are really files."""
+"""Writes files that exist completely or not at all, and opens only what is really a file."""
 
 import contextlib
 import errno
@@ -29,14 +29,14 @@ def replace_file(path: Path, data: bytes, *, mode: int, durable: bool = True) ->
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        error.filename = str(path)  # a write that finds no space names nothing
+        error.filename = str(path)  # the error of a write without space has no name
         raise
     if durable:
         sync_directory(path.parent)
 
 
 def open_regular(path: Path) -> int:
-    """Open `path` for reading and return the descriptor; what was put there by others cannot lead or block us.
+    """Open `path` for reading and return the descriptor; what others put there can neither redirect nor block us.
 
     Raises:
         OSError: also if it is a link, a directory, a FIFO or a device.
@@ -67,7 +67,7 @@ def open_inside(pid: int, path: str) -> int:
 
 
 def create_private(path: Path) -> BinaryIO:
-    """Create a new file for writing that nobody but its owner can read, whatever the umask is.
+    """Create a new file for writing that only its owner can read, whatever the umask is.
 
     Raises:
         FileExistsError: if there is one.
@@ -77,9 +77,9 @@ def create_private(path: Path) -> BinaryIO:
 
 
 def make_directory(path: Path, *, within: Path) -> None:
-    """Make a directory for nobody but its owner, and those above it; their names survive a power loss then.
+    """Make a directory for its owner only, and those above it; then their names survive a power loss.
 
-    Names below `within` are synced in any case: whoever made them may have been killed before that.
+    Names below `within` are always synced: the process that made them may have been killed before it did.
     """
     if within in path.parent.parents or not path.parent.exists():
         make_directory(path.parent, within=within)
@@ -112,7 +112,7 @@ def identity(directory: Path) -> list[int]:
 
 
 def same_directory(directory: Path, known: list[int]) -> Path | None:
-    """Return a directory, None if it is gone or is not the one with this identity any more."""
+    """Return a directory, None if it is gone or no longer the one with this identity."""
     with contextlib.suppress(OSError):
         if identity(directory) == known:
             return directory
@@ -134,7 +134,7 @@ def make_device(pid: int, name: str, device: int) -> bool:
     It need not be if it is there already, or /dev is the node's own.
 
     Raises:
-        OSError: if its /dev is no directory, or cannot be written.
+        OSError: if its /dev is not a directory, or cannot be written.
     """
     root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:  # a link of the container's must not lead to the node's own files

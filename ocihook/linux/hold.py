@@ -9,16 +9,16 @@ from ocihook.linux.ptrace import held
 
 
 class Hold:
-    """Threads that stand still until they are released, or this process ends."""
+    """Threads that are stopped until they are released, or this process ends."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self.is_empty = True
 
     def add(self, threads: Mapping[Process, int], patience: Patience | None) -> None:
-        """Hold all threads of processes but one each; without patience those that are frozen do not stand still yet.
+        """Hold all threads of processes but one each; without patience, frozen ones need not have stopped yet.
 
-        Those that this process holds already are held on.
+        Those that this process holds already stay held.
 
         Raises:
             TraceError: if one cannot be held.
@@ -29,6 +29,6 @@ class Hold:
             self.is_empty = False
 
     def release(self) -> None:
-        """Let all go on."""
+        """Resume all."""
         self._stack.close()
         self.is_empty = True

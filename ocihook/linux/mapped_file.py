@@ -1,27 +1,27 @@
-"""A file that is read where the kernel keeps it, without a copy; what cannot be read is an error, not a signal."""
+"""A file read from the page cache without a copy; what cannot be read is an error, not a signal."""
 
 import mmap
 import os
 from functools import cached_property
 
 _MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
-_WINDOW_BYTES = 1 << 18  # made ready at a time, which is slow for little; at least what disks read ahead
+_WINDOW_BYTES = 1 << 18  # populated at a time: small calls are slow; at least what disks read ahead
 
 
 class MappedFile:
-    """A file that does not change while it is read, from one place to the next mostly. Mapped when it is first read.
+    """A file that does not change while it is read, mostly in order. Mapped when it is first read.
 
-    The mapping stays as long as this, or anything that was read. A process's table of it takes 1/512 of its size.
+    The mapping lives as long as this object, or any view of it. Its page table takes 1/512 of its size.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Take an open file, of which only so much is read."""
+        """Use an open file, of which only so many bytes are read."""
         self._fd = fd
         self._size_bytes = size_bytes
         self._ready, self._ready_at = memoryview(b""), 0
 
     def read(self, offset: int, size: int) -> memoryview:
-        """Return bytes, which nobody may write to; fewer if the file has become shorter.
+        """Return bytes, which are read-only; fewer if the file has become shorter.
 
         Raises:
             OSError: if they cannot be read.
@@ -35,7 +35,7 @@ class MappedFile:
         start = offset - offset % mmap.PAGESIZE
         end = min(offset + max(size, _WINDOW_BYTES), self._size_bytes)
         try:
-            # An error would be a SIGBUS for whoever uses a page that is not there yet.
+            # A read error would be a SIGBUS in the code that uses a page that is not there yet.
             self._mapping.madvise(_MADV_POPULATE_READ, start, end - start)
         except (OSError, ValueError):  # an older kernel, a file system that maps nothing, or a page that cannot be read
             return memoryview(os.pread(self._fd, size, offset))

@@ -49,7 +49,7 @@ def _meminfo_bytes(name: str) -> int:
 
 
 def resident_bytes(init_pid: int) -> int:
-    """Return how much memory a process and its descendants have that is in no file; what they share counts twice."""
+    """Return how much memory without a file a process and its descendants have; what they share counts twice."""
     pages = 0
     for pid in descendants(init_pid):
         with contextlib.suppress(OSError, IndexError):  # it has just ended
@@ -130,7 +130,7 @@ class ProcessMemory:
     """Another process's memory, to be read and written by many processes at once.
 
     By process_vm_readv(2) and process_vm_writev(2): /proc/PID/mem takes the lock of the whole address space for each
-    page, which 16 readers on one process were seen to spend most of their time on.
+    page, and 16 readers of one process were seen to spend most of their time on it.
     """
 
     def __init__(self, process: Process) -> None:
@@ -139,7 +139,7 @@ class ProcessMemory:
         Raises:
             ProcessLookupError: if it is not.
         """
-        if not process.is_alive():  # its pid may be somebody else's by now
+        if not process.is_alive():  # its pid may have been reused
             raise ProcessLookupError(errno.ESRCH, f"Process {process.pid} has ended")
         self._pid = process.pid
 
@@ -150,17 +150,17 @@ class ProcessMemory:
         return _done(_libc.process_vm_readv(self._pid, local, 1, remote, 1, 0))
 
     def write(self, buffers: Sequence[bytes | memoryview], address: int) -> int:
-        """Write buffers, up to IOV_MAX of them, one after the other from an address on; return how many bytes went."""
+        """Write buffers, up to IOV_MAX of them, one after the other from an address on; return the bytes written."""
         return write_memory(self._pid, buffers, address)
 
     def fault_in(self, address: int, size_bytes: int) -> None:
-        """Have the kernel put pages where there are none, up to 4 MiB, and leave what there is, whoever writes to it.
+        """Have the kernel allocate missing pages, up to 4 MiB; existing ones stay as they are, whoever writes to them.
 
-        The kernel readies pages for a write before it reads what is to be written, and copies only what it could read:
-        here nothing, from address 0.
+        The kernel prepares pages for a write before it reads the source, and copies only what it could read: here
+        nothing, since the source is address 0.
 
         Raises:
-            OSError: if there is no such process. That there are no such addresses, or no memory, does not show.
+            OSError: if there is no such process. Missing addresses, or a lack of memory, are not reported.
         """
         local, remote = (ctypes.c_size_t * 2)(0, size_bytes), (ctypes.c_size_t * 2)(address, size_bytes)
         try:
@@ -174,7 +174,7 @@ class ProcessMemory:
 
 
 def write_memory(pid: int, buffers: Sequence[bytes | memoryview], address: int) -> int:
-    """Write buffers to an address of a process, as `ProcessMemory` does, which see; `pid` may be that of a thread."""
+    """Write buffers to an address of a process, as `ProcessMemory` does; `pid` may be that of a thread."""
     pairs = [number for buffer in buffers for number in (_address(buffer), len(buffer))]  # struct iovec
     local = (ctypes.c_size_t * len(pairs))(*pairs)
     remote = (ctypes.c_size_t * 2)(address, sum(map(len, buffers)))
@@ -189,10 +189,10 @@ def _done(result: int) -> int:
 
 
 def prefault(process: Process, span: Span, *, workers: int) -> None:
-    """Have the kernel fill a new mapping of another process with zeros, on all cores and not on the one that uses it.
+    """Have the kernel zero a new mapping of another process on all cores, not only on the one that uses it.
 
-    Nothing is written: who uses the mapping may do so before this has ended, or has been killed. What cannot be filled
-    stays as it is: whoever uses it meets the reason.
+    Nothing is written: the mapping may be used before this has ended, or has been killed. What cannot be filled stays
+    as it is: its user gets the error.
 
     Args:
         process: whose mapping it is.
@@ -215,11 +215,11 @@ def prefault(process: Process, span: Span, *, workers: int) -> None:
 
 
 class CopyBuffer:
-    """Memory that much is copied through.
+    """A buffer for copying much data.
 
-    It begins in the middle of a page. Processors copy up to twice as slowly between two addresses whose places in their
-    pages are nearly the same (4K aliasing). Images and mappings begin with a page, and malloc gives large blocks that
-    begin 16 bytes behind one.
+    It begins in the middle of a page. Processors copy up to twice as slowly between two addresses with nearly the same
+    offset in their pages (4K aliasing). Images and mappings are page-aligned, and malloc's large blocks begin 16 bytes
+    after the start of a page.
     """
 
     def __init__(self, size_bytes: int) -> None:

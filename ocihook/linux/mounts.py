@@ -1,6 +1,6 @@
-"""Files kept alive by a mount: a bind mount, whatever becomes of their own names; or a file system in memory.
+"""Files kept alive by a mount: a bind mount, even when their own names are removed; or a file system in memory.
 
-The kernel keeps them, not a process: nothing that is killed takes them along.
+The kernel keeps them, not a process: they survive when processes are killed.
 """
 
 import ctypes
@@ -13,12 +13,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def pin_file(source: Path, place: Path) -> None:
-    """Mount the file `source` at `place`, which is made. May run again: what was mounted there goes.
+    """Mount the file `source` at `place`, which is made. May run again: what was mounted there is unmounted.
 
     Raises:
         OSError: if this mount namespace does not have the file's mount, or may not mount.
     """
-    unmount(place)  # else the next mount would be on the file itself, whose own name could not be removed any more
+    unmount(place)  # else the next mount would be on the file itself, whose own name could then not be removed
     place.touch(mode=0o600)
     fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -50,10 +50,10 @@ def has_memory_mounted() -> bool:
 
 
 def is_in_memory(directory: Path) -> bool:
-    """Return whether the files of a directory are in the node's memory and nowhere else.
+    """Return whether the files of a directory are only in the node's memory.
 
     Raises:
-        OSError: if it cannot be looked at.
+        OSError: if it cannot be examined.
     """
     status = (ctypes.c_long * 64)()  # struct statfs begins with f_type
     if _libc.statfs(os.fsencode(directory), ctypes.byref(status)) != 0:
@@ -63,7 +63,7 @@ def is_in_memory(directory: Path) -> bool:
 
 
 def unmount(directory: Path) -> None:
-    """Unmount whatever is mounted at a directory, though somebody may still have files of it open. May run any time."""
+    """Unmount whatever is mounted at a directory, even if files in it are still open. May run any time."""
     while _libc.umount2(os.fsencode(directory), _MNT_DETACH) == 0:
         pass  # one on top of another, from an attempt that was interrupted
 

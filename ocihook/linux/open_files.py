@@ -29,7 +29,7 @@ class OpenFile(NamedTuple):
     pid: int
     fd: int
     name: str  # as /proc shows it, without " (deleted)"
-    is_deleted: bool  # nothing has that name any more
+    is_deleted: bool  # its name was removed
     mode: int
     device: int  # st_rdev of a device, st_dev of anything else
     inode: int
@@ -83,7 +83,7 @@ def open_files(pid: int) -> Iterator[OpenFile]:
 
 
 def deleted_files(pid: int) -> Iterator[OpenFile]:
-    """Yield the files that a process has open or mapped by a name that they lost; only at these it takes a look."""
+    """Yield the files that a process has open or mapped whose names were removed; only these are examined."""
     for fd in _listed(f"/proc/{pid}/fd"):
         link = f"/proc/{pid}/fd/{fd}"
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ def deleted_files(pid: int) -> Iterator[OpenFile]:
 
 
 def mapped_files(pid: int) -> Iterator[OpenFile]:
-    """Yield the files that a process has mapped by a name that they lost, each once; without root, none."""
+    """Yield the files that a process has mapped whose names were removed, each once; without root, none."""
     seen = set()
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")

@@ -1,7 +1,7 @@
-"""How long somebody who wants something done will wait for it: every wait of a session asks, and ends with them.
+"""How long a caller waits for work: every wait of a session checks this, and ends when the caller does.
 
-Those who want a dump or restore done are CRIU and the runtime that called it. An engine that loses patience kills the
-runtime, and nobody reports that: so every wait checks whether they are still there.
+The callers of a dump or restore are CRIU and the runtime that called it. An engine that loses patience kills the
+runtime, and no signal or message says so: so every wait checks whether they are still alive.
 """
 
 import copy
@@ -26,7 +26,7 @@ class Patience:
         """Begin to wait.
 
         Args:
-            waiting: who waits, by what they are called; nobody: what is done must be done, as an undoing.
+            waiting: the processes that wait, by their names; none: the work must be done anyway, as an undo.
             timeout_s: how long; None: as long as they wait.
         """
         self._waiting = {name: (process, process.open()) for name, process in waiting.items()}
@@ -37,7 +37,7 @@ class Patience:
         return [pidfd for _, pidfd in self._waiting.values() if pidfd is not None]
 
     def within(self, timeout_s: float) -> "Patience":
-        """Return the same patience with a deadline that is no later than in so many seconds."""
+        """Return the same patience with a deadline at most so many seconds from now."""
         shorter = copy.copy(self)
         shorter._deadline = min(self._deadline, time.monotonic() + timeout_s)  # noqa: SLF001 - our own
         return shorter
@@ -53,17 +53,17 @@ class Patience:
         return self.left_s == 0
 
     def check(self) -> None:
-        """Go on only while everybody still waits; the deadline is no concern of this.
+        """Check that everybody still waits; the deadline does not matter here.
 
         Raises:
-            GivenUp: naming who does not any more.
+            GivenUp: naming who no longer does.
         """
         for name, (process, pidfd) in self._waiting.items():
             if pidfd is None or _poll([pidfd]).poll(0):
                 raise GivenUp(f"{name} (pid {process.pid}) was killed meanwhile")
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long, or until the deadline.
+        """Wait for this long, or until the deadline.
 
         Raises:
             GivenUp: as soon as somebody has given up.
@@ -74,7 +74,7 @@ class Patience:
     def until(
         self, is_so: Callable[[], bool], *, poll_s: float = _POLL_S, longest_poll_s: float = _LONGEST_POLL_S
     ) -> bool:
-        """Wait until something is so, looking less often with time; False if it is not by the deadline.
+        """Wait until a condition holds, polling less often with time; False if it does not by the deadline.
 
         Raises:
             GivenUp: as soon as somebody has given up.
@@ -102,7 +102,7 @@ class Patience:
         return True
 
     def close(self) -> None:
-        """Wait no more."""
+        """Stop waiting."""
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._waiting = {}

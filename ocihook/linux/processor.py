@@ -1,4 +1,4 @@
-"""What this node's processors can do, as the kernel names it: memory that was made with more cannot go on with less."""
+"""Features of this node's processors, as the kernel names them: a process started with more cannot run with fewer."""
 
 from pathlib import Path
 

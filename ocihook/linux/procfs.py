@@ -1,4 +1,4 @@
-"""Reads /proc: who a process is, who started it, whether it is still the same one."""
+"""Reads /proc: who a process is, who started it, whether it is still the same process."""
 
 import contextlib
 import os
@@ -117,7 +117,7 @@ def has_ended(pidfd: int) -> bool:
 def descendants(pid: int) -> list[int]:
     """Return a process and all that descend from it, parents first; what ends meanwhile may be missing."""
     found = [pid]
-    for parent in found:  # grows while it is walked
+    for parent in found:  # grows while it is iterated
         for task in _listed(f"/proc/{parent}/task"):
             with contextlib.suppress(OSError):
                 found += [int(word) for word in Path(f"/proc/{parent}/task/{task}/children").read_text().split()]

@@ -1,4 +1,4 @@
-"""Holds threads of another process, and lets one of them make a system call: what CRIU's compel does, without code.
+"""Holds threads of another process, and has one of them make a system call: as CRIU's compel, without injected code.
 
 A tracer may be killed at any moment, and the program is not to notice:
 - A thread that is held resumes by itself then. Its stops are those of a system call or of ptrace's own, which leave
@@ -34,7 +34,7 @@ from ocihook.linux.workers import outliving_parent
 _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
 _SYSCALL, _CONT = 24, 7
 _GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO = 0x420A, 0x420B, 0x420E
-# Without it a stop at a system call is one with SIGTRAP, which a thread gets whose tracer dies then.
+# Without it, a stop at a system call is one with SIGTRAP, which the thread gets if its tracer dies then.
 _O_TRACESYSGOOD = 1
 _SYSCALL_STOP = signal.SIGTRAP | 0x80
 _SYSCALL_INFO = struct.Struct("<B3xIQQQ6Q")  # op, arch, ip, sp; of an entry: number, arguments; of an exit: result
@@ -48,8 +48,8 @@ _ALL_SIGNALS = (1 << 64) - 1
 _NO_CALL = (1 << 64) - 1  # -1
 _POLL_S = 0.001
 _SPIN_S = 0.0003  # most stops come within 0.05 ms, and no timer is as fast
-_STOP_TIMEOUT_S = 20.0  # for threads to stop that run
-# What an interrupted system call returns inside the kernel when it is to be made again: linux/errno.h.
+_STOP_TIMEOUT_S = 20.0  # for running threads to stop
+# What an interrupted system call returns inside the kernel when it is to be restarted: linux/errno.h.
 _RESTARTS = (-512, -513, -514, -516)
 _LIBC = re.compile(r"/(libc[.-]|ld-)")
 
@@ -94,11 +94,11 @@ class CallInstruction(NamedTuple):
     """Where a process has an instruction that makes a system call."""
 
     address: int
-    restorer: int  # code that a thread comes to from there and that has it restored from a frame; 0: none
+    restorer: int  # code to which the thread returns after it, and which restores it from a frame; 0: none
 
 
 class HeldThread:
-    """A thread that this process has stopped, whatever it was doing; `release` lets it go on as if nothing had been."""
+    """A thread that this process has stopped, whatever it was doing; `release` resumes it as if it had not been."""
 
     def __init__(self, tid: int, patience: Patience | None) -> None:
         """Stop it.
@@ -109,7 +109,7 @@ class HeldThread:
                 it is thawed, before it runs.
 
         Raises:
-            OSError: if it is gone, somebody else traces it, or it does not stop in time.
+            OSError: if it is gone, another process traces it, or it does not stop in time.
             GivenUp: if nobody waits for it any more. One that has not stopped is released when this process ends.
         """
         self.tid = tid
@@ -128,12 +128,12 @@ class HeldThread:
     def _wait(self, patience: Patience = ENDLESS) -> int:
         """Wait for a stop; return its status, and keep the signal that is then to be delivered, 0 for none.
 
-        What was begun with a thread is brought to its end: whoever waits for this process has the patience.
+        What was begun with a thread is completed: the patience is that of the process that waits for this one.
         """
         found, status = _poll_stop(self.tid)
         spun = time.monotonic() + _SPIN_S
         while not found and time.monotonic() < spun:
-            os.sched_yield()  # it may need this very processor to come to its stop
+            os.sched_yield()  # it may need this very processor to reach its stop
             found, status = _poll_stop(self.tid)
 
         def has_stopped() -> bool:
@@ -154,7 +154,7 @@ class HeldThread:
         return 0 if _is_event(status) or number == _SYSCALL_STOP else number
 
     def release(self) -> None:
-        """Let it go on. One that is gone is released, too."""
+        """Resume it. One that is gone counts as released."""
         release_all([self])
 
     def has_settled(self) -> bool:
@@ -171,20 +171,20 @@ class HeldThread:
         return self._has_stopped or self._has_ended
 
     def try_release(self) -> bool:
-        """Let it go on if it has settled; False: it has not, and must be asked again."""
+        """Resume it if it has settled; False: it has not, and this must be called again."""
         if self.has_settled() and not self._has_ended:
             try:
                 _ptrace(_DETACH, self.tid, 0, self._signal)
                 self._has_ended = True  # for its tracer
-            except OSError:  # it was killed; its parent learns of its end only when its tracer has reaped it
+            except OSError:  # it was killed; its parent is notified only when its tracer has reaped it
                 self._has_stopped = False
         return self._has_ended
 
     def make_call(self, name: str, instruction: CallInstruction, *arguments: int) -> int:
-        """Let the thread make a system call; return its result.
+        """Have the thread make a system call; return its result.
 
-        Signals wait meanwhile. Afterwards the thread is as it was, and an interrupted call of its own goes on. If this
-        process is killed in here it does so, too, but that a timed wait starts over.
+        Signals wait meanwhile. Afterwards the thread is as it was, and an interrupted call of its own continues. That
+        holds if this process is killed in here, too, except that a timed wait starts over.
 
         Args:
             name: of the call.
@@ -213,7 +213,7 @@ class HeldThread:
                 self._run_to(_SYSCALL, _is_system_call)
                 self._run_to(_SYSCALL, _is_system_call)
                 _, result, _ = self._system_call()
-                # From a stop of this kind the kernel makes an interrupted call again, as it would have without us.
+                # From a stop of this kind the kernel restarts an interrupted call, as it would have without us.
                 _ptrace(_INTERRUPT, self.tid)
                 self._run_to(_CONT, _is_event)
             finally:
@@ -225,10 +225,10 @@ class HeldThread:
         return result
 
     def _has_shadow_stack(self) -> bool:
-        """Return whether the thread can return to nowhere but where it was called from."""
+        """Return whether the thread has a shadow stack: it can return only to where it was called from."""
         try:
             self._register_set(_NT_X86_SHSTK, 8)
-        except OSError:  # the kernel knows of none, or the thread has none
+        except OSError:  # the kernel does not support one, or the thread has none
             return False
         return True
 
@@ -243,17 +243,17 @@ class HeldThread:
         return 0
 
     def _run_to(self, request: int, is_it: Callable[[int], bool]) -> None:
-        """Let it go on until a stop of some kind. A signal that comes before is passed on, to wait or to stop all."""
+        """Run it until a stop of some kind. A signal that arrives before is passed on, to wait or to stop all."""
         while True:
             _ptrace(request, self.tid, 0, self._signal)
             if is_it(self._wait()):
                 return
 
     def watch_mappings(self, child: int, least_bytes: int, report: Callable[[int, int], object]) -> None:
-        """Let the thread go on until `child` of this process has ended; report the first large mapping that it makes.
+        """Let the thread run until `child` of this process has ended; report the first large mapping that it makes.
 
-        That is anonymous memory, and reported before any of it is there: the thread is stopped, and must not fill it at
-        once even if it asked for that.
+        That is anonymous memory, and reported before any of it is populated: the thread is stopped, and must not
+        populate it at once even if it asked for that.
 
         Args:
             child: a process that this one has forked, and does not wait for elsewhere.
@@ -263,7 +263,7 @@ class HeldThread:
         request, size, flags = _SYSCALL, 0, 0
         _ptrace(request, self.tid, 0, self._signal)
         while True:
-            pid, status = os.waitpid(-1, _WALL)  # waits: for the driver; whoever waits for this process has patience
+            pid, status = os.waitpid(-1, _WALL)  # waits: for the driver; the caller's process has patience
             if pid == child:
                 return
             if pid != self.tid or not os.WIFSTOPPED(status):
@@ -352,11 +352,11 @@ def _large_mapping(call: int, arguments: tuple[int, ...], least_bytes: int) -> t
 
 
 def _made_anew(machine: _Machine, registers: "ctypes.Array[ctypes.c_uint64]") -> list[int]:
-    """Return registers with which an interrupted system call is made once more, from its beginning.
+    """Return registers with which an interrupted system call is restarted from its beginning.
 
-    rt_sigreturn(2) makes the kernel forget how far it had come. A wait that is longer is better than one that ends with
-    EINTR, which a program without handlers of signals never sees. Only a wait that had been interrupted before, too,
-    ends so: it goes on as restart_syscall(2), and which call it was shows nowhere.
+    rt_sigreturn(2) makes the kernel forget its progress. A longer wait is better than one that ends with EINTR, which a
+    program without signal handlers never sees. Only a wait that had been interrupted before, too, ends so: it continues
+    as restart_syscall(2), and nothing shows which call it was.
     """
     anew = list(registers)
     call = _NO_CALL if machine.original is None else anew[machine.original]
@@ -374,7 +374,7 @@ def _machine() -> _Machine:
 
 
 def find_call_instruction(pid: int) -> CallInstruction:
-    """Find an instruction in a process that makes a system call, one that leads to a restorer if there is.
+    """Find an instruction in a process that makes a system call, with a restorer to return to if there is one.
 
     Raises:
         TraceError: if there is none.
@@ -395,7 +395,7 @@ def find_call_instruction(pid: int) -> CallInstruction:
 
 
 def _executable(pid: int) -> Iterator[tuple[int, bytes]]:
-    """Yield address and content of what a process may execute, what has system calls first: the vDSO, its libc."""
+    """Yield address and content of executable mappings, those with system calls first: the vDSO, the libc."""
     found = [mapping for mapping in read_mappings(pid) if "x" in mapping.mode and mapping.name != "[vsyscall]"]
     try:
         fd = os.open(memory_path(pid), os.O_RDONLY | os.O_CLOEXEC)
@@ -410,15 +410,14 @@ def _executable(pid: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _place(start: int, code: bytes, patterns: Iterable[bytes]) -> int:
-    """Return the address of the first of some patterns that is there, 0 if none is."""
+    """Return the address of the first of some patterns that is found, 0 if none is."""
     return next((start + at for at in map(code.find, patterns) if at >= 0), 0)
 
 
 def release_all(threads: Iterable[HeldThread]) -> None:
-    """Let threads go on, in whatever order they can be: the end of one that was killed may wait for another's.
+    """Release threads in any order that works: the end of one that was killed may wait for another's.
 
-    There is no end to that but theirs: one that is frozen can be released only when it is thawed, or by this process's
-    own end.
+    There is no time limit: one that is frozen can be released only when it is thawed, or by the end of this process.
     """
     left = list(threads)
 
@@ -431,14 +430,14 @@ def release_all(threads: Iterable[HeldThread]) -> None:
 
 @contextlib.contextmanager
 def held(pid: int, patience: Patience | None, *, without: int = 0) -> Iterator[list[HeldThread]]:
-    """Hold every thread of a process but one, so that its memory changes by nobody else's hand.
+    """Hold every thread of a process but one, so that no other thread changes its memory.
 
-    What this process holds already is not touched.
+    Threads that this process holds already are not touched.
 
     Args:
         pid: of the process.
         patience: how long to wait until they have stopped; None: do not, as HeldThread.
-        without: the thread that goes on.
+        without: the thread that continues to run.
 
     Raises:
         TraceError: if a thread cannot be held, or does not stop in time; all are released then.

@@ -1,8 +1,8 @@
-"""The frame from which a thread restores itself: what the kernel leaves on a stack for a handler of a signal.
+"""The frame from which a thread restores itself: what the kernel puts on a stack for a signal handler.
 
-A thread whose registers somebody has changed makes one system call and returns into the code that every libc has at
-the end of a handler. That calls rt_sigreturn(2), and the kernel takes all registers and the signal mask from the frame.
-Nobody else has to be there for it. The layout is that of x86-64, the only machine that this is written for.
+A thread whose registers were changed makes one system call and returns into the code that every libc has at the end of
+a handler. That calls rt_sigreturn(2), and the kernel takes all registers and the signal mask from the frame. No other
+process is needed for it. The layout is that of x86-64, the only machine that this is written for.
 """
 
 import struct
@@ -24,14 +24,14 @@ _RED_ZONE_BYTES = 128  # below the stack pointer: a function's own (System V ABI
 _FRAME = struct.Struct("<Q QQ QIxxxxQ 18Q 4H 4Q Q 64x Q 128x")
 _IN_ORDER = (9, 8, 7, 6, 3, 2, 1, 0, 14, 13, 4, 5, 12, 10, 11, STACK_POINTER, 16, _FLAGS)
 _UC_FLAGS = 7  # extended floating-point state; the stack segment is to be taken as it is
-_KEEP_STACK = 3  # no mode of an alternate stack: the kernel leaves the one there is as it is
+_KEEP_STACK = 3  # no valid mode of an alternate stack: the kernel leaves the present one as it is
 
 # The extended state as ptrace(2) gives it and a frame has it, arch/x86/include/uapi/asm/sigcontext.h.
 _FEATURES_AT, _SOFTWARE_AT, _IN_USE_AT = 464, 464, 512
 _SOFTWARE = struct.Struct("<IIQI28x")  # magic, size with the second magic, features, size
 _MAGIC, _MAGIC_AT_END = 0x46505853, 0x46505845
 _LEAST_STATE_BYTES = 576
-_TILES = 1 << 18  # Intel's AMX: at the end, and in a frame only of those who have asked the kernel for it
+_TILES = 1 << 18  # Intel's AMX: at the end, and only in frames of processes that have requested it from the kernel
 _TILES_BYTES = 8192
 
 
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
 
 
 def build_frame(registers: Sequence[int], mask: int, state: bytes, restorer: int) -> Frame | None:
-    """Build the frame that brings a thread to what it was, below what it has on its stack.
+    """Build the frame that restores a thread's state, below what it has on its stack.
 
     Args:
         registers: to be restored, in the order of NT_PRSTATUS.

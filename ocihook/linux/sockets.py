@@ -1,6 +1,6 @@
-"""The sockets of a process, asked themselves: of what kind they are, and in what state.
+"""The sockets of a process, queried directly: of what kind they are, and in what state.
 
-A socket is asked through a copy of its descriptor (pidfd_getfd(2)), which changes nothing for its owner.
+A socket is queried through a copy of its descriptor (pidfd_getfd(2)), which changes nothing for its owner.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ class Socket(NamedTuple):
     is_connected: bool  # TCP: neither closed nor listening
     waiting: int  # connections that nobody has accepted yet
     address: str  # where it is bound; "" if nowhere, or not on an IP
-    is_corked: bool = False  # UDP: it holds back what is sent
+    is_corked: bool = False  # UDP: it delays what is sent
 
 
 def sockets(pid: int) -> Iterator[Socket]:
-    """Yield the sockets of a process; none when it is gone, or may not be looked into."""
+    """Yield the sockets of a process; none when it is gone, or may not be accessed."""
     for inode, sock in copies(pid):
         with contextlib.suppress(OSError):
             yield _describe(pid, inode, sock)
@@ -85,7 +85,7 @@ def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
 
 
 def hides_socket_options() -> bool:
-    """Return whether this kernel no longer answers what CRIU before 4.2 asks of Internet sockets (criu#2705)."""
+    """Return whether this kernel lacks the options that CRIU before 4.2 reads of Internet sockets (criu#2705)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED)

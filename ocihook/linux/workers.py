@@ -1,4 +1,4 @@
-"""Forked workers that share a queue of numbered tasks: parallel work without threads, locks or a pool to keep.
+"""Forked workers that share a queue of numbered tasks: parallel work without threads, locks or a permanent pool.
 
 Processes and not threads, because most of the work is many short calls (checksum, LZ4) under the GIL.
 The caller must be single-threaded, as every process of ocihook that packs is.
@@ -26,14 +26,14 @@ _PIPE_BUF = 4096  # writes up to this are atomic, so that all workers may share 
 _TOO_LATE = "the work was not done in time"
 _MAX_TEXT = 800  # characters of an error that cannot be passed as it is; at 4 bytes each they fit
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 2, 36  # linux/prctl.h
-# Keep freed memory instead of handing it back and faulting it in again for the next chunk: a quarter more
+# Keep freed memory instead of returning it and faulting it in again for the next chunk: a quarter more
 # throughput with LZ4's buffers (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
 _MALLOPT = ((-1, 64 << 20), (-3, 32 << 20))
 # linux/ioprio.h; the number of ioprio_set(2)
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_IDLE = 1, 3
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
-# What most likely is behind it, by the exit code of a worker.
+# The most likely reason, by the exit code of a worker.
 _HINTS = {
     -signal.SIGBUS: "a file that it had mapped has become shorter, or its disk fails: see the kernel's log",
     -signal.SIGKILL: "the kernel does that where memory runs out: see its log",
@@ -42,7 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerDied(OcihookError):
-    """A worker process ended without saying why (killed, or out of memory)."""
+    """A worker process ended without an error of its own (killed, or out of memory)."""
 
     code = "worker-died"
 
@@ -54,7 +54,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans(*, wanted: bool) -> None:
-    """Be the parent of descendants whose own has ended, or let somebody further up be that again (prctl(2))."""
+    """Become the parent of descendants whose parent has ended, or leave that to an ancestor again (prctl(2))."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -62,7 +62,7 @@ def adopt_orphans(*, wanted: bool) -> None:
 
 @contextlib.contextmanager
 def run_ahead_of_others() -> Iterator[None]:
-    """Run some instructions that somebody else races with before anything else that this processor could do."""
+    """Run a few instructions that race with another process ahead of all else on this processor."""
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     with contextlib.suppress(OSError):  # a cgroup of v1 may allow none
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -74,14 +74,14 @@ def run_ahead_of_others() -> Iterator[None]:
 
 
 def run_at_low_priority() -> None:
-    """Let this process, and what it forks, have processors and disks only when nobody else wants them."""
+    """Let this process and its children use processors and disks only when no other process needs them."""
     os.nice(19)
     _set_io_priority(_IOPRIO_CLASS_IDLE << 13)
 
 
 @contextlib.contextmanager
 def at_normal_priority() -> Iterator[None]:
-    """Let this process run as any other while somebody may have to wait for it; without the right to, as it does."""
+    """Run this process at normal priority while others may wait for it; without permission, keep its priority."""
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     number = _IOPRIO_GET.get(platform.machine())
     io_priority = 0 if number is None else int(_libc.syscall(number, _IOPRIO_WHO_PROCESS, 0))
@@ -121,7 +121,7 @@ def outliving_parent() -> Iterator[None]:
 def run_forked(
     worker: Callable[[int, Iterator[int]], Iterable[T]], *, tasks: int, workers: int, patience: Patience = ENDLESS
 ) -> Generator[T, None, None]:
-    """Run `worker(number, task_numbers)` in forked processes and yield what they yield, as it comes.
+    """Run `worker(number, task_numbers)` in forked processes and yield what they yield, as it arrives.
 
     Each task number in range(tasks) goes to exactly one worker, the next free one. A yielded object must
     pickle into less than 4 KiB. An error in a worker is raised here; the others are then killed. With one
@@ -154,7 +154,7 @@ def run_forked(
         sink = -1
         yield from _collect(results, patience)
         while pids:
-            pid, status = os.waitpid(next(iter(pids)), 0)  # waits: it is at its end, having closed its pipe
+            pid, status = os.waitpid(next(iter(pids)), 0)  # waits: it is ending, having closed its pipe
             number = pids.pop(pid)
             if status != 0:
                 hint = _HINTS.get(os.waitstatus_to_exitcode(status), "")
@@ -177,7 +177,7 @@ class Call:
         self._reader = reader
 
     def outcome(self, patience: Patience) -> Any:  # noqa: ANN401 - what was called decides
-        """Return what came of it, an exception if it raised one; a TimeoutError if that is not there in time.
+        """Return its result, an exception if it raised one; a TimeoutError if it has not ended in time.
 
         Raises:
             GivenUp: if nobody waits for it any more.
@@ -194,7 +194,7 @@ class Call:
     def close(self) -> None:
         """End the process if it has not ended."""
         os.close(self._reader)
-        with contextlib.suppress(ChildProcessError):  # waited for elsewhere; its pid may be another's by now
+        with contextlib.suppress(ChildProcessError):  # waited for elsewhere; its pid may have been reused
             if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)  # waits: it was killed
@@ -217,10 +217,10 @@ def start_call(function: Callable[[A], object], item: A) -> Iterator[Call]:
 
 
 def call_each(function: Callable[[A], T], items: Sequence[A], patience: Patience) -> list[T | Exception]:
-    """Call `function` with every item at once, each in a process of its own; return what came of each, in order.
+    """Call `function` with every item at once, each in a process of its own; return their outcomes, in order.
 
-    For calls that may not return, or must not be made in this process. What is not there in time is killed, and its
-    outcome is a TimeoutError. A result must pickle, and may be of any size.
+    For calls that may not return, or must not be made in this process. A call that has not ended in time is killed, and
+    its outcome is a TimeoutError. A result must pickle, and may be of any size.
 
     Args:
         function: to be called.
@@ -228,8 +228,8 @@ def call_each(function: Callable[[A], T], items: Sequence[A], patience: Patience
         patience: for all of them together.
 
     Raises:
-        GivenUp: if nobody waits for them any more; all are killed. What must not be killed half way is called with
-            patience that watches nobody.
+        GivenUp: if nobody waits for them any more; all are killed. What must not be killed halfway is called with a
+            patience that watches no process.
     """
     with contextlib.ExitStack() as stack:
         calls = [stack.enter_context(start_call(function, item)) for item in items]
@@ -256,7 +256,7 @@ def _call(function: Callable[[A], T], item: A, writer: int, parent: int) -> None
 
 
 def _read_to_end(fd: int, patience: Patience) -> bytes | None:
-    """Read to the end of a pipe; None if that does not come in time."""
+    """Read to the end of a pipe; None if that is not reached in time."""
     data = bytearray()
     while patience.ready(fd):
         part = os.read(fd, 1 << 16)  # waits: no, it is ready

@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Where keys come from: a file, or what a command prints; `{domain}` in them is the domain's name."""
+    """Where keys come from: a file, or the output of a command; `{domain}` in either is the domain's name."""
 
     file: str = ""
     command: str = ""
@@ -60,23 +60,23 @@ NO_KEYS = KeySource()
 
 @dataclass
 class Keyring:
-    """The keys of one domain, got when the first is needed: the newest writes, all read."""
+    """The keys of one domain, loaded when the first is needed: the newest encrypts, all decrypt."""
 
     source: KeySource
     domain: str
     _keys: list[Key] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Refuse what could be more than a domain's name in a path or a command.
+        """Refuse a name that would be more than a name in a path or a command.
 
         Raises:
-            StoreError: if it is no name for a domain.
+            StoreError: if it is not a name for a domain.
         """
         check_domain_name(self.domain)
 
     @property
     def is_configured(self) -> bool:
-        """Return whether there are to be keys."""
+        """Return whether a source of keys is configured."""
         return any(self.source)
 
     @property
@@ -226,20 +226,20 @@ class PackCipher:
         return cls(keyring.newest, os.urandom(SALT_BYTES))
 
     def encrypt(self, offset: int, data: bytes | memoryview, associated: bytes) -> bytes:
-        """Return the stored bytes of the chunk at an offset; whoever decrypts it must know `associated`."""
+        """Return the stored bytes of the chunk at an offset; to decrypt it, `associated` must be known."""
         return self._aead.encrypt(offset.to_bytes(12, "little"), data, associated)
 
     def decrypt(self, offset: int, stored: bytes | memoryview, associated: bytes) -> bytes:
         """Return what was encrypted.
 
         Raises:
-            InvalidTag: if it was not with this key, at this place, with the same `associated`.
+            InvalidTag: if that was not with this key, at this offset, with the same `associated`.
         """
         return self._aead.decrypt(offset.to_bytes(12, "little"), stored, associated)
 
 
 def permute(key: bytes, ids: bytes, *, back: bool = False) -> bytes:
-    """Return page ids, 16 bytes each, which AES permutes: so they reveal nothing but which are equal."""
+    """Return page ids, 16 bytes each, enciphered with AES: they reveal only which are equal."""
     cipher = Cipher(algorithms.AES(key), modes.ECB())  # noqa: S305 - of ids, whose equality is what is to be seen
     worker = cipher.decryptor() if back else cipher.encryptor()
     return worker.update(ids) + worker.finalize()

@@ -48,7 +48,7 @@ def read_record(path: Path, limit_bytes: int, what: str) -> bytes | None:
     """Return the content of a record's file; None if there is none.
 
     Raises:
-        IntegrityError: if it is no file, or larger than such a record can be.
+        IntegrityError: if it is not a file, or larger than such a record can be.
     """
     try:
         fd = open_regular(path)
@@ -57,7 +57,7 @@ def read_record(path: Path, limit_bytes: int, what: str) -> bytes | None:
     except OSError as error:
         raise IntegrityError(f"the {what} cannot be opened: {error.strerror}") from error
     with open(fd, "rb") as file:
-        # No more than it has: a read takes as much memory as it is asked for.
+        # Not more than its size: a read allocates as much memory as it is asked for.
         data = file.read(min(os.fstat(fd).st_size, limit_bytes) + 1)
     if len(data) > limit_bytes:
         raise IntegrityError(f"the {what} is larger than {limit_bytes} bytes")
@@ -86,7 +86,7 @@ def as_text(value: object) -> str:
     """Return a string that can be printed; else a ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"{reprlib.repr(value)} is not a string")
-    value.encode()  # half a surrogate pair, which JSON can say, could never be printed
+    value.encode()  # half a surrogate pair, which JSON can hold, could never be printed
     return value
 
 

@@ -32,7 +32,7 @@ _RECORD = struct.Struct("<QQQIHBx")  # Chunk in its own order, and a zero byte
 _TRAILER = struct.Struct("<8sQQII")  # magic, table offset, table xxh3-64, chunks, 0
 _HEADER_BYTES = _HEADER.pack(_MAGIC, VERSION, 0, 0)
 _ENCRYPTED_HEADER_BYTES = _HEADER.pack(_MAGIC, ENCRYPTED_VERSION, 0, 0)  # then the key's id and a salt
-_ASSOCIATED = struct.Struct("<QHB")  # present, pages, kind: what of a record its chunk's tag vouches for
+_ASSOCIATED = struct.Struct("<QHB")  # present, pages, kind: the part of a record that its chunk's tag covers
 _GATHER_MAX = 1000  # below IOV_MAX (1024 on Linux)
 _FULL = {pages: (1 << pages) - 1 for pages in range(1, CHUNK_PAGES + 1)}  # `present` where all pages have content
 _KINDS = bytes((RAW, LZ4)).ljust(256)  # by whether a chunk is smaller than its content
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
 
 
 def compress(content: bytes | memoryview) -> bytes | None:
-    """Return it compressed; None where less than 1/16 is saved, which is not worth the time to decompress it."""
+    """Return content compressed; None where less than 1/16 is saved, which is not worth the time to decompress it."""
     compressed: bytes = lz4.block.compress(content, store_size=False)
     return compressed if len(compressed) < len(content) - len(content) // 16 else None
 
@@ -109,7 +109,7 @@ class PackWriter:
         self.chunks += 1
 
     def flush(self) -> None:
-        """Hand everything appended so far to the kernel."""
+        """Write everything appended so far to the file."""
         write_all(self._fd, self._pending)
         self._pending.clear()
 
@@ -183,7 +183,7 @@ class PackReader:
     """A pack whose header, table and trailer have been checked against what the manifest says of it."""
 
     def __init__(self, file: PackFile, info: PackInfo, keyring: Keyring | None = None) -> None:
-        """Open and check; the keys are asked for when an encrypted pack is read.
+        """Open and check; keys are requested only when an encrypted pack is read.
 
         Raises:
             IntegrityError: if the pack is missing, truncated, foreign, or its table is damaged.
@@ -253,15 +253,15 @@ class PackReader:
             yield chunk
 
     def full_chunks(self) -> Sequence[int]:
-        """Check as `chunks` does that there are chunks only of which all pages have content.
+        """Check, as thoroughly as `chunks`, that in all chunks every page has content.
 
         Returns:
-            The number of the first page of each chunk; then how many there are.
+            The number of the first page of each chunk; then how many pages there are.
 
         Raises:
             IntegrityError: if there are others.
         """
-        # By columns, which takes a tenth of the time that a record after the other does.
+        # By columns, which takes a tenth of the time of going record by record.
         offsets, present = self._column("Q", 0), self._column("Q", 8)
         sizes, pages, kinds = self._column("I", 24), self._column("H", 28), self._table[30 :: _RECORD.size]
         tag_bytes = TAG_BYTES if self.is_encrypted else 0

@@ -34,9 +34,9 @@ REGION_PACK_PREFIX = "ocihook-region-"
 PACK_NAME = re.compile(r"ocihook-(region-)?[0-9]{1,4}\.pack")
 VERSIONS = (1, 2)  # 2: with regions; an image set without any is written as 1
 
-# Of all memory of a checkpoint, zero pages too: more than nodes have, and little enough to be gone through.
+# Of all memory of a checkpoint, zero pages too: more than nodes have, and little enough to iterate over.
 MAX_MEMORY_BYTES = 8 << 40
-MAX_MANIFEST_BYTES = 8 << 20  # 3 TiB of memory, or 9000 processes; it is what bounds the memory that reading takes
+MAX_MANIFEST_BYTES = 8 << 20  # 3 TiB of memory, or 9000 processes; bounds the memory that reading takes
 _PAGES_NAME = re.compile(r"pages-[0-9]{1,10}\.img")
 _OTHER_NAME = re.compile(r"[A-Za-z0-9_@.:-]{1,250}\.img")
 # What runc and crun write beside CRIU's images: the names of the first descriptors. Without it they restore nothing.
@@ -80,7 +80,7 @@ class PackedRegion(NamedTuple):
 class OtherImage(NamedTuple):
     """An image that was left as CRIU wrote it. CRIU takes a missing one as empty, so it is recorded here.
 
-    Or DESCRIPTORS_NAME, which a record has under a key of its own, that older readers ignore.
+    Or DESCRIPTORS_NAME, which a record has under a key of its own, which older readers ignore.
     """
 
     name: str
@@ -285,7 +285,7 @@ def digest_file(path: Path) -> str:
 
 
 def write_manifest(directory: Path, manifest: PackedManifest, *, durable: bool) -> None:
-    """Commit: afterwards the packs are the checkpoint.
+    """Commit: from here on, the packs are the checkpoint.
 
     Raises:
         StoreError: if it would be too large to be read again.

@@ -169,5 +169,5 @@ def _pack_range(source: ReadablePages, start: int, size: int, writer: PackWriter
 
 
 def _sample(content: bytes | memoryview) -> bytes:
-    """Return every 16th page: where the chunk before did not compress, as weights do not, this chunk seldom does."""
+    """Return every 16th page: if the chunk before did not compress (weights do not), this one seldom does."""
     return b"".join(content[at : at + PAGE_BYTES] for at in range(0, len(content), 16 * PAGE_BYTES))

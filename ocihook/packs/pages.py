@@ -15,11 +15,11 @@ from ocihook.packs.pack import CHUNK_PAGES, PAGE_BYTES
 
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 RANGE_BYTES = 16 << 20  # what a worker takes of an image at a time; small, so that all finish together
-BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; stays in the L2 cache, also with a neighbour
-FILE_BATCH_BYTES = 2 << 20  # what it writes to a file: a huge page, which the kernel need not clear then
+BATCH_BYTES = 512 << 10  # what a worker reads and writes at a time; fits into the L2 cache, also when it is shared
+FILE_BATCH_BYTES = 2 << 20  # what it writes to a file: a huge page, which the kernel then need not clear
 ZERO_CHUNK = bytes(CHUNK_BYTES)
 ZEROS = memoryview(ZERO_CHUNK)
-_HOLE_PAGES = 16  # zero pages in a row that are worth a hole: as many as take as long to write as the call does
+_HOLE_PAGES = 16  # zero pages in a row that are worth a hole: writing so many takes as long as the call
 Progress = Callable[[int], None]  # called with how many more bytes of image are done
 
 
@@ -34,17 +34,17 @@ class ReadablePages(Protocol):
         """Fill `view`; return how many bytes there were."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
 
 
 class WritablePages(Protocol):
     """Where pages are written to: a page image, or a process's memory."""
 
     def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
-        """Write buffers one after the other; return how many bytes went."""
+        """Write buffers one after the other; return how many bytes were written."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
 
 
 class Part(NamedTuple):
@@ -71,7 +71,7 @@ class Parts:
         return map(Part, self._starts, self._sizes, self._to)
 
     def within(self, start: int, end: int) -> Iterator[Part]:
-        """Yield what of them lies between two offsets."""
+        """Yield those parts, cut, that lie between two offsets."""
         for number in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
             at = self._starts[number]
             if at >= end:
@@ -81,12 +81,12 @@ class Parts:
                 yield Part(low, high - low, self._to[number] + low - at)
 
     def touches(self, start: int, end: int) -> bool:
-        """Return whether anything of them lies between two offsets."""
+        """Return whether any part lies between two offsets."""
         return next(self.within(start, end), None) is not None
 
 
 class ScatteredPages:
-    """Takes the pages of an image, and writes parts of it elsewhere; what is in no part goes nowhere."""
+    """Takes the pages of an image, and writes parts of it elsewhere; the rest is dropped."""
 
     def __init__(self, pages: WritablePages, parts: Parts) -> None:
         self._pages = pages
@@ -136,7 +136,7 @@ def scattered(opened: Callable[[], WritablePages], parts: Parts) -> Target:
 
 
 class ImageFile:
-    """A page image that is there."""
+    """A page image that exists."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         """Open it.
@@ -151,7 +151,7 @@ class ImageFile:
         return os.preadv(self._fd, [view], offset)
 
     def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
-        """Write buffers one after the other; return how many bytes went."""
+        """Write buffers one after the other; return how many bytes were written."""
         return os.pwritev(self._fd, buffers, offset)
 
     @property
@@ -168,7 +168,7 @@ def make_image(path: Path, size_bytes: int) -> None:
     """Make a new image, all zero, to be written.
 
     Raises:
-        OSError: also if there is anything at its place.
+        OSError: also if its path exists already.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -200,7 +200,7 @@ class Range(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """How many it has."""
+        """The number of its pages."""
         return self.size_bytes // PAGE_BYTES
 
 
@@ -224,7 +224,7 @@ def byte_runs(present: int) -> Iterator[tuple[int, int]]:
 
 
 class PageWriter:
-    """Gathers pages and writes them in few large calls; what is zero for long becomes a hole.
+    """Gathers pages and writes them in few large calls; long runs of zeros become holes.
 
     The calls end at multiples of their size: with FILE_BATCH_BYTES each huge page of a file is written whole.
     """
@@ -296,7 +296,7 @@ def write_pages(pages: WritablePages, buffers: Sequence[bytes | memoryview], pos
     left = sum(map(len, buffers))
     while left:
         written = pages.write(buffers, position)
-        if not written:  # memory that its process has unmapped, or left
+        if not written:  # the process has unmapped the memory, or ended
             raise OSError(errno.EIO, "Memory ended early")
         position += written
         left -= written

@@ -1,4 +1,4 @@
-"""Images as runs of pages, whatever keeps these, and the one way in which all are written where they are wanted."""
+"""Images as runs of pages, however they are stored, and the one function that writes all of them to their targets."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ from ocihook.packs.pages import (
 
 ALL: Mapping[str, Parts] = MappingProxyType({})  # of every image
 
-# So many pages, and their content in pieces; without any they are zero, or not wanted.
+# A number of pages, and their content in pieces; with no pieces they are zero, or not wanted.
 Run = tuple[int, list[Buffer]]
 
 
@@ -39,7 +39,7 @@ class PageRuns(Protocol):
     """An image or a region: a row of segments in packs, extents in packs of the store, or a file as CRIU wrote it."""
 
     size_bytes: int
-    is_overwritten: bool  # what a run has is gone with the next one
+    is_overwritten: bool  # the next run overwrites the content of this one
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Yield start and size in bytes of what workers take of it at a time."""
@@ -52,7 +52,7 @@ class PageRuns(Protocol):
         """
 
     def verify(self, start: int, size_bytes: int) -> None:
-        """Read the same and no more.
+        """Read the same, and return nothing.
 
         Raises:
             IntegrityError: naming what is missing or damaged.
@@ -76,8 +76,8 @@ def write_images(
         images: by name.
         targets: where they go, by the same names; None: they are verified, and go nowhere. Others are left out.
         workers: processes to use.
-        patience: how long it is waited for.
-        progress: told the bytes done.
+        patience: how long the caller waits for it.
+        progress: called with the bytes done.
 
     Raises:
         OcihookError: naming what is missing or damaged.
@@ -90,7 +90,7 @@ def write_images(
         for start, size in images[name].ranges()
         if (target := targets[name]) is None or target.wants(start, size)
     ]
-    # The kernel lets one at a time write to a file, so that workers had better be at several of them.
+    # The kernel lets one process at a time write to a file, so it is better to have workers at several files.
     ranges.sort(key=lambda one: one.start / images[names[one.number]].size_bytes)
 
     def worker(_number: int, task_numbers: Iterator[int]) -> Iterator[int]:
@@ -121,7 +121,7 @@ def file_targets(directory: Path, sizes: Mapping[str, int], only: Mapping[str, P
     """Make files in `directory` for images of such sizes, by their names; of those in `only` just for these parts.
 
     Raises:
-        OSError: from the file system; also if there is anything at a place of theirs.
+        OSError: from the file system; also if one of the files exists already.
     """
     targets = {}
     for name, size_bytes in sizes.items():

@@ -87,7 +87,7 @@ class PackedPart:
             yield reader, segment, at
 
     def close(self) -> None:
-        """Nothing is held: the packs are others', too."""
+        """Close nothing: the packs are shared."""
 
 
 class Packs:
@@ -136,10 +136,10 @@ class Packs:
 
         Args:
             directory: where they go.
-            with_regions: check those, too, which `write` does once more.
-            only: of some images, by their names, what is to be written and where to; `write` checks the rest.
+            with_regions: check those, too; `write` checks them again.
+            only: for some images, by name, the parts to be written; `write` checks the rest.
             workers: processes to use.
-            patience: how long it is waited for.
+            patience: how long the caller waits for it.
             progress: called with the bytes done.
 
         Raises:
@@ -174,7 +174,7 @@ class Packs:
 
 
 def _check_apart(images: Sequence[PackedImage | PackedRegion]) -> None:
-    """Check that no chunk is claimed twice: else a few of them could be made out to be any number of bytes.
+    """Check that no chunk is claimed twice: else a few of them could stand for any number of bytes.
 
     Raises:
         IntegrityError: naming a pack that has such chunks.

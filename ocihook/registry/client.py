@@ -41,10 +41,10 @@ _PIECE_BYTES = 1 << 20
 _WHOLE_BYTES = 8 << 20  # up to here a blob is sent in one request
 _CHUNK_BYTES = 32 << 20  # parts of a larger one: below the limits of proxies that are set before registries
 _MAX_CHUNK_BYTES = 1 << 30  # the most that a registry may ask for at least
-_COMMIT_TIMEOUT_S = 600.0  # a registry on an object store puts a large blob together when it is complete
+_COMMIT_TIMEOUT_S = 600.0  # a registry on an object store assembles a large blob when it is complete
 _MAX_PAGES = 1000
 _MAX_TAGS = 1 << 18
-_LOST = frozenset({404, 416})  # the registry has forgotten an upload, or is at another place in it
+_LOST = frozenset({404, 416})  # the registry has lost an upload, or is at another offset in it
 _SEND_AGAIN = "remove it from the registry and push it again"
 
 Progress = Callable[[int], object]
@@ -73,10 +73,10 @@ class Reference(NamedTuple):
     def parse(cls, text: str) -> "Reference":
         """Return the parts of REGISTRY/REPOSITORY[:TAG][@DIGEST].
 
-        Others take Docker Hub where none is named. A checkpoint holds a job's memory: it is said where it goes.
+        Other tools default to Docker Hub. A checkpoint holds a job's memory: so the registry must be named.
 
         Raises:
-            ConfigError: if it is none.
+            ConfigError: if it is not such a reference.
         """
         rest, at, digest = text.partition("@")
         registry, slash, rest = rest.partition("/")
@@ -100,7 +100,7 @@ class Reference(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """A manifest as it is stored: its very bytes make its digest."""
+    """A manifest as it is stored: its digest is that of exactly these bytes."""
 
     media_type: str
     digest: str
@@ -116,7 +116,7 @@ class _Upload(NamedTuple):
 
 
 class _Interruption(Exception):
-    """An upload was cut short and may be taken up again."""
+    """An upload was interrupted and may be resumed."""
 
     def __init__(self, cause: Exception | Answer) -> None:
         super().__init__(cause)
@@ -126,8 +126,8 @@ class _Interruption(Exception):
 class Repository:
     """One repository of a registry. Threads may share it; a process that is forked gets connections of its own.
 
-    Every method raises RegistryError: what happened, and what to do. `status` 404 is what the registry does not have.
-    What may go right later (broken connections, 429, 5xx) is tried again before that, `access.attempts` times.
+    Every method raises RegistryError: what happened, and what to do. `status` is 404 for what the registry does not
+    have. What may succeed later (broken connections, 429, 5xx) is retried before that, `access.attempts` times.
     """
 
     def __init__(self, registry: str, name: str, access: Access = _DEFAULT_ACCESS) -> None:
@@ -156,9 +156,9 @@ class Repository:
         return answer.status == 200
 
     def read_blob(self, digest: str, size_bytes: int) -> Iterator[bytes]:
-        """Yield a blob in pieces. It is verified once the last one is out: rely on nothing before.
+        """Yield a blob in pieces. It is verified only after the last one: rely on nothing before.
 
-        A connection that breaks is taken up where it was.
+        After a broken connection, reading resumes where it was.
 
         Args:
             digest: of the blob.
@@ -199,10 +199,10 @@ class Repository:
         response = self._http.open_retrying("GET", url, headers)
         with contextlib.closing(response):
             if response.status == 416:
-                return  # it ends before
+                return  # the blob ends before
             if response.status not in (200, 206):
                 self._http.fail(self._http.read(response, url), f"blob {digest}")
-            skip = offset if response.status == 200 else 0  # it knows no ranges: all of it comes again
+            skip = offset if response.status == 200 else 0  # no support for ranges: all of it is sent again
             for data in response.stream(_PIECE_BYTES, decode_content=False):
                 piece = data[skip:]
                 skip -= len(data) - len(piece)
@@ -250,14 +250,14 @@ class Repository:
     ) -> bool:
         """Add a file, or a part of it, as a blob, unless it is there; return whether it was sent.
 
-        What breaks is taken up where it was.
+        An interrupted upload is resumed where it was.
 
         Args:
             path: of the file.
             digest: of the blob.
             start: of the blob in the file.
             size_bytes: of the blob; None: up to the end of the file.
-            progress: gets the bytes that the registry has got; all of them also if it had them.
+            progress: gets the bytes that the registry has received; all of them also if it had the blob.
         """
         with path.open("rb") as file:
 
@@ -353,7 +353,7 @@ class Repository:
         return answer
 
     def _resume(self, upload: _Upload) -> _Upload | None:
-        """Return an upload as far as the registry has it, None if it must start over."""
+        """Return an upload at the offset that the registry has reached, None if it must start over."""
         answer = self._http.send("GET", upload.url)
         match = _RANGE.fullmatch(answer.headers.get("Range", ""))
         if answer.status not in (200, 202, 204) or not match or match[1] == "0":  # 0-0 is one byte, or none

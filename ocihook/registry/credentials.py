@@ -18,7 +18,7 @@ _DOCKER_HUB = ("docker.io", "https://index.docker.io/v1/")
 
 
 class Credentials(NamedTuple):
-    """A name and a password, or a token that others are made from."""
+    """A name and a password, or a token by which others are requested."""
 
     user: str
     password: str

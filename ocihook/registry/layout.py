@@ -26,11 +26,11 @@ LAYER_TYPES: Mapping[str, str] = {
 _MARKER = "oci-layout"
 _INDEX = "index.json"
 _REF_NAME = "org.opencontainers.image.ref.name"
-_CONTAINERD_NAME = "io.containerd.image.name"  # by it `ctr images import` names the image
+_CONTAINERD_NAME = "io.containerd.image.name"  # `ctr images import` names the image by it
 _MAX_DOCUMENT_BYTES = 4 << 20
 _COPY_BYTES = 1 << 20
 
-# What documents of another form let out, and tars.
+# What reading malformed documents, and tars, raises.
 _READ_ERRORS = (*READ_ERRORS, AttributeError, TypeError, RecursionError)
 
 Progress = Callable[[int], object]
@@ -145,7 +145,7 @@ def write_layout(image: Image, directory: Path, name: str, progress: Progress) -
     Args:
         image: what to write.
         directory: exists.
-        name: of the image, REPOSITORY:TAG, for those who import it; "" for none.
+        name: of the image, REPOSITORY:TAG, for imports; "" for none.
         progress: gets the bytes written.
     """
     for path, blob in _files(image, name):
@@ -174,7 +174,7 @@ def write_layout_archive(image: Image, path: Path, name: str, progress: Progress
 
 
 class _Reader(io.RawIOBase):
-    """Pieces, to be read as a file."""
+    """Pieces of content that can be read as a file."""
 
     def __init__(self, pieces: Iterable[bytes], progress: Progress) -> None:
         self._pieces = iter(pieces)

@@ -1,4 +1,4 @@
-"""Requests to a registry: TLS, proxies, authorization, time limits, and what is tried again.
+"""Requests to a registry: TLS, proxies, authorization, timeouts and retries.
 
 Tokens: https://distribution.github.io/distribution/spec/auth. Import it late: urllib3 takes longer than a hook may.
 """
@@ -56,13 +56,13 @@ class Answer(NamedTuple):
     """An answer that has been read."""
 
     status: int
-    headers: Mapping[str, str]  # their names are the same in upper and lower case
+    headers: Mapping[str, str]  # names are case-insensitive
     data: bytes
-    url: str  # what was asked for
+    url: str  # of the request
 
     @property
     def location(self) -> str:
-        """Where it says to go on."""
+        """The URL in its Location header."""
         return urljoin(self.url, self.headers.get("Location", ""))
 
     def errors(self) -> list[tuple[str, str]]:
@@ -76,7 +76,7 @@ class Answer(NamedTuple):
 
 
 class _Link:
-    """What one process has of a registry: connections and an authorization."""
+    """What one process keeps for a registry: connections and an authorization."""
 
     def __init__(self, pool: urllib3.PoolManager) -> None:
         self.pid = os.getpid()
@@ -115,10 +115,10 @@ class Transport:
         body: Body | None = None,
         limit_bytes: int = _MAX_ANSWER_BYTES,
     ) -> Answer:
-        """Make a request that may be made more than once; return the first answer that is not one to try again.
+        """Make a request that may be repeated; return the first answer that does not call for a retry.
 
         Raises:
-            RegistryError: if there is none.
+            RegistryError: if there is no such answer.
         """
         for failures in count(1):
             response = self.open_retrying(method, url, headers, body=body)
@@ -133,7 +133,7 @@ class Transport:
     def open_retrying(
         self, method: str, url: str, headers: Mapping[str, str] | None = None, *, body: Body | None = None
     ) -> urllib3.BaseHTTPResponse:
-        """Make a request as `send` does, but leave the answer's content to be read.
+        """Make a request as `send` does, but leave the answer's content unread.
 
         Raises:
             RegistryError: if there is no answer.
@@ -165,12 +165,12 @@ class Transport:
 
         Raises:
             HTTPError: if there is no answer.
-            RegistryError: if there is no such authorization to be had.
+            RegistryError: if that authorization cannot be obtained.
         """
         link = self._current_link()
         authorization = link.authorization
         response = self._request(method, url, headers, body, timeout_s, authorization)
-        for _ in range(2):  # the first may bring what another thread has just got for another purpose
+        for _ in range(2):  # the first may send what another thread has just obtained for another purpose
             if response.status != 401:
                 break
             try:
@@ -225,7 +225,7 @@ class Transport:
         """Read all of an answer to a request for `url`.
 
         Raises:
-            HTTPError: if it breaks off.
+            HTTPError: if the connection breaks.
             RegistryError: if it is larger than the limit.
         """
         try:
@@ -250,12 +250,12 @@ class Transport:
                 hint="try again then; what has been sent is not sent again",
             )
         pause_s = min(self.access.backoff_s * 2 ** (failures - 1), _MAX_PAUSE_S)
-        pause_s *= random.uniform(0.5, 1)  # noqa: S311 - so that many nodes do not come back all at once
-        # waits: a session does so in a process of its own, and has patience with that
+        pause_s *= random.uniform(0.5, 1)  # noqa: S311 - so that many nodes do not retry all at once
+        # waits: a session does this in a process of its own, and has patience with that
         time.sleep(max(pause_s, asked_s))
 
     def _authorize(self, link: _Link, response: urllib3.BaseHTTPResponse, refused: str) -> bool:
-        """Get what the registry asks for in place of what it has refused; False if there is nothing else."""
+        """Obtain the authorization that the registry asks for in place of a refused one; False if there is no other."""
         with link.lock:
             if link.authorization == refused:
                 link.authorization = self._new_authorization(link, response.headers.getlist("WWW-Authenticate"))
@@ -272,7 +272,7 @@ class Transport:
     def _token(self, link: _Link, challenge: Mapping[str, str], credentials: Credentials | None) -> str:
         mine = f"repository:{self._repository}:"
         scope = challenge.get("scope", "")
-        if scope.startswith(mine):  # a token for one purpose must not take that of another thread's away
+        if scope.startswith(mine):  # a token for one purpose must not remove the scope that another thread needs
             link.actions.update(scope.removeprefix(mine).split(","))
             scope = mine + ",".join(sorted(link.actions))
         query = {key: value for key, value in {"service": challenge.get("service"), "scope": scope}.items() if value}
@@ -320,7 +320,7 @@ class Transport:
         return RegistryError(f"{self} cannot be reached: {text}", hint=hint)
 
     def fail(self, answer: Answer, what: str) -> NoReturn:
-        """Raise what an answer means that is not the one hoped for."""
+        """Raise the error that an unexpected answer means."""
         errors = "; ".join(f"{code} {message}".strip() for code, message in answer.errors())[:300]
         text, hint = _MEANINGS.get(answer.status, ("answers", ""))
         if answer.status in RETRIED:

@@ -1,4 +1,4 @@
-"""Named bytes, put and got whole: what a directory and an object store have in common."""
+"""Named bytes, written and read as a whole: what a directory and an object store have in common."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ class Blob(NamedTuple):
 
     name: str
     size_bytes: int
-    modified_s: float  # since the epoch, by the clock of whoever keeps it
+    modified_s: float  # since the epoch, by the clock of the storage
 
 
 class Blobs(Protocol):
-    """Keeps blobs. What is written is there whole or not at all, and seen by everybody once a call returns.
+    """Stores blobs. What is written exists completely or not at all, and is visible to all once a call returns.
 
-    What is removed may be there again after a power loss, until `settle`.
+    Until `settle`, what was removed may reappear after a power loss.
 
     Every call raises a RemoteError if it cannot be done.
     """
@@ -27,13 +27,13 @@ class Blobs(Protocol):
         """Yield what begins with `prefix`, which ends in a slash."""
 
     def folders(self, prefix: str) -> list[str]:
-        """Return what stands between `prefix` and the next slash in the names of blobs."""
+        """Return the parts between `prefix` and the next slash in the names of blobs."""
 
     def read(self, name: str, limit_bytes: int) -> bytes | None:
         """Return a small blob; None if there is none."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Store a small blob, in place of another one."""
+        """Store a small blob; it replaces one with this name."""
 
     def send(self, name: str, path: Path) -> Iterator[int]:
         """Store a file; yield the bytes done, bit by bit."""
@@ -45,7 +45,7 @@ class Blobs(Protocol):
         """Remove a blob, if it is there."""
 
     def settle(self, prefix: str) -> None:
-        """Return when a power loss cannot undo any more what was written or removed below `prefix`, by whomever."""
+        """Return when a power loss can no longer undo what was written or removed below `prefix`, by any process."""
 
     def sweep(self, prefix: str, before_s: float) -> int:
         """Remove what writes have left below `prefix` that were interrupted before a time; return the bytes."""

@@ -16,10 +16,10 @@ _PARTIAL = ".partial"
 
 
 class DirectoryBlobs:
-    """Blobs as files. What is being written has a name of its own; what a crash leaves of it, `below` does not show."""
+    """Blobs as files. What is being written has a temporary name; `below` does not show what a crash leaves of it."""
 
     def __init__(self, directory: Path) -> None:
-        """Take the directory, which must be there: a mount that is missing would fill the node's own disk."""
+        """Use a directory, which must exist: with a missing mount, the node's own disk would be filled."""
         self._directory = directory
 
     def below(self, prefix: str) -> Iterator[Blob]:
@@ -37,7 +37,7 @@ class DirectoryBlobs:
                         yield Blob(prefix + entry.name, status.st_size, status.st_mtime)
 
     def folders(self, prefix: str) -> list[str]:
-        """Return what stands between `prefix` and the next slash in the names of blobs."""
+        """Return the parts between `prefix` and the next slash in the names of blobs."""
         with self._telling():
             self._check()
             with contextlib.suppress(FileNotFoundError):
@@ -59,7 +59,7 @@ class DirectoryBlobs:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Store a small blob, in place of another one."""
+        """Store a small blob; it replaces one with this name."""
         with self._telling(), self._new(name) as partial, partial.open("xb") as file:
             file.write(data)
             file.flush()
@@ -99,7 +99,7 @@ class DirectoryBlobs:
             (self._directory / name).unlink(missing_ok=True)
 
     def settle(self, prefix: str) -> None:
-        """Return when a power loss cannot undo any more what was written or removed below `prefix`, by whomever."""
+        """Return when a power loss can no longer undo what was written or removed below `prefix`, by any process."""
         with self._telling():
             self._check()
             with contextlib.suppress(FileNotFoundError):
@@ -118,7 +118,7 @@ class DirectoryBlobs:
 
     @contextlib.contextmanager
     def _new(self, name: str) -> Iterator[Path]:
-        """Give the path for a new file, which takes its name when it is complete."""
+        """Yield the path for a new file, which is renamed to its name when it is complete."""
         path = self._directory / name
         self._check()
         make_directory(path.parent, within=self._directory)

@@ -23,7 +23,7 @@ _OCI_OPTIONS = {"authfile", "ca_file", "plain_http"}
 
 
 def open_remote(location: str, domain: str) -> Remote:
-    """Return a domain of the remote that has a name.
+    """Return a domain of the remote with this name.
 
     Raises:
         ConfigError: if no remote can have such a name.
@@ -39,7 +39,7 @@ def open_remote(location: str, domain: str) -> Remote:
 
 
 def remote_domains(location: str) -> list[str]:
-    """Return the domains of a remote; what else lies there is not ours.
+    """Return the domains of a remote; anything else there is not ours.
 
     Raises:
         ConfigError: if no remote can have such a name.

@@ -1,4 +1,4 @@
-"""A domain in an object store: names, what makes a checkpoint complete, how a prune spares what is being pushed.
+"""A domain in an object store: names, what makes a checkpoint complete, how a prune keeps what is being pushed.
 
     domains/<domain>/packs/<pack>.pack
     domains/<domain>/checkpoints/<id>.layout, <id>.manifest    the manifest, put last, is the commit
@@ -6,9 +6,9 @@
     domains/<domain>/removing/<random>     names that a prune is about to remove
     domains/<domain>/pruned/<random>       empty: a node's prune by policy; of two at once the first by time, then name
 
-A push announces its names, then looks whether a prune is removing any, and waits for it; a prune announces what it
-will remove, then looks whether a push relies on any, and spares it. Whoever comes second sees the other: so neither
-trusts in what goes. Times are the object store's own; no node's clock counts.
+A push announces its names, then checks whether a prune is removing any, and waits for it; a prune announces what it
+will remove, then checks whether a push relies on any, and keeps those. The later of two sees the other's announcement:
+so no push relies on what is removed. Times are the object store's own; no node's clock counts.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from ocihook.packs.pack import PackInfo
 from ocihook.packs.packed_manifest import MAX_MANIFEST_BYTES
 from ocihook.remote.blobs import Blob, Blobs
 
-PUSH_LASTS_S = 7 * 86400.0  # then whoever announced it has died
+PUSH_LASTS_S = 7 * 86400.0  # after that, the process that announced it has died
 PRUNE_LASTS_S = 3600.0
-_PRUNE_ACTS_S = 1800.0  # a prune stops by itself long before others take it for dead
+_PRUNE_ACTS_S = 1800.0  # a prune stops by itself long before others consider it dead
 _POLL_S = 1.0
 _MANIFEST = re.compile(r"([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})\.manifest")
 
@@ -36,7 +36,7 @@ class ObjectRemote:
     """A domain in a directory or an object store."""
 
     def __init__(self, blobs: Blobs, domain: str) -> None:
-        """Take where the blobs are, and the name of the domain."""
+        """Use the storage of the blobs, and the name of the domain."""
         self._blobs = blobs
         self._domain = domain
         self._prefix = f"domains/{domain}/"
@@ -60,7 +60,7 @@ class ObjectRemote:
 
     @contextlib.contextmanager
     def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> Iterator[set[str]]:
-        """Keep packs from being pruned while a checkpoint is pushed; give the names of those that are there."""
+        """Protect packs from a prune while a checkpoint is pushed; yield the names of those that are there."""
         names = {f"{checkpoint_id}.layout", *(info.name for info in packs)}
         mine = f"{self._prefix}pushing/{secrets.token_hex(8)}"
         self._blobs.write(mine, json.dumps(sorted(names)).encode())
@@ -82,10 +82,10 @@ class ObjectRemote:
         return self._blobs.fetch(f"{self._prefix}packs/{info.name}", path)
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
-        """Make a checkpoint complete whose packs have been sent.
+        """Complete a checkpoint whose packs have been sent.
 
         Raises:
-            RemoteError: if one is not there, or not of its size.
+            RemoteError: if one is missing, or has another size.
         """
         self._blobs.settle(f"{self._prefix}packs/")  # some may be of a push that was killed
         there = self._packs()
@@ -101,7 +101,7 @@ class ObjectRemote:
 
     @contextlib.contextmanager
     def pruning(self, every_s: float) -> Iterator[bool]:
-        """Return whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+        """Yield whether this node is to prune: none has begun to for so long. A block that raises does not count."""
         prefix = f"{self._prefix}pruned/"
         mine = f"{prefix}{time.time_ns():016x}-{secrets.token_hex(8)}"  # of one second, as S3 counts, the first wins
         self._blobs.write(mine, b"")
@@ -117,7 +117,7 @@ class ObjectRemote:
             self._blobs.remove(name)
 
     def settle(self) -> None:
-        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
+        """Return when no power loss can undo that checkpoints were completed or removed, by any process."""
         self._blobs.settle(f"{self._prefix}checkpoints/")
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
@@ -129,8 +129,8 @@ class ObjectRemote:
             self._blobs.remove(self._of(checkpoint_id, "layout"))
 
     def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
-        """Remove packs that are not among those needed, nor by a push that is going on; return the bytes."""
-        self.settle()  # what another prune removed that was killed must not come back
+        """Remove packs that are not among those needed, and that no running push needs; return the bytes."""
+        self.settle()  # what a prune that was killed had removed must not come back
         rubbish = self._rubbish(needed())
         mine = f"{self._prefix}removing/{secrets.token_hex(8)}"
         began_s = time.monotonic()
@@ -138,7 +138,7 @@ class ObjectRemote:
         freed = 0
         try:
             pushed = self._announced("pushing", PUSH_LASTS_S)
-            still = self._rubbish(needed())  # in this order: a push commits before it takes back what it announced
+            still = self._rubbish(needed())  # in this order: a push commits before it withdraws its announcement
             for name, blob in rubbish.items():
                 if name in still and name not in pushed and time.monotonic() - began_s < _PRUNE_ACTS_S:
                     self._blobs.remove(blob.name)

@@ -4,7 +4,7 @@
     tag <domain>.<checkpoint id>   a manifest: config is the checkpoint's manifest, layers are its layout and its packs,
                                    each by its name (org.opencontainers.image.title)
 
-The tag is the commit. Blobs that no manifest names are the registry's to remove, in its own time.
+The tag is the commit. Blobs that no manifest names are removed by the registry, at a time of its own.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class RegistryRemote:
     """A domain in a repository."""
 
     def __init__(self, repository: Repository, domain: str) -> None:
-        """Take the repository, and the name of the domain."""
+        """Use a repository, and the name of the domain."""
         self._repository, self._domain = repository, domain
         self._artifacts: dict[str, _Artifact] = {}
         self._there: dict[str, _Blob] = {}  # packs of what is being pushed that need not be sent
@@ -75,7 +75,7 @@ class RegistryRemote:
 
     @contextlib.contextmanager
     def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> Iterator[set[str]]:
-        """Give the names of packs that are there. A registry keeps what a manifest names, and what was just sent."""
+        """Yield the names of packs that are there. A registry keeps what a manifest names, and what was just sent."""
         del checkpoint_id
         artifacts = filter(None, map(self._artifact, self.checkpoint_ids()))
         known = {blob.name: blob for artifact in artifacts for blob in artifact.packs}
@@ -106,7 +106,7 @@ class RegistryRemote:
                 yield len(data)
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
-        """Make a checkpoint complete whose packs have been sent. The registry refuses it if one is not there."""
+        """Complete a checkpoint whose packs have been sent. The registry refuses it if one is missing."""
         rows = [_descriptor("layout", _Blob("layout", digest_of(layout), len(layout)))]
         for info, path in packs.items():
             blob = self._there.get(info.name) or _Blob(info.name, _digest_of_file(path), info.size_bytes)
@@ -124,7 +124,7 @@ class RegistryRemote:
 
     @contextlib.contextmanager
     def pruning(self, every_s: float) -> Iterator[bool]:
-        """Return whether it is this node's turn to prune; of two at once each thinks so, and removes the same."""
+        """Yield whether this node is to prune; two at the same time both do so, and remove the same."""
         tag = f"{self._domain}.pruned"
         is_ours = True
         with contextlib.suppress(ValueError, TypeError, KeyError), _unless_missing():
@@ -144,7 +144,7 @@ class RegistryRemote:
             self._repository.put_manifest(tag, json.dumps(body).encode())
 
     def settle(self) -> None:
-        """Return: what a registry has taken is there to stay."""
+        """Return at once: what a registry has accepted is durable."""
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; the registry removes their packs."""
@@ -153,7 +153,7 @@ class RegistryRemote:
                 self._repository.delete_manifest(self._repository.get_manifest(self._tag(checkpoint_id)).digest)
 
     def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
-        """Return 0: it is the registry's to remove."""
+        """Return 0: the registry removes it."""
         del needed
         return 0
 

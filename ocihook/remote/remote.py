@@ -1,4 +1,4 @@
-"""What a remote can do, whatever keeps it: hold packs, and checkpoints that are there only with all of their packs."""
+"""What every kind of remote does: hold packs, and checkpoints that exist only with all of their packs."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,7 +9,7 @@ from ocihook.packs.pack import PackInfo
 
 
 class Remote(Protocol):
-    """One domain of a remote. What it has learnt, forked processes know, too; their connections are their own."""
+    """One domain of a remote. Forked processes inherit what it has read; their connections are their own."""
 
     def checkpoint_ids(self) -> list[str]:
         """Return the ids of all complete checkpoints."""
@@ -21,36 +21,36 @@ class Remote(Protocol):
         """Return its layout; one that is larger is an error."""
 
     def pushing(self, checkpoint_id: str, packs: Collection[PackInfo]) -> contextlib.AbstractContextManager[set[str]]:
-        """Keep packs from being pruned while a checkpoint is pushed; give the names of those that are there."""
+        """Protect packs from a prune while a checkpoint is pushed; yield the names of those that are there."""
 
     def send_pack(self, info: PackInfo, path: Path) -> Iterator[int]:
-        """Store a pack; yield the bytes done, bit by bit. Nobody sees it before it is complete.
+        """Store a pack; yield the bytes done, bit by bit. It is not visible before it is complete.
 
         Raises:
             RemoteError: if the remote cannot be reached, or has stored something else.
         """
 
     def fetch_pack(self, checkpoint_id: str, info: PackInfo, path: Path) -> Iterator[int]:
-        """Append to `path` what it lacks of a checkpoint's pack; yield the bytes done, bit by bit. None is checked.
+        """Append to `path` what it lacks of a checkpoint's pack; yield the bytes done, bit by bit. Nothing is verified.
 
         Raises:
             RemoteError: if the remote cannot be reached, or has no such pack.
         """
 
     def commit(self, checkpoint_id: str, manifest: bytes, layout: bytes, packs: Mapping[PackInfo, Path]) -> None:
-        """Make a checkpoint complete whose packs have been sent from these files, within its `pushing`."""
+        """Complete a checkpoint whose packs have been sent from these files, within its `pushing`."""
 
     def settle(self) -> None:
-        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
+        """Return when no power loss can undo that checkpoints were completed or removed, by any process."""
 
     def pruning(self, every_s: float) -> contextlib.AbstractContextManager[bool]:
-        """Return whether it is this node's turn to prune: no node has begun to for so long; it is not if that fails."""
+        """Yield whether this node is to prune: none has begun to for so long. A block that raises does not count."""
 
     def remove(self, checkpoint_ids: Collection[str]) -> None:
         """Remove checkpoints; packs that only they needed stay until `remove_rubbish`."""
 
     def remove_rubbish(self, needed: Callable[[], Collection[str]]) -> int:
-        """Remove packs that are not among those needed, nor by a push that is going on; return the bytes.
+        """Remove packs that are not among those needed, and that no running push needs; return the bytes.
 
         Args:
             needed: returns the packs of all checkpoints that are complete when it is called.

@@ -21,13 +21,13 @@ _CONFIG = Config(connect_timeout=10, read_timeout=60, retries={"mode": "standard
 class S3Blobs:
     """Blobs as objects below a prefix of a bucket. Credentials are found as every AWS tool finds them.
 
-    A pack is one PUT (they are far below the 5 GB that S3 takes at once), with a checksum that the server compares.
+    A pack is one PUT (far below the 5 GB that S3 accepts at once), with a checksum that the server compares.
     """
 
     def __init__(
         self, bucket: str, prefix: str, *, endpoint: str = "", region: str = "", profile: str = "", checksums: str = ""
     ) -> None:
-        """Take bucket and prefix; what is empty is found in the environment and in AWS's files.
+        """Use a bucket and prefix; empty arguments are taken from the environment and AWS's files.
 
         Args:
             bucket: of the storage.
@@ -40,7 +40,7 @@ class S3Blobs:
                 them; those compare the hash that a request is signed with.
 
         Raises:
-            RemoteError: if there is no such profile, the endpoint is no URL, or `checksums` is nothing known.
+            RemoteError: if there is no such profile, the endpoint is not a URL, or `checksums` is unknown.
         """
         self._bucket = bucket
         self._prefix = prefix + "/" if prefix else ""
@@ -71,7 +71,7 @@ class S3Blobs:
                     yield Blob(name, row["Size"], row["LastModified"].timestamp())
 
     def folders(self, prefix: str) -> list[str]:
-        """Return what stands between `prefix` and the next slash in the names of blobs."""
+        """Return the parts between `prefix` and the next slash in the names of blobs."""
         with self._telling():
             pages = self._client.get_paginator("list_objects_v2")
             rows = [
@@ -97,7 +97,7 @@ class S3Blobs:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Store a small blob, in place of another one."""
+        """Store a small blob; it replaces one with this name."""
         with self._telling():
             self._client.put_object(**self._object(name), Body=data)
 
@@ -122,11 +122,11 @@ class S3Blobs:
             self._client.delete_object(**self._object(name))
 
     def settle(self, prefix: str) -> None:
-        """Return: whatever is done is there to stay."""
+        """Return at once: whatever a call has done is durable."""
         del prefix
 
     def sweep(self, prefix: str, before_s: float) -> int:
-        """Return 0: what was not put whole is not there."""
+        """Return 0: an incomplete PUT leaves nothing."""
         del prefix, before_s
         return 0
 

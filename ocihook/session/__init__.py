@@ -1,1 +1,1 @@
-"""One dump or restore as it is kept on record: what it knows, what it did to the node, and how that is undone."""
+"""The record of one dump or restore: what it knows, what it did to the node, and how that is undone."""

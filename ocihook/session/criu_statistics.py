@@ -1,4 +1,4 @@
-"""CRIU's own measures of a dump or restore, which it leaves in its work directory when all is done."""
+"""CRIU's own measurements of a dump or restore, which it writes into its work directory at the end."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ from ocihook.session.effect import Facts
 from ocihook.session.history import act_of
 from ocihook.session.journal import Journal
 
-_MAX_BYTES = 1 << 16  # some dozens, really
+_MAX_BYTES = 1 << 16  # a few dozen in practice
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def open_work_directory(criu_pid: int) -> int | None:
 
 
 def note_end(journal: Journal, work_directory: int | None) -> None:
-    """Record when CRIU ended and, if it came to its end, its statistics; then close the directory."""
+    """Record when CRIU ended and, if it completed, its statistics; then close the directory."""
     ended = time.time()
     if work_directory is not None:
         try:

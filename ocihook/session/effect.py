@@ -1,8 +1,8 @@
-"""What a session does to the node, as an object that knows its own inverse; and what it finds out, with types.
+"""What a session does to the node, as an object that knows its own inverse; and the facts that it finds, with types.
 
 An effect is in the journal before it is made. Its inverse may run at any instruction later, more than once, in another
-process, and long after CRIU is gone: what it still has to do it reads from the node itself, or from how far the effect
-says that it has come.
+process, and long after CRIU is gone: what it still has to do it reads from the node itself, or from the progress that
+the effect has recorded.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ class Effect(ABC):
 
     kind: ClassVar[str]
     ends_with_stage: ClassVar[bool] = True  # a stage that was interrupted undoes it before it starts over
-    holds_container: ClassVar[bool] = True  # undone as soon as a container that runs on may run
-    stage: str = ""  # in which it was made
+    holds_container: ClassVar[bool] = True  # undone as soon as a container that continues may run
+    stage: str = ""  # the stage in which it was made
 
     _kinds: ClassVar[dict[str, type["Effect"]]] = {}
 
@@ -35,7 +35,7 @@ class Effect(ABC):
 
     @abstractmethod
     def undo(self, journal: "Journal", patience: Patience) -> None:
-        """Bring the node back to where it was, or finish what cannot be taken back.
+        """Restore the earlier state of the node, or finish what cannot be undone.
 
         Args:
             journal: of the session; it forgets the effect afterwards.
@@ -46,7 +46,7 @@ class Effect(ABC):
         """
 
     def take_over(self, journal: "Journal") -> None:  # noqa: B027 - most need nothing
-        """Go on with what has to be done for it all the time: the process that did so was killed."""
+        """Continue the work that it needs all the time: the process that did so was killed."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
@@ -62,7 +62,7 @@ class Effect(ABC):
         """Take what `to_json` made.
 
         Raises:
-            OcihookError: if it is of no kind that is known.
+            OcihookError: if its kind is unknown.
             TypeError, ValueError: if it is malformed.
         """
         kind = cls._kinds.get(value["kind"])
@@ -75,4 +75,4 @@ class Effect(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What somebody found out or measured: each field is one of the session's facts, and its name nobody else's."""
+    """What was found or measured: each field is one of the session's facts, and its name is unique among all facts."""

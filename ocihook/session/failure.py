@@ -1,10 +1,11 @@
-"""What becomes of a failed dump or restore: journal and engine get its cause; CRIU's log is kept.
+"""Handles a failed dump or restore: reports its cause to journal and engine, and keeps CRIU's log.
 
 Engines remove CRIU's log, which runc and crun have it write where images go. So it is opened at the first stage, with
-the runtime's standard error, which engines show: of a dump podman and CRI-O all of it, containerd the first line; of a
-restore podman and CRI-O what conmon reads once, when the runtime ends, containerd nothing. What a stage refuses is
-there by then. What CRIU fails on is if it had locked a network, since it calls us when it unlocks that; else if it
-comes in time. An engine may wait for the last copy of it, so it is released as soon as CRIU or the runtime ends.
+the runtime's standard error, which engines show: of a dump podman and CRI-O show all, containerd the first line; of a
+restore podman and CRI-O show what conmon reads once, when the runtime ends, containerd nothing. By then, a refusal by a
+stage is always written. An error of CRIU is always written if CRIU had locked a network, since it calls us when it
+unlocks that; else only if there is time. An engine may wait until all copies of standard error are closed, so ours is
+closed as soon as CRIU or the runtime ends.
 """
 
 import contextlib
@@ -38,11 +39,11 @@ class FailureFacts(Facts):
 
 
 class Attempt:
-    """One dump or restore that CRIU is at, as long as it lasts."""
+    """One dump or restore by CRIU, while it lasts."""
 
     def __init__(self, criu: Process, runtime: Process | None) -> None:
         self._log = _open_log(criu.pid)
-        found = runtime.open() if runtime else None  # none: somebody's own `criu dump`
+        found = runtime.open() if runtime else None  # none: `criu dump` was called directly
         self.runtime = -1 if found is None else found  # pidfd
         self._stderr = -1
         if self.runtime >= 0:
@@ -50,7 +51,7 @@ class Attempt:
                 self._stderr = copy_descriptor(self.runtime, _STDERR)
 
     def report(self, message: str) -> None:
-        """Show a line where the engine shows the runtime's errors; only the first, and only if that takes no time."""
+        """Write a line where the engine shows the runtime's errors; only the first, and only if that does not block."""
         if self._stderr < 0:
             return
         with contextlib.suppress(OSError):
@@ -90,7 +91,7 @@ def _open_log(criu_pid: int) -> int:
 
 
 def _read(fd: int) -> str:
-    """Return a log, of a long one its beginning and its end."""
+    """Return a log; of a long one, its beginning and its end."""
     size = os.fstat(fd).st_size
     if size <= _HEAD_BYTES + _TAIL_BYTES:
         return os.pread(fd, size, 0).decode(errors="replace")
@@ -106,7 +107,7 @@ def message_of(journal: Journal, explanation: Explanation) -> str:
 
 
 def keep_log(directory: Path, session_id: str, text: str) -> str:
-    """Keep a log, and the last ones before it; return where, "" if it cannot be kept."""
+    """Keep a log, and the most recent earlier ones; return its path, "" if it cannot be kept."""
     path = directory / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{session_id}.log"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,6 +122,6 @@ def keep_log(directory: Path, session_id: str, text: str) -> str:
 
 def record_failure(journal: Journal, explanation: Explanation, kept: str) -> None:
     """Put a failure into the journal: its cause, and where CRIU's log is kept."""
-    if explanation.name != "ocihook":  # else our own error is there
+    if explanation.name != "ocihook":  # else our own error is recorded already
         journal.note_error(CriuError(explanation.what, cause=explanation.name, hint=explanation.remedy), "failed")
     journal.note(FailureFacts(failure={**explanation._asdict(), "log": kept}))

@@ -1,6 +1,6 @@
-"""What ended sessions were: the last records, and the totals of all, which outlive them, the agent and a reboot.
+"""Ended sessions: the most recent records, and the totals of all, which outlive them, the agent and a reboot.
 
-One JSON file a session, named so that names are in the order of their ends, and `totals`. Whoever adds holds the lock.
+One JSON file a session, with names that sort by when they ended, and `totals`. A process that adds holds the lock.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def act_of(record: Mapping[str, Any]) -> str:
 
 
 def outcome_of(record: Mapping[str, Any]) -> str:
-    """Return what became of a session.
+    """Return the outcome of a session.
 
     Returns:
         done; degraded: done, but not as it was wanted; refused: before anything was touched; failed; running.
@@ -88,7 +88,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
     """Return the records that are kept, the oldest first; a damaged one is left out.
 
     Raises:
-        PermissionError: to who is not root, and would take an unreadable history for an empty one.
+        PermissionError: for users other than root, who would take an unreadable history for an empty one.
     """
     found = []
     try:
@@ -117,10 +117,10 @@ def totals(directory: Path) -> dict[str, Any]:
 def find(records: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
     """Return a session by its id, by the id of its checkpoint or by its container; without a name the newest.
 
-    Of a checkpoint's sessions that is its dump; of a container's, the newest.
+    For a checkpoint that is its dump; for a container, its newest session.
 
     Raises:
-        StoreError: if there is none.
+        StoreError: if there is no such session.
     """
     sessions = [record for record in records if act_of(record) != "store"]
     if name is None and sessions:

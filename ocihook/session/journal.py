@@ -1,7 +1,7 @@
 """The journal of a session: what a dump or restore has done to a node, on disk before it is done.
 
-Whoever finds a journal whose session is dead can put everything back: each effect in it knows its own inverse. One
-JSON file a session, replaced as a whole; of finished ones the history has a record (session/history.py).
+With the journal of a dead session any process can undo everything: each effect in it knows its own inverse. One JSON
+file a session, replaced as a whole; of finished ones the history has a record (session/history.py).
 """
 
 import contextlib
@@ -36,13 +36,13 @@ class Journal:
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
         self.path = path
-        self.stage = ""  # that is being handled
+        self.stage = ""  # the one that is being handled
         self.effects = [Effect.from_json(effect) for effect in data["effects"]]  # to be undone, oldest first
         self._data = data
 
     @classmethod
     def create(cls, runtime_dir: Path, criu: Process, runtime: Process | None = None) -> "Journal":
-        """Start the journal of a session that CRIU has begun, called by a runtime or by somebody else."""
+        """Start the journal of a session that CRIU has begun, called by a runtime or directly."""
         data = {
             "version": _VERSION,
             "criu": list(criu),
@@ -66,7 +66,7 @@ class Journal:
         """Read a journal.
 
         Raises:
-            OcihookError: if it is not one; it is left in place for a person to look at.
+            OcihookError: if it is not one; it is left in place for inspection.
         """
         data = read_journal(path)
         try:
@@ -92,17 +92,17 @@ class Journal:
 
     @property
     def is_given_up(self) -> bool:
-        """Return whether the runtime has ended before CRIU: its engine waits no more, and resumes nothing."""
+        """Return whether the runtime has ended before CRIU: its engine no longer waits, and resumes nothing."""
         return self._data["given_up"] is not None
 
     def give_up(self) -> None:
-        """Record that the engine waits no more."""
+        """Record that the engine no longer waits."""
         if not self.is_given_up:
             self._data["given_up"] = time.time()
             self.save()
 
     def patience(self) -> Patience:
-        """Return how long the work of a stage is waited for: while CRIU and the runtime live."""
+        """Return how long the work of a stage may take: while CRIU and the runtime live."""
         return Patience({"CRIU": self.criu, **({"the runtime": self.runtime} if self.runtime else {})})
 
     @property
@@ -118,7 +118,7 @@ class Journal:
 
     @property
     def pins(self) -> Path:
-        """Where files are kept alive that this session still needs, whoever removes them elsewhere."""
+        """Where files that this session still needs are pinned, in case they are removed elsewhere."""
         return self.path.with_suffix(".pins")
 
     def to_json(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Journal:
 
     @property
     def is_interrupted(self) -> bool:
-        """Return whether a stage was begun and has no verdict: CRIU is waiting for it, or was ended while it did."""
+        """Return whether a stage was begun and has no verdict: CRIU is waiting for it, or was killed meanwhile."""
         return any("status" not in entry for entry in self._data["stages"].values())
 
     def begin_stage(self, stage: str) -> bool:
@@ -169,11 +169,11 @@ class Journal:
         entry |= {"seconds": time.time() - entry["began"], "status": status, "message": message}
         self.save()
         if status == 0:
-            with contextlib.suppress(OSError):  # without it the agent is asked again, and says the same
+            with contextlib.suppress(OSError):  # without it the agent is asked again, and answers the same
                 self._go_on(stage).touch(mode=0o600)
 
     def _go_on(self, stage: str) -> Path:
-        """Return the file by which hook/criu-action sees that CRIU passed a stage: it need not ask a second time."""
+        """Return the file that shows hook/criu-action that CRIU passed a stage: it need not ask a second time."""
         return self.path.with_suffix(f".{stage}")
 
     def add(self, effect: E) -> E:
@@ -188,7 +188,7 @@ class Journal:
         return next((effect for effect in reversed(self.effects) if isinstance(effect, kind)), None)
 
     def forget(self, effect: Effect) -> None:
-        """Forget an effect: it has been undone, or needs no undoing any more."""
+        """Forget an effect: it has been undone, or no longer needs to be."""
         self.effects = [other for other in self.effects if other is not effect]
         self.save()
 
@@ -222,7 +222,7 @@ class Journal:
             spans.close()
 
     def note_error(self, error: Exception, outcome: str = "") -> None:
-        """Record what went wrong; its `code` is what metrics count. The last error stands.
+        """Record what went wrong; its `code` is what metrics count. The last error is kept.
 
         Args:
             error: what happened.
@@ -242,14 +242,14 @@ class Journal:
         if keep is not None:
             try:
                 keep(self.session_id, self.to_json())
-            except OSError as error:  # whatever a session did is undone by now: nothing is to be tried again
+            except OSError as error:  # all that the session did is undone by now: there is nothing to retry
                 log.warning("session %s is not in the history: %s", self.session_id, error)
         for stage in self._data["stages"]:
             self._go_on(stage).unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def save(self) -> None:
-        """Put everything on disk, effects as far as they have come."""
+        """Write everything to disk, with the progress of effects."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(self.path, json.dumps(self.to_json(), indent=1).encode(), mode=0o600)
 
@@ -258,7 +258,7 @@ def read_journal(path: Path) -> dict[str, Any]:
     """Return what a journal says, for display; effects as they are written.
 
     Raises:
-        OcihookError: if it is none.
+        OcihookError: if it is not a journal.
     """
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
@@ -278,6 +278,6 @@ def open_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:
 
 
 def remove_unwritten(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> None:
-    """Remove what is left of journals that somebody was killed while writing. Only for who holds the agent's lock."""
+    """Remove what processes killed while writing journals have left. Only with the agent's lock held."""
     for partial in (runtime_dir / "sessions").glob("*.partial"):
         partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The lock that says who answers for the sessions of a node: one agent with all its processes, or one recovery."""
+"""The lock that decides who is responsible for a node's sessions: one agent with all its processes, or one recovery."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Who takes part in a dump or restore: the calls that each gets, and what is known of the dump or restore by then."""
+"""Participants of a dump or restore: the calls that each gets, and what is known of the dump or restore by then."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,25 +27,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CallFacts(Facts):
-    """What CRIU was called for, and what is wanted."""
+    """What CRIU was called for, and with which settings."""
 
     verb: str = ""
     leave_running: bool = False
     cgroup: str = ""  # name of the one that the runtime gave the container
     policy: Policy = field(default_factory=Policy)
-    criu_config: str = ""  # that an annotation names
+    criu_config: str = ""  # the file that an annotation names
     criu_asked: frozenset[str] = frozenset()  # names of the options that the runtime was called with
     criu_version: str = ""
     workers: int = 1
-    memory_room_bytes: int = 0  # that GPU memory may take on its way
-    store: tuple[str, ...] = ()  # directory and keys of the node's
-    gang: GangRef | None = None  # that its annotations name
+    memory_room_bytes: int = 0  # that GPU memory may take in between
+    store: tuple[str, ...] = ()  # directory and keys of the node's store
+    gang: GangRef | None = None  # the one that its annotations name
     coordinator: tuple[str, str] = ("", "")  # of gangs: where it is, and the directory with certificates
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeFacts(Facts):
-    """What came of it."""
+    """What resulted from it."""
 
     raw_bytes: int | None = None
     stored_bytes: int | None = None
@@ -61,10 +61,10 @@ class Gang(Protocol):
         Args:
             phase: which (gang/protocol.py).
             message: what this one publishes, by keys.
-            about: keys that it asks about.
+            about: keys whose values it asks for.
 
         Raises:
-            OcihookError: if they will not: none of them is dumped, or restored.
+            OcihookError: if they will not reach it: none of them is dumped, or restored.
         """
 
     def agree(self, attempt: int, *, is_locked: bool) -> bool:
@@ -75,7 +75,7 @@ class Alone(Gang):
     """No gang."""
 
     def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
-        """Wait for nobody."""
+        """Return at once."""
         del phase, message, about
         return {}
 
@@ -92,13 +92,13 @@ class Act:
     journal: Journal
     patience: Patience
     criu_pid: int
-    init_pid: int  # 0: there is none yet
+    init_pid: int  # 0: no such process yet
     image_dir: str  # as the agent's own mount namespace may see it
     directory: Path  # the same, whatever mount namespace CRIU is in
     gang: Gang = field(default_factory=Alone, kw_only=True)
 
     def call(self) -> CallFacts:
-        """Return what it was called for."""
+        """Return what CRIU was called for."""
         return self.journal.facts(CallFacts)
 
     @property
@@ -107,10 +107,10 @@ class Act:
         return self.call().policy
 
     def progress(self, _done_bytes: int) -> None:
-        """Let long work go on only while somebody waits for it.
+        """Continue long work only while somebody waits for it.
 
         Raises:
-            GivenUp: if nobody does.
+            GivenUp: if nobody waits any more.
         """
         self.patience.check()
 
@@ -119,15 +119,15 @@ class Act:
 class Dump(Act):
     """A dump."""
 
-    hold: Hold = field(default_factory=Hold)  # of threads that must not run until all is back
-    needs_tasks: bool = False  # to run before CRIU begins
+    hold: Hold = field(default_factory=Hold)  # of threads that must not run until everything is given back
+    needs_tasks: bool = False  # tasks must run before CRIU begins
     has_gpu: bool = False
-    has_connections: bool = False  # TCP, which CRIU takes apart
+    has_connections: bool = False  # of TCP, which CRIU dumps in several steps
     gang_addresses: Collection[str] = ()  # of members of the gang that it is connected with
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
     moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU
-    remark: str = ""  # what is to be reported though all goes on
+    remark: str = ""  # to be reported, though the dump continues
 
     @property
     def place(self) -> Path:
@@ -140,7 +140,7 @@ class Dump(Act):
         return self.staged_at or Path(self.image_dir)
 
     def degrade(self, error: Exception, consequence: str) -> str:
-        """Record that not all works as it was wanted; return what to report."""
+        """Record that not everything works as requested; return what to report."""
         self.journal.note_error(error, "degraded")
         log.warning("container %s: %s. %s", self.container, plain(error).rstrip("."), consequence)
         return f"warning: container {self.container}: {plain(error).rstrip('.')}. {consequence}"
@@ -211,16 +211,16 @@ class Restore(Act):
 
 
 class Participant:
-    """One who takes part. Whatever it does to the node is an effect in the journal, which brings all back later.
+    """One participant. Whatever it does to the node is an effect in the journal, by which it is undone later.
 
-    What comes to rest does so from the first participant to the last, what is taken and given from the last to the
-    first. Dump: `refuse`, `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards `after_images`,
+    Work is quiesced from the first participant to the last; state is taken and given back from the last to the first.
+    Dump: `refuse`, `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards `after_images`,
     and if the engine is kept waiting after that, `container_runs`.
     Restore: `check`, `before_processes`; CRIU makes processes; `recall`, and backwards `processes_made`,
     `processes_wait`, `about_to_run`, `running`.
     """
 
-    # A dump. An error refuses it, or fails it in the last two: the effects are undone, the container runs on.
+    # A dump. An error refuses it, or fails it in the last two: the effects are undone, the container continues.
 
     def refuse(self, dump: Dump) -> None:
         """Refuse what is known to fail. Nothing is touched here, and the container may be frozen by its engine."""
@@ -231,18 +231,18 @@ class Participant:
         return False
 
     def prepare(self, dump: Dump) -> None:
-        """Let the container come to rest; its tasks run, if anybody needs them to. Refuse what only shows now."""
+        """Quiesce the container; its tasks run, if any participant needs them to. Refuse what only shows now."""
 
     def hold(self, dump: Dump) -> None:
-        """Take from the container what CRIU cannot take, and hold it still: CRIU begins after this."""
+        """Take from the container what CRIU cannot dump, and stop it: CRIU begins after this."""
 
     def after_images(self, dump: Dump) -> str:
-        """Do something with what CRIU has written; tasks stand still. Return what to report."""
+        """Process what CRIU has written; tasks are stopped. Return what to report."""
         del dump
         return ""
 
     def container_runs(self, dump: Dump) -> str:
-        """Do what could wait until the container ran on: CRIU waits (detached.py). Return what to report."""
+        """Do what could wait until the container runs again: CRIU waits (detached.py). Return what to report."""
         del dump
         return ""
 
@@ -257,7 +257,7 @@ class Participant:
         return ""
 
     def recall(self, restore: Restore) -> None:
-        """Find again what was found in an earlier stage."""
+        """Recover what was found in an earlier stage."""
 
     def processes_made(self, restore: Restore) -> None:
         """Take note of the first process."""
@@ -268,7 +268,7 @@ class Participant:
         return ""
 
     def about_to_run(self, restore: Restore) -> None:
-        """See that nothing runs too early."""
+        """Make sure that nothing runs too early."""
 
     def running(self, restore: Restore) -> None:
-        """Let the application go on."""
+        """Let the application continue."""

@@ -1,4 +1,4 @@
-"""One session laid out in time: what ocihook, CRIU, each process, each GPU and each worker did, from when, how long.
+"""One session laid out in time: what ocihook, CRIU, each process, each GPU and each worker did, when and how long.
 
 Stages, phases and spans were measured. CRIU reports only how long its own parts took, so where those lie is estimated
 from the stages around them, and they are marked so.
@@ -15,14 +15,14 @@ _MEMORY_STEPS = {"memdump": "memory drained", "memwrite": "memory written"}
 
 
 class Bar(NamedTuple):
-    """Something that took its time."""
+    """Something that took time."""
 
-    lane: str  # who was at it
+    lane: str  # who did it
     name: str
     start_s: float  # since the session began
     seconds: float
     bytes: int = 0
-    is_estimated: bool = False  # where it begins; how long it took is CRIU's own measure
+    is_estimated: bool = False  # its start is; its duration is CRIU's own measurement
     failed: bool = False
 
     @property
@@ -57,7 +57,7 @@ class Timeline(NamedTuple):
 
     @property
     def lanes(self) -> list[str]:
-        """Everybody who was at something, in the order to be shown."""
+        """All who did something, in display order."""
         return list(dict.fromkeys(bar.lane for bar in self.bars))
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def lay_out(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ())
 
     Args:
         record: of the history, or a journal's.
-        others: of the history. What completed a dump's checkpoint in the store afterwards is shown with the dump.
+        others: of the history. The session that later stored a dump's checkpoint is shown with the dump.
     """
     began = float(record["began"])
     checkpoint = str(record["facts"].get("checkpoint", ""))
@@ -105,7 +105,7 @@ def lay_out_gang(records: Sequence[Mapping[str, Any]], name: str) -> Timeline:
         name: of the gang, with its namespace if it has one.
 
     Raises:
-        StoreError: if none is known.
+        StoreError: if there is none.
     """
     known = [record for record in records if record["facts"].get("gang_ref") and name == _gang_of(record)]
     if not known:

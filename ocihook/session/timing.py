@@ -43,7 +43,7 @@ class Spans:
         os.write(self._fd, json.dumps(span | {"worker": os.getpid()}).encode() + b"\n")
 
     def collect(self) -> list[dict[str, Any]]:
-        """Return all spans in the order of their begin; those of one worker for one process are one."""
+        """Return all spans in the order of their starts; those of one worker for one process are joined."""
         joined: dict[tuple[str, int, int], dict[str, Any]] = {}
         workers: dict[int, int] = {}
         text = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
@@ -57,17 +57,17 @@ class Spans:
         return list(joined.values())
 
     def close(self) -> None:
-        """Forget them."""
+        """Discard the spans."""
         os.close(self._fd)
 
 
 def measured(spans: Spans | None, name: str, process: Process) -> AbstractContextManager[dict[str, Any]]:
-    """Measure if there are spans to measure for."""
+    """Measure if there are spans to add to."""
     return spans.measure(name, process) if spans else nullcontext({})
 
 
 def opener(spans: Spans | None, process: Process) -> Callable[[], ProcessMemory]:
-    """Return what opens a process's memory; if there are spans, what is then copied is one called move."""
+    """Return a function that opens a process's memory; with spans, the copying is measured as one called move."""
     return partial(MeasuredMemory, spans, "move", process) if spans else partial(ProcessMemory, process)
 
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Recovery(NamedTuple):
-    """What became of one session."""
+    """The outcome of recovering one session."""
 
     session_id: str
     container: str
@@ -26,7 +26,7 @@ class Recovery(NamedTuple):
 def undo_interrupted(journal: Journal, patience: Patience) -> None:
     """Undo what a stage had begun when its agent was killed, so that it can start over.
 
-    What earlier stages did stays, and what is to last until the end: the dump goes on.
+    What earlier stages did stays, and so does what is to last until the end: the dump continues.
 
     Raises:
         OcihookError: if an effect cannot be undone.

@@ -1,4 +1,4 @@
-"""Takes a checkpoint from elsewhere into a domain, once every byte of it has been verified."""
+"""Adds a checkpoint from elsewhere to a domain, once every byte of it has been verified."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def adopt(
 
     Raises:
         IntegrityError: if the packs do not hold what the manifest says.
-        StoreFull: if the ids of the pages that it claims do not fit; zero pages, which nothing bounds, have some.
+        StoreFull: if the ids of the pages that it claims do not fit; it may claim any number of zero pages.
         OSError: from the file system.
     """
     manifest = domain.manifest_of(checkpoint_id, data)

@@ -10,7 +10,7 @@ from ocihook.packs.runs import Run, write_images
 from ocihook.store.extents import ZERO, Extents, Layout
 from ocihook.store.pack_directory import PackDirectory, StoredPacks, pack_number
 
-_BATCH_PAGES = 512  # read at a time: what a target wants nothing of is not
+_BATCH_PAGES = 512  # read at a time; a batch of which no target wants anything is not read
 
 
 class StoredPart:
@@ -19,7 +19,7 @@ class StoredPart:
     is_overwritten = False
 
     def __init__(self, extents: Extents, layout: Layout, packs: StoredPacks) -> None:
-        """Take where it is; packs are opened as they are needed."""
+        """Packs are opened as they are needed."""
         self.size_bytes = extents.pages * PAGE_BYTES
         self._extents, self._packs = extents, packs
         self._numbers = [pack_number(info.name) for info in layout.packs]
@@ -29,7 +29,7 @@ class StoredPart:
         return ranges_of(self.size_bytes)
 
     def runs(self, start: int, size_bytes: int, parts: Parts | None = None) -> Iterator[Run]:
-        """Yield what is in so many bytes from an offset on; batches that have nothing of any part are not read.
+        """Yield the content of so many bytes from an offset on; batches that have nothing of `parts` are not read.
 
         Raises:
             IntegrityError: naming what is missing or damaged.

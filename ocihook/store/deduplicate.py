@@ -1,9 +1,9 @@
-"""Takes pages into a domain: what is stored already is found, the rest goes into new packs.
+"""Adds pages to a domain: what is stored already is found, the rest goes into new packs.
 
-Three ways to find a page, the cheapest first. Where the checkpoint before had the same id at the place where this one
-is followed through it: the same container's own memory, 128 bits are enough. By the index, if that leads into the
-checkpoint before: it is followed from there. By the index to any other page of the domain: then what lies there is
-compared, byte by byte, and so is what follows. No id is ever trusted with another container's memory.
+Three ways to find a page, the cheapest first. In the checkpoint before, which is read along with this one, by the same
+id at the same place: it is the same container's own memory, so 128 bits are enough. By the index, if that leads into
+the checkpoint before: it is read along from there. By the index to any other page of the domain: then what lies there
+is compared, byte by byte, and so is what follows. No id is ever trusted with another container's memory.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ WORKER_BYTES = 52 << 20
 _BATCH_PAGES = 512
 _BATCH_IDS = struct.Struct(f"{ID_BYTES}s" * _BATCH_PAGES)
 _REACH_PAGES = 128  # looked up at once at most where many differ
-_MANY = bytes(GROUP_PAGES)  # as many in a row that differ may have been moved here: one of them leads to the others
+_MANY = bytes(GROUP_PAGES)  # so many in a row that differ may have been moved here: one of them leads to the others
 _ZERO_PAGE = bytes(PAGE_BYTES)
 _RUN_PACKS = 2  # that bring one run to the index; more would take more memory
 _NO_PACK = (1 << 64) - 1  # of zero pages
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Taken(NamedTuple):
-    """What became of a checkpoint's pages."""
+    """Where a checkpoint's pages are now."""
 
     layout: Layout
     new_packs: tuple[PackInfo, ...]
@@ -63,7 +63,7 @@ class Before:
     """The same image in the checkpoint before: the ids of its pages, and where they are."""
 
     def __init__(self, ids: mmap.mmap, first: int, extents: Extents, packs: Sequence[int]) -> None:
-        """Take the ids of all images of a checkpoint and the number of the first page of this one in them."""
+        """Keep the ids of all images of a checkpoint, and the number of the first page of this one in them."""
         self._ids = ids
         self._base = first * ID_BYTES
         self._end = self._base + extents.pages * ID_BYTES
@@ -125,17 +125,17 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
     patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> Taken:
-    """Take the pages of images into a domain; nothing refers to its new packs yet.
+    """Add the pages of images to a domain; nothing refers to its new packs yet.
 
     Args:
         sources: the images, of whole pages each, by name.
         packs: those of the domain; new ones are complete and on stable storage when this returns.
-        index_dir: the domain's index, which learns what is in new packs when they are complete.
+        index_dir: the domain's index, to which new packs are added when they are complete.
         page_ids: makes the domain's.
         ids_fd: a file for the ids of all pages, image after image.
-        before: what to compare with. It is verified while the workers are at it.
+        before: what to compare with. It is verified while the workers run.
         workers: processes to use.
-        patience: how long it is waited for.
+        patience: how long the caller waits for it.
         progress: gets the bytes done.
 
     Raises:
@@ -169,7 +169,7 @@ def deduplicate(  # noqa: PLR0913 - what is taken, where to, and how
     new_packs: list[PackInfo] = []
     digest, digested = page_ids.new_digest(), 0  # of the ids of so many ranges
     try:
-        # Closed at once if anything raises: no worker goes on then.
+        # Closed at once if anything raises: then no worker continues.
         work = run_forked(worker, tasks=len(ranges), workers=workers, patience=patience)
         with contextlib.closing(work) as results:
             for result in results:
@@ -221,7 +221,7 @@ def _layout(
 
 
 class _Rows:
-    """Rows of pack, first page and pages; one that goes on where the last one ends is joined with it."""
+    """Rows of pack, first page and pages; one that begins where the last one ends is joined with it."""
 
     def __init__(self) -> None:
         self._packs, self._firsts, self._lengths = array("Q"), array("I"), array("I")
@@ -240,14 +240,14 @@ class _Rows:
             self._lengths.append(pages)
 
     def extend(self, packs: Sequence[int], firsts: "array[int]", lengths: "array[int]") -> None:
-        """Add rows of which none goes on where the one before it ends, but perhaps the first of them."""
+        """Add rows of which none, except perhaps the first, begins where the one before it ends."""
         self.add(packs[0], firsts[0], lengths[0])
         self._packs.extend(packs[1:])
         self._firsts.extend(firsts[1:])
         self._lengths.extend(lengths[1:])
 
     def to_bytes(self) -> bytes:
-        """Return what `split` reads, in this same program."""
+        """Return what `split` reads, within the same program."""
         return self._packs.tobytes() + self._firsts.tobytes() + self._lengths.tobytes()
 
     @staticmethod
@@ -288,11 +288,11 @@ class _NewPacks:
 
     @property
     def number(self) -> int:
-        """Of the pack that is being written."""
+        """The number of the pack that is being written."""
         return self._number
 
     def place(self, ids: Sequence[bytes]) -> Place:
-        """Give new pages with these ids their places, in a row; `append` gets their content in the same order."""
+        """Assign consecutive places to new pages with these ids; `append` gets their content in the same order."""
         first = len(self._ids)
         self._ids += ids
         self.recent.update(zip(ids, range(first, len(self._ids)), strict=True))
@@ -307,7 +307,7 @@ class _NewPacks:
         self._writer.append(kind, pages, (1 << pages) - 1, stored)
 
     def flush(self) -> None:
-        """Hand all that was added to the kernel."""
+        """Write all that was added to the file."""
         if len(self.recent) >= _RECENT_PAGES:
             self.recent.clear()
         if self._writer is not None:
@@ -322,7 +322,7 @@ class _NewPacks:
         return self._finished
 
     def close(self) -> None:
-        """Close what was not finished; it is rubbish then."""
+        """Close what was not finished; it is now rubbish."""
         if self._writer is not None:
             self._writer.__exit__()
 
@@ -354,14 +354,14 @@ class _Taker:
         self._slices = [self._view[at : at + PAGE_BYTES] for at in range(0, len(self._view), PAGE_BYTES)]
         self._before: Before | None = None
         self._at = 0  # the page in the checkpoint before that the next one is expected to be
-        self._reach = 1  # of a look-up where many differ; further, the more of them were new
+        self._reach = 1  # of a look-up where many differ; the more of them were new, the further
         self._rows = _Rows()
         self._new: list[int] = []  # pages of the batch that are to be written, in the order of their places
 
     def take(
         self, source: ReadablePages, offset: int, job: Range, before: Before | None, ids_fd: int, ids_start: int
     ) -> bytes:
-        """Take one.
+        """Take one range.
 
         Args:
             source: of the image.
@@ -391,10 +391,10 @@ class _Taker:
 
     def _take_batch(self, ids: list[bytes], joined: bytes) -> None:
         at, end = 0, len(ids)
-        looked_up = 0  # up to which page `known` and `not_new` are about
+        looked_up = 0  # the page up to which `known` and `not_new` hold
         known: Mapping[bytes, Place] = {}
         not_new: set[bytes] = set()
-        same, ahead = b"", -1  # which pages are as in the checkpoint before, so many pages further on than here
+        same, ahead = b"", -1  # which pages are as in the checkpoint before, and how many pages later there
         while at < end:
             if not same or self._at - at != ahead:
                 same, ahead = self._compare_ids(ids, joined, at), self._at - at
@@ -421,7 +421,7 @@ class _Taker:
             self._at += taken
 
     def _look_up_to(self, same: bytes, at: int) -> int:
-        """Return up to where to look up at once what differs: as far as all of it will most likely be needed."""
+        """Return how far to look up at once what differs: as far as all of it will most likely be needed."""
         many = -1 if self._before is None else same.find(_MANY, at)
         if many == at:
             return at + self._reach
@@ -475,7 +475,7 @@ class _Taker:
         return 1
 
     def _lead_to_before(self, page_id: bytes, place: Place) -> bool:
-        """Return whether the checkpoint before has a page elsewhere, and go on from there."""
+        """Return whether the checkpoint before has a page elsewhere; if so, continue from there."""
         if self._before is None:
             return False
         found = self._before.find(page_id, place, self._at)

@@ -1,9 +1,9 @@
-"""One domain of a store: checkpoints that share their pages, their chain, and the order in which all is written.
+"""One domain of a store: checkpoints that share their pages, their chain, and the order in which files are written.
 
 Packs first, then the index, then a checkpoint's page ids and layout, then its manifest, which is the commit: what no
-manifest leads to is rubbish, and the next prune removes it. Whoever adds holds the lock shared, whoever removes holds
-it alone, for short steps; so nobody finds a page in a pack that is being removed. Whoever reads one checkpoint marks it
-as used, and waits for nobody. Crash table: docs/formats.md.
+manifest leads to is rubbish, and the next prune removes it. A process that adds holds the lock shared; one that removes
+holds it alone, for short steps: so no page is found in a pack that is being removed. A reader of one checkpoint marks
+it as used, and never waits. Crash table: docs/formats.md.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Domain:
         self.pushes_dir = directory / "pushes"
         self.pushes = Pushes(self.pushes_dir)
         self.marks = Marks(self.checkpoints_dir, patience)
-        self.patience = patience  # how long whoever opened it waits
+        self.patience = patience  # limits all waiting for locks
 
     @classmethod
     def open(
@@ -81,13 +81,13 @@ class Domain:
         Args:
             root: the store.
             name: of the domain.
-            keys: where its keys come from; if it comes from anywhere, a new domain is encrypted.
-            patience: how long whoever opens it waits for others.
+            keys: where its keys come from; with any source, a new domain is encrypted.
+            patience: how long to wait for other processes.
             create: make it if it is not there.
 
         Raises:
             StoreError: if there is none, or it cannot be made.
-            KeyMissing: if it is to be made, and the key cannot be got.
+            KeyMissing: if it is to be made, and there is no key.
         """
         directory = root / "domains" / check_domain_name(name)
         record = directory / "domain"
@@ -95,7 +95,7 @@ class Domain:
         if create:
             if not record.exists():
                 _make(directory, keyring, patience, within=root.parent)
-            sync_directory(directory)  # whoever wrote the record may have been killed before
+            sync_directory(directory)  # the process that wrote the record may have been killed before it did
         data = read_record(record, _MAX_RECORD_BYTES, "domain")
         if data is None:
             raise StoreError(f"{root} has no domain {name!r}")
@@ -121,12 +121,12 @@ class Domain:
         return PageIds(self._identity.seed, self._identity.ids_key)
 
     def _must_be_encrypted(self) -> bool:
-        """Return whether nothing that is not encrypted may be read; asked for when something is not."""
+        """Return whether only encrypted data may be read; called when some is not encrypted."""
         return self.is_encrypted and not self._identity.is_converting
 
     @property
     def seed(self) -> int:
-        """Of the ids of its pages."""
+        """The seed of the ids of its pages."""
         return self.page_ids.seed
 
     def _sealed(self, name: str, data: bytes) -> bytes:
@@ -147,7 +147,7 @@ class Domain:
 
     @contextlib.contextmanager
     def shared(self, *, in_turn: bool = False) -> Iterator[None]:
-        """Hold off whoever removes; `in_turn`, for what has time, after those who wait to be alone."""
+        """Keep out processes that remove; `in_turn`, for what is not urgent: after those that wait for `alone`."""
         if in_turn:
             with self._locked("turn.lock", fcntl.LOCK_SH):
                 pass
@@ -156,7 +156,7 @@ class Domain:
 
     @contextlib.contextmanager
     def alone(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold off everybody who adds, at normal priority and so for as short as can be.
+        """Keep out processes that add; at normal priority, so that they wait as briefly as possible.
 
         Raises:
             StoreError: if checkpoints are still being written or read after so long.
@@ -170,10 +170,10 @@ class Domain:
 
     @contextlib.contextmanager
     def upkeep(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Be the only one who removes, or moves what is there, in steps alone and steps between them.
+        """Be the only process that removes or moves data, in steps that hold the lock alone and steps between them.
 
         Raises:
-            StoreError: if another process is at it after so long.
+            StoreError: if another process still does so after so long.
         """
         with self._locked("upkeep.lock", fcntl.LOCK_EX, timeout_s):
             yield
@@ -362,7 +362,7 @@ class Domain:
             manifest: `sequence` and `previous` are set here.
             layout: of its images.
             ids: file with its page ids, at `new_ids_path`; moved away.
-            replaced: the checkpoint whose page ids nobody needs from now on.
+            replaced: the checkpoint whose page ids are no longer needed.
 
         Raises:
             OSError: from the file system, a full one included.
@@ -379,11 +379,11 @@ class Domain:
             replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
             self._write_head(entry_of(linked, record))
         merge_index(self.index_dir)
-        if replaced is not None:  # only the newest is compared with
+        if replaced is not None:  # later checkpoints are compared with the newest only
             self._ids_path(replaced).unlink(missing_ok=True)
 
     def settle(self) -> None:
-        """Return when no power loss can undo that checkpoints are complete, or removed, by whomever."""
+        """Return when no power loss can undo that checkpoints were completed or removed, by any process."""
         sync_directory(self.checkpoints_dir)
 
     def put_pulled(self, checkpoint_id: str, data: bytes, layout: bytes, ids: Path) -> None:
@@ -412,7 +412,7 @@ class Domain:
     def begin_rekey(self) -> "Domain":
         """Encrypt the domain's record with the newest key; return the domain as it is then; with the lock alone.
 
-        If it was not encrypted, the ids of its pages are others now: those that were are gone, with the index.
+        If it was not encrypted, its pages get new ids: the old ones are gone, with the index.
 
         Raises:
             KeyMissing: if there is no key.
@@ -427,7 +427,7 @@ class Domain:
         return self._with(identity)
 
     def end_rekey(self) -> "Domain":
-        """Encrypt all records that are not with the newest key; then everything in the domain is encrypted.
+        """Encrypt all records that the newest key does not encrypt yet; then everything in the domain is encrypted.
 
         Raises:
             KeyMissing: if there is no key.
@@ -450,7 +450,7 @@ class Domain:
     # --- layouts
 
     def replace_layout(self, manifest: StoredManifest, layout: Layout) -> bool:
-        """Say where a checkpoint's pages are now, on stable storage; False if it is in use, and stays as it is.
+        """Record durably where a checkpoint's pages are now; False if it is in use, and stays as it is.
 
         New packs must be on stable storage by name; call it in `upkeep`.
         """
@@ -466,7 +466,7 @@ class Domain:
         return is_free
 
     def _put_parts(self, checkpoint_id: str, layout: bytes, ids: Path) -> None:
-        """Put all that a manifest needs to its place, on stable storage."""
+        """Move all that a manifest needs into place, on stable storage."""
         sync_directory(self.packs_dir)  # some may be of a pull that was killed before it had
         sync_file(ids)
         ids.replace(self._ids_path(checkpoint_id))
@@ -480,7 +480,7 @@ class Domain:
         return [push for push in self.pushes.all() if push.checkpoint_id in complete]
 
     def pin(self, checkpoint_id: str) -> None:
-        """Have a checkpoint stay, whatever a prune is to remove.
+        """Protect a checkpoint from every prune.
 
         Raises:
             StoreError: if there is no such checkpoint.
@@ -505,7 +505,7 @@ class Domain:
             self._write_head(head)
 
     def _head(self) -> Entry | None:
-        """Return the newest link: the one recorded, or one that was committed and not recorded any more."""
+        """Return the newest link: the one recorded, or a later one that was committed but not recorded."""
         newest = self.recorded_head()
         for entry in self.entries().values():
             if newest is None or entry.sequence > newest.sequence:
@@ -561,16 +561,16 @@ class Domain:
         return removed
 
     def pack_bytes(self) -> int:
-        """Return what all packs take."""
+        """Return the bytes that all packs take."""
         return sum(path.stat().st_size for path in self.packs_dir.glob("*.pack"))
 
     def own_bytes(self, checkpoint_id: str) -> int:
-        """Return what a checkpoint takes beside its packs."""
+        """Return the bytes that a checkpoint takes beside its packs."""
         paths = (self.checkpoints_dir / f"{checkpoint_id}.{kind}" for kind in ("manifest", "layout", "ids", "pulled"))
         return sum(path.stat().st_size for path in paths if path.exists())
 
     def stored_bytes(self) -> int:
-        """Return what all complete checkpoints take, with the index and what nothing needs any more."""
+        """Return the bytes that all complete checkpoints take, with the index and what nothing needs any more."""
         total = 0
         for directory in (self.packs_dir, self.checkpoints_dir, self.index_dir):
             for path in directory.iterdir():
@@ -580,7 +580,7 @@ class Domain:
 
 
 def _make(directory: Path, keyring: Keyring, patience: Patience, *, within: Path) -> None:
-    """Make a domain, all of it on stable storage; of several processes that do so at once, one decides what it is."""
+    """Make a domain, all of it on stable storage; of several processes that do so at once, the first makes it."""
     make_directory(directory, within=within)
     with _locked(directory / "chain.lock", fcntl.LOCK_EX, patience.within(LOCK_TIMEOUT_S)):
         if not (directory / "domain").exists():

@@ -47,7 +47,7 @@ class Extents:
         return map(Extent, self._packs, self._firsts, self._lengths)
 
     def append(self, pack: int, first: int, pages: int) -> None:
-        """Add an extent; one that goes on where the last one ends is joined with it."""
+        """Add an extent; one that begins where the last one ends is joined with it."""
         goes_on = len(self._packs) and self._packs[-1] == pack and self._lengths[-1] + pages <= _MAX_RUN
         if goes_on and (pack == ZERO or self._firsts[-1] + self._lengths[-1] == first):
             self._lengths[-1] += pages
@@ -60,7 +60,7 @@ class Extents:
         self.pages += pages
 
     def extend(self, packs: Sequence[int], firsts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Add extents of which none goes on where the one before it ends, but perhaps the first of them."""
+        """Add extents of which none, except perhaps the first, begins where the one before it ends."""
         if not lengths:
             return
         self.append(packs[0], firsts[0], lengths[0])

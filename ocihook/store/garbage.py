@@ -1,7 +1,8 @@
 """Keeps a domain in order: what no checkpoint needs is found and removed, and a lost index is rebuilt.
 
-Removing takes two moments alone in the domain: while nothing is being added it is seen what nothing needs, and when the
-index does not lead there any more it goes, unless somebody has found it by the old one. All that takes long is between.
+Removing holds the lock alone twice, briefly: first, while nothing is being added, to find what nothing needs; then,
+when the index no longer leads there, to remove it, unless a process has found it by the old index. All that takes long
+happens in between.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from ocihook.store.stored_manifest import StoredManifest
 
 _OF_ONE = ("layout", "pulled", "pin", "use")  # files that a checkpoint may have
 AT_A_TIME = 16  # packs, or checkpoints, that are removed in one step
-Step = Callable[[], contextlib.AbstractContextManager[object]]  # what is done in it is done alone in the domain
+Step = Callable[[], contextlib.AbstractContextManager[object]]  # holds the lock alone while it is entered
 
 
 class Usage(NamedTuple):
@@ -35,7 +36,7 @@ class Needs:
     """The checkpoints of a domain, and the packs that they need. Reads each once, so that looking again is quick."""
 
     def __init__(self, domain: Domain) -> None:
-        """Know nothing yet."""
+        """Nothing is read yet."""
         self._domain = domain
         self._manifests: dict[str, StoredManifest] = {}
         self._packs: dict[str, tuple[str, ...]] = {}
@@ -104,8 +105,8 @@ def remove_rubbish(domain: Domain, needs: Needs | None = None, step: Step = cont
     """Remove what no complete checkpoint needs; return the bytes. Call it in `upkeep`.
 
     Args:
-        domain: of which.
-        needs: what is known of it.
+        domain: to clear.
+        needs: what is known of its needs.
         step: gives the lock alone for a step; by default it is held already.
 
     Raises:
@@ -113,14 +114,14 @@ def remove_rubbish(domain: Domain, needs: Needs | None = None, step: Step = cont
         StoreError: if checkpoints are being added for too long.
     """
     needs = needs or Needs(domain)
-    needs.packs()  # so that there is little left to read when others have to wait for it
+    needs.packs()  # so that little is left to read while others wait
     freed = 0
-    domain.settle()  # what another prune removed that was killed must not come back
+    domain.settle()  # what a prune that was killed had removed must not come back
     with step():
         packs, others = rubbish(domain, needs)
         for path in others:
             freed += _remove(domain, path)
-    domain.settle()  # some of it may not be encrypted, in a domain that is from now on
+    domain.settle()  # some may be unencrypted, in a domain that is encrypted from now on
     merge_index(domain.index_dir, without={pack_number(path.name) for path in packs})
     for at in range(0, len(packs), AT_A_TIME):
         with step():
@@ -134,7 +135,7 @@ def remove_rubbish(domain: Domain, needs: Needs | None = None, step: Step = cont
 
 
 def _remove(domain: Domain, path: Path) -> int:
-    """Remove a file that is no pack, unless it says that somebody waits for a checkpoint to come."""
+    """Remove a file that is not a pack, unless it is a mark that a process holds while it waits for the checkpoint."""
     size = path.stat().st_size
     if path.suffix == ".use":
         with domain.marks.unless_used(path.stem) as is_free:
@@ -165,7 +166,7 @@ def repair(domain: Domain) -> list[str]:
 
 
 def usage(domain: Domain) -> Usage:
-    """Return what the domain takes.
+    """Return what space the domain takes.
 
     Raises:
         IntegrityError: if a checkpoint is damaged.

@@ -1,6 +1,6 @@
 """The index of a domain: for the content of a page, where it may be found. Sorted runs of records, mapped.
 
-It is a hint and no more: whoever finds a page by it compares the content. So eight bytes of a page's id are enough,
+It is only a hint: a page that it leads to is compared by content. So eight bytes of a page's id are enough,
 nothing in it needs a checksum, a lost index costs space and no data, and it can be rebuilt from the packs
 (`ocihook store repair`). One or two packs bring a run; small ones are merged, and a prune rewrites all without what
 it removes.
@@ -24,7 +24,7 @@ from ocihook.errors import StoreError
 from ocihook.linux.files import sync_directory
 
 KEY_BYTES = 8
-MAX_RUNS = 8  # each is searched; more are merged
+MAX_RUNS = 8  # each is searched; if there are more, they are merged
 _RECORD = struct.Struct(f">{KEY_BYTES}sQI")
 _KEY = struct.Struct(f">Q{_RECORD.size - KEY_BYTES}x")  # as a number
 _KEYS = struct.Struct(f"{KEY_BYTES}s")
@@ -47,14 +47,14 @@ class Place(NamedTuple):
 
 
 class Run:
-    """A file of records in the order of their keys, with a filter that most keys that it does not have do not pass."""
+    """A file of records in the order of their keys, with a filter that rejects most keys that are not in it."""
 
     def __init__(self, path: Path) -> None:
         """Map it.
 
         Raises:
             StoreError: if it is not what such a file must be.
-            FileNotFoundError: if it is gone, merged with others.
+            FileNotFoundError: if it is gone: merged with others.
         """
         self.path = path
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -207,11 +207,11 @@ def _is_worth_it(paths: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def _merging(directory: Path, *, is_waiting: bool) -> Iterator[bool]:
-    """Be the only one that merges; whoever comes second need not, or waits."""
+    """Be the only process that merges; a second one skips it, or waits."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
-            # waits: only what removes packs, and no session does
+            # waits: only what removes packs does, and that is never a session
             fcntl.flock(fd, fcntl.LOCK_EX if is_waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False

@@ -55,12 +55,12 @@ def _member_of_owner(container: ContainerRef) -> str:
 
 
 def has_identity(container: ContainerRef) -> bool:
-    """Return whether a container is one of its own and not any replica of a Deployment."""
+    """Return whether a container has an identity of its own, and is not just any replica of a Deployment."""
     stem = _RANDOM.sub("", container.pod_name)
     return stem == container.pod_name or not _HASH.search(stem)
 
 
 def _member(pod_name: str) -> str:
-    """Return a pod's name without what is another one each time."""
+    """Return a pod's name without the parts that change each time it is recreated."""
     stem = _RANDOM.sub("", pod_name)
     return pod_name if stem == pod_name else _MINUTES.sub("", _HASH.sub("", stem))

@@ -1,10 +1,10 @@
 """Marks on checkpoints of a domain that keep a prune from them: a pin, until it is taken off, and use, while it lasts.
 
     checkpoints/<id>.pin    empty: pinned
-    checkpoints/<id>.use    empty: whoever reads the checkpoint holds flock shared, whoever removes it or moves its
-                            pages alone, and only for that moment
+    checkpoints/<id>.use    empty: a reader of the checkpoint holds flock shared; what removes it or moves its
+                            pages holds it alone, and only for that moment
 
-What is in use keeps its manifest, its layout and so its packs. A process that dies uses nothing any more.
+What is in use keeps its manifest, its layout and so its packs. When a process dies, its use ends.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from ocihook.linux.patience import Patience
 
 
 class Marks:
-    """The marks in a directory of checkpoints. Whether there is such a checkpoint, they do not know."""
+    """The marks in a directory of checkpoints. Does not check whether a checkpoint exists."""
 
     def __init__(self, directory: Path, patience: Patience) -> None:
         self._directory = directory
@@ -60,7 +60,7 @@ class Marks:
 
     @contextlib.contextmanager
     def unless_used(self, checkpoint_id: str) -> Iterator[bool]:
-        """Return whether nobody uses a checkpoint; whoever wants to waits until the context ends."""
+        """Yield whether nobody uses a checkpoint; who wants to use it waits until the context ends."""
         fd = self._open(checkpoint_id)
         try:
             yield try_lock(fd, fcntl.LOCK_EX)

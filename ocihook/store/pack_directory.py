@@ -29,7 +29,7 @@ class StoredPack:
     """A pack with random access to its pages. Keeps the chunk that it read last."""
 
     def __init__(self, path: Path, keyring: Keyring, info: PackInfo | None = None) -> None:
-        """Open it; without `info`, as it says of itself what it is. The keys are asked for when they are needed.
+        """Open it; without `info`, rely on what the pack says of itself. Keys are requested when they are needed.
 
         Raises:
             IntegrityError: if it is missing, its table is damaged, or it is not what `info` says.
@@ -40,12 +40,12 @@ class StoredPack:
 
     @cached_property
     def _starts(self) -> Sequence[int]:
-        """First pages of the chunks; and not the chunks themselves, since there are thousands of packs."""
+        """First pages of the chunks; not the chunks themselves, since there are thousands of packs."""
         return self._reader.full_chunks()
 
     @property
     def pages(self) -> int:
-        """How many there are.
+        """The number of pages.
 
         Raises:
             IntegrityError: if the pack has chunks that a store never writes.
@@ -111,10 +111,10 @@ class PackDirectory(NamedTuple):
     path: Path
     keyring: Keyring
     is_encrypted: bool
-    must_be_encrypted: Callable[[], bool]  # whether nothing else may be read; asked for when something is not
+    must_be_encrypted: Callable[[], bool]  # whether nothing else may be read; called when a pack is not encrypted
 
     def open(self, name: str, info: PackInfo | None = None) -> StoredPack:
-        """Open a pack; without `info`, as it says of itself what it is.
+        """Open a pack; without `info`, rely on what the pack says of itself.
 
         Raises:
             IntegrityError: if it is missing, damaged, or not encrypted where all are.
@@ -147,7 +147,7 @@ class StoredPacks:
     """The packs in a directory; the last ones used stay open."""
 
     def __init__(self, directory: PackDirectory, infos: Iterable[PackInfo] = ()) -> None:
-        """Take the directory, and what is known of some of them."""
+        """Keep the directory, and what is known of some packs."""
         self._directory = directory
         self._infos = {pack_number(info.name): info for info in infos}
         self._open: dict[int, StoredPack] = {}

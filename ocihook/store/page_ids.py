@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class IdsDigest:
-    """The BLAKE2b-256 of page ids, one after the other, as a manifest has it: of what they are without a key."""
+    """The BLAKE2b-256 of page ids, one after the other, as a manifest has it: of the ids before they are enciphered."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key
@@ -53,7 +53,7 @@ class PageIds:
         return self.of_pages([content[at : at + PAGE_BYTES] for at in range(0, len(content), PAGE_BYTES)])[1]
 
     def of_run(self, pages: int, contents: Sequence[bytes | memoryview]) -> bytes:
-        """Return the same of pages in pieces; without any they are zero, and nothing of their size is made."""
+        """Return the ids of pages that come in pieces; without any piece they are zero pages, and none is allocated."""
         return b"".join(map(self.of, contents)) if contents else self._zero * pages
 
     @functools.cached_property

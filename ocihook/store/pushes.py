@@ -1,4 +1,4 @@
-"""What is to be pushed from a domain, and what has become of the attempts: `pushes/<id>`, one record a checkpoint.
+"""What is to be pushed from a domain, and how the attempts ended: `pushes/<id>`, one record a checkpoint.
 
 An empty record is that of a push that was never tried.
 """
@@ -75,7 +75,7 @@ class Pushes:
             "error": later.error,
         }
         data = encode_frame("push", 1, json.dumps(body).encode())
-        replace_file(self._directory / push.checkpoint_id, data, mode=0o600, durable=False)  # lost, it is tried sooner
+        replace_file(self._directory / push.checkpoint_id, data, mode=0o600, durable=False)  # lost: tried sooner
         return later
 
     def end(self, checkpoint_id: str) -> None:

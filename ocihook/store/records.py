@@ -40,7 +40,7 @@ class Identity(NamedTuple):
 
     seed: int
     ids_key: bytes | None
-    is_converting: bool  # to an encrypted one: some of it is not yet
+    is_converting: bool  # to an encrypted one: some of it is not encrypted yet
 
 
 def write_identity(record: Path, keyring: Keyring, identity: Identity) -> None:

@@ -70,7 +70,7 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 
 class Estimate:
-    """What checkpoints of a domain take, once nothing is left that they do not need; one is added after the other."""
+    """The bytes that checkpoints of a domain take once all that they do not need is gone; add one after the other."""
 
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
@@ -107,7 +107,7 @@ def drop_unneeded(domain: Domain, needs: Needs | None = None, step: Step = conte
 
     Args:
         domain: of which.
-        needs: what is known of it.
+        needs: what is known of its needs.
         step: gives the lock alone for a step; by default it is held already.
 
     Raises:
@@ -137,7 +137,7 @@ def drop_unneeded(domain: Domain, needs: Needs | None = None, step: Step = conte
 def rekey(domain: Domain) -> int:
     """Encrypt a domain with its newest key; return how many packs were rewritten. Call it with the lock alone.
 
-    After an interruption what is done is done, and all can be read with the keys, old and new; it may be called again.
+    After an interruption, what was done stays done, and all can be read with the old and new keys; call it again.
 
     Raises:
         KeyMissing: if there is no key.
@@ -165,7 +165,7 @@ def _needed(domain: Domain, manifests: Iterable[StoredManifest]) -> dict[str, li
 
 
 def _few(names: Sequence[str], spans: Mapping[str, list[Span]]) -> Iterator[dict[str, list[Span]]]:
-    """Yield few packs at a time: of so many there are two copies on the disk."""
+    """Yield a few packs at a time: these are on the disk twice while they are rewritten."""
     for at in range(0, len(names), _AT_A_TIME):
         yield {name: spans[name] for name in names[at : at + _AT_A_TIME]}
 
@@ -173,12 +173,12 @@ def _few(names: Sequence[str], spans: Mapping[str, list[Span]]) -> Iterator[dict
 def rewrite_packs(
     domain: Domain, packs: Mapping[str, list[Span]], manifests: Iterable[StoredManifest], *, wait_s: float = 0
 ) -> None:
-    """Write what is needed of packs into new ones, and let layouts know. Call it in `upkeep`.
+    """Write what is needed of packs into new ones, and update layouts. Call it in `upkeep`.
 
     Args:
         domain: of which.
         packs: and what is needed of each.
-        manifests: of all the checkpoints that need it; what has come since stays where it is.
+        manifests: of all the checkpoints that need it; what was added since stays where it is.
         wait_s: for a checkpoint that is in use; 0: it stays where it is, too.
 
     Raises:

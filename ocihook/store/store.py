@@ -15,7 +15,7 @@ class Store(NamedTuple):
 
     root: Path
     keys: KeySource = NO_KEYS
-    patience: Patience = ENDLESS  # how long whoever uses it waits
+    patience: Patience = ENDLESS  # how long users of it wait
 
     @classmethod
     def of(cls, settings: Settings, patience: Patience = ENDLESS) -> "Store":

@@ -27,7 +27,7 @@ from ocihook.packs.packed_manifest import (
 )
 
 CHECKPOINT_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
-VERSION, VERSION_WITH_BELONGINGS = 1, 2  # what has none is written for earlier releases, too
+VERSION, VERSION_WITH_BELONGINGS = 1, 2  # without belongings, version 1 is written: earlier releases read it
 BELONGINGS_NAME = "belongings.tar"  # a part; what is in it: belongings/saving.py, checkpoints/belongings.py
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +55,7 @@ class StoredRegion(NamedTuple):
     process: str
     start: int
     size_bytes: int
-    number: int  # of the process's regions: what finds it in the next checkpoint, where it may lie elsewhere
+    number: int  # among the process's regions: identifies it in the next checkpoint, where its address may differ
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What stands in an image directory in place of page images that went into a store: which checkpoint they are of."""
+"""What replaces page images in an image directory when they go into a store: the checkpoint that they belong to."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ class Thin(NamedTuple):
 
 
 def write_thin(directory: Path, thin: Thin, *, durable: bool) -> None:
-    """Commit: afterwards the page images of `directory` are in the store, or on their way into it."""
+    """Commit: from here on, the page images of `directory` are in the store, or pending there."""
     body = json.dumps({"domain": thin.domain, "checkpoint": thin.checkpoint_id}).encode()
     replace_file(directory / THIN_NAME, encode_frame("thin", 1, body), mode=0o600, durable=durable)
 

@@ -98,7 +98,7 @@ def check_chain(domain: Domain) -> list[str]:
     if head is not None:
         named.append((head.link, "the domain's head"))
     pulled = [domain.entry(checkpoint_id) for checkpoint_id in there_are - entries.keys()]
-    for entry in pulled:  # what came before it elsewhere need not be here; if it is, it must be that
+    for entry in pulled:  # its predecessor elsewhere need not be here; if it is, it must be the same
         before = entry.previous
         if before and before.id in there_are and domain.entry(before.id).link != before:
             wrong.append(f"checkpoint {before.id} was exchanged: checkpoint {entry.link.id} names another manifest")

@@ -175,7 +175,7 @@ def _own_s() -> float:
 
 
 def _timed(contender: Contender) -> float:
-    """Return the seconds of a run that others did not disturb; if there is none, of the least disturbed."""
+    """Return the seconds of an undisturbed run; if there is none, of the least disturbed."""
     tries = []
     for _ in range(TRIES):
         contender.delete_output()
@@ -700,7 +700,7 @@ def _packaged_hook(tree: Path) -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def _agent_that_agrees() -> Iterator[None]:
-    """Listen where the agent does, in a /run of our own, and let every stage go on at once."""
+    """Listen where the agent does, in a /run of our own, and let every stage pass at once."""
     Path(wire.RUNTIME_DIR).mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{wire.RUNTIME_DIR}/{wire.SOCKET_NAME}")

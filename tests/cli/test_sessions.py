@@ -1,4 +1,4 @@
-"""`ocihook ps`: who, when, what became of it and why, in columns that a terminal has."""
+"""`ocihook ps`: who, when, the outcome and why, in the columns of a terminal."""
 
 import time
 from pathlib import Path

@@ -82,7 +82,7 @@ class Node:
         return [json.loads(file.read_text()) for file in files]
 
     def stay(self) -> None:
-        """Let agents that start from now on stay: on a slow machine whoever comes to them may be long in coming."""
+        """Let agents that start from now on stay: on a slow machine a client may take long to connect."""
         config = self.namespace.path("/etc/ocihook/config.toml")
         config.write_text(config.read_text().replace("idle_timeout_s = 1\n", "idle_timeout_s = 600\n"))
 
@@ -371,7 +371,7 @@ def test_recover_without_an_agent_undoes_a_restore(node: Node) -> None:
 
 
 def test_a_runtime_directory_that_cannot_be_written(node: Node) -> None:
-    """No agent can start: the dump is refused before anything happened, a plain restore goes on."""
+    """No agent can start: the dump is refused before anything happened, a plain restore continues."""
     node.namespace.run("sh", "-c", "mkdir /run/ocihook; mount -t tmpfs -o ro tmpfs /run/ocihook")
     output = node.criu("checkpoint", "pre-dump")
     assert "pre-dump 1" in output
@@ -381,7 +381,7 @@ def test_a_runtime_directory_that_cannot_be_written(node: Node) -> None:
 
 
 def test_metrics_are_served_and_keep_the_agent(node: Node) -> None:
-    """While a scraper says nothing, checkpoints go on; a file that is no socket stays."""
+    """While a scraper sends nothing, checkpoints continue; a file that is not a socket stays."""
     address = "unix:/run/ocihook/metrics.sock"
     config = node.namespace.path("/etc/ocihook/config.toml")
     config.write_text(f'[agent]\nidle_timeout_s = 1\nmetrics_address = "{address}"\n')

@@ -153,7 +153,7 @@ def test_what_nvml_says_while_a_process_is_locked() -> None:
 
 
 def test_memory_that_shrinks(node: Node) -> None:
-    """The stand-in says what it is told to of a process that runs, and the truth of one that is locked."""
+    """The stand-in reports what it is set to of a process that runs, and the truth of one that is locked."""
     pid = node.start()
     node.script.write_text("running 123\n")
     program = "from ocihook.gpu.nvml import read_gpus; print([dict(gpu.held_bytes) for gpu in read_gpus()[1]])"

@@ -110,7 +110,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _logged(self) -> Iterator[list[Call]]:
-        """Log in the order in which it happens, whoever of several processes does it."""
+        """Log in the order in which it happens, whichever of several processes does it."""
         if self._left == 0:
             os._exit(KILLED)
         self._left -= 1

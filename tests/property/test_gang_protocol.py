@@ -1,4 +1,4 @@
-"""The protocol of gangs, explored: messages in every order, lost, late and repeated; deaths; coordinators anew."""
+"""The protocol of gangs, explored: messages in every order, lost, late and repeated; deaths; restarted coordinators."""
 
 import copy
 from collections.abc import Iterator
@@ -207,7 +207,7 @@ def test_three_members_come_to_one_end() -> None:
 
 
 class Forgetful(Explorer):
-    """Has a coordinator that begins anew without what it decided."""
+    """Has a coordinator that restarts without what it decided."""
 
     def steps(self, state: Model) -> Iterator[Model]:
         state.gang._decided.clear()

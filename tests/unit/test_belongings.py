@@ -1,4 +1,4 @@
-"""Belongings of a container: changes of a rootfs, brought elsewhere and taken out again; where they are."""
+"""Belongings of a container: changes of a rootfs, applied elsewhere and reverted; where they are."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def save(path: Path, *trees: tuple[str, Path], upper_of: Path | None = None) -> 
 
 @pytest.fixture
 def lower(tmp_path: Path) -> Path:
-    """What a rootfs has before anything is brought."""
+    """What a rootfs has before anything is applied."""
     top = tmp_path / "lower"
     (top / "etc/deep/er").mkdir(parents=True)
     (top / "var/cache").mkdir(parents=True)

@@ -274,7 +274,7 @@ def test_to_a_remote_and_back(node: Node, tmp_path: Path, keys: KeySource) -> No
 
 @pytest.mark.parametrize("make", [lambda _: NO_KEYS, lambda path: make_keys(path, KEY)])
 def test_packs_with_few_pages_that_are_needed(tmp_path: Path, make: Callable[[Path], KeySource]) -> None:
-    """They are written anew without the others; what is needed of them stays what it is, and is found again."""
+    """They are rewritten without the others; what is needed of them stays what it is, and is found again."""
     node = Node(tmp_path / "node", make(tmp_path))
     few = node.old[7 * PAGE_BYTES : 11 * PAGE_BYTES] + node.old[30 * PAGE_BYTES : 35 * PAGE_BYTES] + pages(2, 5)
     node.dump(few)

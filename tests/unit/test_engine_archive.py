@@ -143,7 +143,7 @@ def test_a_document_too_large_to_be_read_is_refused(tmp_path: Path, plain: Path)
 @pytest.mark.parametrize("tar_format", ["gnu", "posix"])
 @pytest.mark.parametrize("compression", archive.COMPRESSIONS)
 def test_sparse_files_are_read_and_copied_with_their_zeros(tmp_path: Path, tar_format: str, compression: str) -> None:
-    """`tar -S` makes them, when somebody has unpacked a checkpoint and packed it up again."""
+    """`tar -S` makes them, when a checkpoint was unpacked and packed again."""
     (tmp_path / "checkpoint").mkdir()
     holes = tmp_path / "checkpoint" / ("long-name-" * 12 + "pages.img")
     with holes.open("wb") as file:
@@ -283,7 +283,7 @@ except ArchiveError as error:
 
 
 def sparse_header(parts: int, size: int) -> bytes:
-    """Return a member of GNU's old sparse format; its map goes on in blocks of their own."""
+    """Return a member of GNU's old sparse format; its map continues in blocks of their own."""
     info = tarfile.TarInfo("checkpoint/pages-9.img")
     info.type = tarfile.GNUTYPE_SPARSE
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))

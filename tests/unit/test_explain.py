@@ -155,7 +155,7 @@ def test_what_is_not_known_is_quoted() -> None:
 
 
 def test_a_zombie_is_not_traced() -> None:
-    """CRIU cannot seize it either, and goes on."""
+    """CRIU cannot seize it either, and continues."""
     head, _, tail = read("dump-flock").partition("Dumping task")
     zombie = (
         "(00.1) Warn  (compel/src/lib/infect.c:133): Unable to interrupt task: 7 (Operation not permitted)\n"

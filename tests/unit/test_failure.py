@@ -70,7 +70,7 @@ def test_a_log_is_read_though_it_was_removed(runtime: subprocess.Popen[str], tmp
 
 
 def test_engine_is_told_once_and_not_held_up(runtime: subprocess.Popen[str]) -> None:
-    """Who reads the runtime's errors to their end gets one line, and comes to the end."""
+    """A reader of the runtime's errors gets one line, and reaches their end."""
     attempt = Attempt(criu_of(runtime), Process.find(runtime.pid))
     attempt.report("the reason")
     attempt.report("the reason, again")

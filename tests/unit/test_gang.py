@@ -215,7 +215,7 @@ def test_what_is_no_json_of_a_member_is_refused(serving: Serving, body: bytes) -
 
 @pytest.mark.parametrize("said", ["text", 5, [1], {"checkpoint": 5}, {"checkpoint": "text"}])
 def test_what_a_member_says_amiss_ends_the_attempt(serving: Serving, journals: list[Journal], said: object) -> None:
-    """Nobody may go on as if all had come to the end when nothing was kept."""
+    """No member may continue as if all had completed when nothing was kept."""
     members = [serving.member(journals[n], name, act="restore") for n, name in enumerate("ab")]
     found = both(members, "released", {0: said, 1: {}})
     assert all(isinstance(one, GangError) and "did not tell of its checkpoint" in str(one) for one in found)

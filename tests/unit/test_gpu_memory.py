@@ -126,7 +126,7 @@ def test_pins_outlive_the_directory(program: Program, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_a_file_pinned_again_can_still_be_removed(tmp_path: Path) -> None:
-    """By an agent that goes on where another was killed."""
+    """By an agent that continues where another was killed."""
     (tmp_path / "pins").mkdir()
     source, place = tmp_path / "source", tmp_path / "pins/source"
     source.write_bytes(b"content")
@@ -245,7 +245,7 @@ def rewrite(directory: Path, region: PackedRegion) -> None:
 def test_memory_that_its_process_had_not_mapped(
     image_set: tuple[Path, MovedRegions], way: Callable[..., object]
 ) -> None:
-    """The manifest is nobody's word for how large a process was; CRIU's own list is. Pieces of one mapping are one."""
+    """The manifest does not decide how large a process was; CRIU's own list is. Pieces of one mapping are one."""
     directory, regions = image_set
     (region,) = regions.regions
     middle, end = region.start + 10 * PAGE_BYTES, region.start + region.size_bytes

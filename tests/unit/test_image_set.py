@@ -89,7 +89,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("step", ["pack_images", "write_manifest", "after the manifest"])
 def test_interrupted_packing_is_put_right(directory: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Killed at a step, nothing cleans up; whoever comes later has all of the memory."""
+    """Killed at a step, nothing cleans up; a later reader has all of the memory."""
     before = contents(directory)
     finish = image_set.finish_packing
 
@@ -191,7 +191,7 @@ def test_full_disk_while_packing_leaves_the_images(small_disk: Path) -> None:
 
 
 def moved_packs(directory: Path, size_bytes: int) -> image_set.MovedRegions:
-    """Make packs as moved memory comes in; what is in them is nobody's concern here."""
+    """Make packs as moved memory comes in; their content does not matter here."""
     directory.mkdir()
     names = ["ocihook-region-0.pack", "ocihook-region-1.pack"]
     for name in names:

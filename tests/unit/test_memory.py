@@ -283,7 +283,7 @@ def test_a_large_mapping_is_seen_before_anything_is_in_it() -> None:
 
 
 def test_what_is_told_of_a_mapping_may_fail() -> None:
-    """The thread goes on as it does when all is well, and can be stopped and released."""
+    """The thread continues as it does without a failure, and can be stopped and released."""
     with subprocess.Popen(
         [sys.executable, "-c", MAPPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -1,4 +1,4 @@
-"""What becomes of addresses and of sockets in a restore: maps with gaps and conflicts, connections that move or end."""
+"""Addresses and sockets in a restore: maps with gaps and conflicts, connections that move or end."""
 
 from ipaddress import ip_address
 

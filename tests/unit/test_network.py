@@ -280,7 +280,7 @@ def test_a_hold_is_renewed_while_its_session_lives_and_then_ends_by_itself(
     namespace = NetNamespace.of(workload.pid)
 
     def left_ms() -> int:
-        """Return how long the hold lasts if nobody renews it; 0 once it is over."""
+        """Return how long the hold lasts if it is not renewed; 0 once it is over."""
         found = nftables.run(namespace, f"list set inet {hold.table_of(journal)} held")
         left = re.search(r"ipv4 timeout 3s expires (?:(\d+)s)?(?:(\d+)ms)?", found)
         return int(left[1] or 0) * 1000 + int(left[2] or 0) if left else 0

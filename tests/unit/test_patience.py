@@ -1,4 +1,4 @@
-"""Whoever does not wait any more ends every wait: sleeping, asking, reading, workers, calls, locks, held threads."""
+"""A caller that no longer waits ends every wait: sleeping, asking, reading, workers, calls, locks, held threads."""
 
 import contextlib
 import fcntl
@@ -259,7 +259,7 @@ def test_a_driver_that_does_not_answer(runtime: Waiting) -> None:
 
 
 def test_locks_that_are_tried_again(runtime: Waiting, tmp_path: Path) -> None:
-    """An attempt is not broken off; after it nobody waits for another."""
+    """An attempt is not interrupted; after it there is no wait for another."""
     (tmp_path / "attempts").touch()
 
     class Driver:
@@ -302,7 +302,7 @@ def test_locks_of_a_store(runtime: Waiting, tmp_path: Path) -> None:
 
 
 def test_the_mark_of_a_checkpoint(runtime: Waiting, tmp_path: Path) -> None:
-    """Only for moments does anybody hold it alone; but whoever does so may hang."""
+    """It is held alone only briefly; but a process that holds it may hang."""
     domain = Domain.open(tmp_path, "team", patience=runtime.patience(), create=True)
     with domain.marks.unless_used("c") as is_free, runtime.ends_when(waits_in_poll()):
         assert is_free

@@ -213,7 +213,7 @@ def pack(tmp_path: Path, *, are_images_synced: bool) -> Case:
 
 
 def prune_store(tmp_path: Path) -> Case:
-    """A prune that removes two checkpoints of three, and writes a pack anew of which a third is needed."""
+    """A prune that removes two checkpoints of three, and rewrites a pack of which a third is needed."""
     root = make_node(tmp_path / "node", OLD, THIRD, NEW).root
 
     def act(mark: Mark) -> None:

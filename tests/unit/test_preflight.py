@@ -165,7 +165,7 @@ def test_refusals(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_what_is_held_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less is no reason any more to refuse, more is one; nothing but room is judged anew."""
+    """Less is no longer a reason to refuse, more is one; only room is checked again."""
     monkeypatch.setattr(preflight, "available_bytes", lambda: 50 * GIB)
     monkeypatch.setattr(preflight, "memory_headroom_bytes", lambda pid: 55 * GIB if pid == os.getpid() else None)
     situation = dataclasses.replace(FINE, packs_dir=tmp_path, driver_version="none", init_pid=os.getpid())
@@ -203,7 +203,7 @@ def test_each_transport_that_does_not_survive_is_named(variable: str) -> None:
 
 
 def test_it_agrees_with_what_was_seen_on_a_real_node() -> None:
-    """Every recorded NCCL transport whose restore failed is refused for that; those that went on are not."""
+    """Every recorded NCCL transport whose restore failed is refused for that; those that continued are not."""
     cases = json.loads(RECORDED.read_text())["cases"]
     verdicts = {}
     for name, case in cases.items():

@@ -10,7 +10,7 @@ PROTO = Path(__file__).parents[2] / "ocihook/criu/proto"
 
 
 def test_descriptors_have_not_drifted(tmp_path: Path) -> None:
-    """`make proto` compiles them anew."""
+    """`make proto` recompiles them."""
     compiled = tmp_path / "criu.protoset"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", "--include_imports"]
     files = sorted(PROTO.glob("*.proto"))

@@ -127,7 +127,7 @@ def drop_in_parts(threads: Threads) -> None:
 
 
 def fill_mapping(threads: Threads) -> None:
-    """What a checkpoint does with the driver's mapping, while the driver's thread is the only one that goes on."""
+    """What a checkpoint does with the driver's mapping, while the driver's thread is the only one that runs."""
     instruction = find_call_instruction(threads.pid)
     process = Process.find(threads.pid)
     assert process is not None
@@ -209,7 +209,7 @@ def test_a_tracer_that_is_killed_at_any_point_is_not_noticed(
 @has_frames
 @pytest.mark.parametrize("threads", [160 << 20], indirect=True)
 def test_a_tracer_that_is_killed_at_any_moment_is_not_noticed(threads: Threads) -> None:
-    """The fill is shared by several processes here, which the driver's thread outruns when it goes on."""
+    """The fill is shared by several processes here, which the driver's thread outruns when it continues."""
     seed = random.randrange(1 << 32) if IS_NIGHTLY else 1
     moments = random.Random(seed)
     for _ in range(TRIES):
@@ -324,7 +324,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_a_stop_that_meets_a_system_call_comes_all_the_same() -> None:
-    """Any stop takes the place of one that was asked for: whoever lets the thread continue must ask again."""
+    """Any stop replaces one that was requested: after the thread is resumed, it must be requested again."""
     code = "import os\nwhile True: os.getppid()"
     with subprocess.Popen([sys.executable, "-c", code]) as busy:
         try:

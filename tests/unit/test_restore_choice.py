@@ -1,4 +1,4 @@
-"""Whether a new container goes on from a checkpoint, and from which: decisions alone."""
+"""Whether a new container continues from a checkpoint, and from which: decisions alone."""
 
 from pathlib import Path
 from typing import Any

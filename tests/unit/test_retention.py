@@ -1,4 +1,4 @@
-"""What goes and what stays: by owner, within bounds, but for what is pinned or in use; and nobody waits for a prune."""
+"""What goes and what stays: by owner, within bounds, except what is pinned or in use; no process waits for a prune."""
 
 import contextlib
 import dataclasses
@@ -259,7 +259,7 @@ def test_what_a_restore_is_to_pull_is_used_before_it_is_here(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_in_use_stays_in_its_packs(tmp_path: Path) -> None:
-    """Whoever has read its layout, and reads on, finds them."""
+    """A process that has read its layout, and continues to read, finds them."""
     node = Node(tmp_path / "node")
     few = node.old[: 5 * PAGE_BYTES] + pages(2, 5)
     node.dump(few)
@@ -436,7 +436,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, module: object, name: str, act: C
 def test_what_is_found_before_the_index_has_lost_it(
     store: Store, domain: Domain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prune is not alone while it writes the index anew: what is stored then may need what was to be removed."""
+    """A prune is not alone while it rewrites the index: what is stored then may need what was to be removed."""
     old, new = random_pages(50, 1), random_pages(50, 2)
     for content in (old, new):
         take(domain, {"pages-1.img": content})

@@ -1,4 +1,4 @@
-"""The order of a dump and a restore: whoever takes part gets the same calls, and is undone when one refuses."""
+"""The order of a dump and a restore: every participant gets the same calls, and is undone when one refuses."""
 
 import os
 from collections import Counter

@@ -292,7 +292,7 @@ def keys(request: pytest.FixtureRequest, tmp_path: Path) -> KeySource:
 
 @pytest.fixture
 def slow_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever makes a domain is not done before others have seen that there is none."""
+    """A process that makes a domain is not done before others have seen that there is none."""
 
     def randbits(count: int) -> int:
         time.sleep(0.01)
@@ -303,7 +303,7 @@ def slow_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_chance")
 def test_first_dumps_of_a_namespace_at_once(tmp_path: Path, keys: KeySource) -> None:
-    """Whoever is first makes the domain, all others use it."""
+    """The first process makes the domain, all others use it."""
     for number in range(10):
         store_dir = tmp_path / f"store-{number}"
         nodes = [Empty(tmp_path / f"{number}-{which}", store_dir, keys) for which in range(3)]
@@ -325,7 +325,7 @@ def test_first_dumps_of_a_namespace_at_once(tmp_path: Path, keys: KeySource) -> 
 @pytest.mark.usefixtures("slow_chance")
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_one_of_two_that_make_a_domain_dies(tmp_path: Path, keys: KeySource, *, is_alone: bool) -> None:
-    """At any write, while another one makes it, too, or before: that one makes it, or goes on with it."""
+    """At any write, while another one makes it, too, or before: that one makes it, or continues with it."""
     died = 0
     for number in range(1, 30):  # more than there are
         store, told = Store(tmp_path / str(number), keys), tmp_path / f"seed-{number}"
