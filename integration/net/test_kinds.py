@@ -73,9 +73,12 @@ def restored(node: NetPodman, place: Place, policy: str) -> dict[str, str]:
 
 
 def fates(node: NetPodman) -> list[str]:
-    """Return what is said beforehand, of an archive, of each connection with the stranger."""
+    """Return what `archive inspect` says of each connection with the stranger."""
     sockets = json.loads(node.ocihook("archive", "inspect", "--json", str(node.scratch / "kinds.tar")))["sockets"]
-    return [one["fate"] for one in sockets if f"-> {STRANGER.four}:" in one["socket"] or STRANGER.six in one["socket"]]
+    ends = f"-> {STRANGER.four}:", f"-> [{STRANGER.six}]:"
+    return [
+        one["fate"] for one in sockets if one["socket"].startswith("TCP ") and any(e in one["socket"] for e in ends)
+    ]
 
 
 def ended(node: NetPodman) -> int:
@@ -104,15 +107,15 @@ def assert_gave(found: dict[str, str], expected: dict[str, str], place: Place) -
 
 
 def assert_doctor_says(node: NetPodman, fate: Fate) -> None:
-    """Check what doctor says of connections: their fate to a stranger, and that those to itself are kept."""
+    """Check what doctor says of connections: of those to a stranger and to itself, a few of a kind."""
     container_id = node("inspect", "--format", "{{.Id}}", "kinds").strip()
     answer = json.loads(node.ocihook("doctor", "--json", "--container", container_id, check=False))
     details = [finding["detail"] for finding in answer["findings"] if finding["check"] == "connection"]
     strangers = [detail for detail in details if f" -> {STRANGER.four}:" in detail]
-    assert len(strangers) > 5
-    assert all(detail.endswith(IN_WORDS[fate]) for detail in strangers)
-    assert any(" -> 127.0.0.1:" in detail and detail.endswith(IN_WORDS[Fate.STAYS]) for detail in details)
-    assert any(f" -> {HERE.four}:" in detail and detail.endswith(IN_WORDS[Fate.MOVES]) for detail in details)
+    assert strangers
+    assert all(IN_WORDS[fate] in detail for detail in strangers)
+    for own in (Fate.STAYS, Fate.MOVES):
+        assert any(IN_WORDS[own] in detail for detail in details)
 
 
 def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
@@ -129,7 +132,6 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
         node.configure_policy(tcp=policy)
         assert message in refused(node)
 
-    node.configure_policy(tcp="established")
     for policy, fate in (("auto", Fate.CLOSED), ("established", Fate.KEPT_IF_SAME)):
         node.configure_policy(tcp=policy)
         assert_doctor_says(node, fate)

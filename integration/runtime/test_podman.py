@@ -88,7 +88,7 @@ def test_what_is_wrong_or_changed(make_handled: MakeHandled) -> None:
     last = podman.stop("job")
     podman.make("run", "job", "--tty", **AGAIN)
     assert_went_on(podman, "job", last)
-    with pytest.raises(CommandError, match=r"runs already, as container job.*two must not go on"):
+    with pytest.raises(CommandError, match=r"runs already, as container job.*two must not resume"):
         podman.make("run", "twin", "--tty", restore_from="latest", member="job", on_restore_error="fail")
     podman("rm", "--force", "twin")
     podman.stop("job")
