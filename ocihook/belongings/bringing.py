@@ -75,6 +75,17 @@ def read_members(path: Path) -> Iterator[tuple[tarfile.TarInfo, int]]:
             raise IntegrityError(f"{path} is damaged: {error}") from error
 
 
+def check_members(path: Path) -> None:
+    """Check that a tar can be brought: its bounds, and each member's headers; contents are not read.
+
+    Raises:
+        IntegrityError: if it cannot.
+        OSError: if it cannot be read.
+    """
+    for info, _ in read_members(path):
+        _check(info)
+
+
 def bring(path: Path, places: Mapping[str, Path], progress: Progress) -> None:
     """Apply the changes in a tar. May run again after any interruption.
 
@@ -155,13 +166,17 @@ def bring_reversibly(path: Path, places: Mapping[str, Path], undo: Path, progres
 
     Raises:
         IntegrityError: if the tar is damaged.
-        UnsupportedError: if a link is where a directory must be.
+        UnsupportedError: if a link is where a directory must be, or the inverse has more than `take_out` reads.
         OSError: from the file system, a full one included.
     """
     free = {prefix: place for prefix, place in places.items() if prefix == ROOTFS or not _was_brought(place)}
     unfinished = undo / f"{INVERSE_NAME}.partial"
     with unfinished.open("wb") as file:
         write_inverse(path, free, file, progress)
+    try:
+        check_members(unfinished)
+    except IntegrityError as error:
+        raise UnsupportedError(f"the changes in the rootfs or the volumes could not be reverted: {error}") from error
     sync_file(unfinished)
     unfinished.replace(undo / INVERSE_NAME)
     bring(path, free, progress)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ocihook.belongings.bringing import bring, read_members
+from ocihook.belongings.bringing import bring, check_members, read_members
 from ocihook.belongings.filesystems import ROOTFS, Rootfs, find_rootfs, places_of
 from ocihook.belongings.saving import Writer
 from ocihook.belongings.tree import Entry, opened, tree_bytes
@@ -109,6 +109,14 @@ class Belongings(NamedTuple):
                 writer.add_tree(prefix, path)
             writer.end()
             os.fsync(file.fileno())
+        try:
+            check_members(target)
+        except (
+            IntegrityError
+        ) as error:  # more files or attributes than a restore reads: the container is not ended for it
+            raise UnsupportedError(
+                f"what it has changed could not be restored: {error}", hint="keep it in a volume that outlives the pod"
+            ) from error
         return target.stat().st_size
 
 

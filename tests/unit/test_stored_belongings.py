@@ -113,6 +113,14 @@ def test_a_manifest_without_them_is_written_for_earlier_releases(tmp_path: Path,
     assert decode_stored(encode_stored(plain)) == plain
 
 
+def test_what_a_restore_could_not_read_is_refused(tmp_path: Path, upper: Path) -> None:
+    """A container is not ended for a checkpoint that no restore reads."""
+    os.setxattr(upper / "weights", "user.number", b"7" * 300)
+    belongings = Belongings(Rootfs(upper, upper), {})
+    with pytest.raises(UnsupportedError, match="could not be restored"):
+        belongings.save(tmp_path / "tar", tmp_path, [], b"{}", no_progress)
+
+
 def test_more_than_the_node_allows_is_refused(upper: Path) -> None:
     belongings = Belongings(Rootfs(upper, upper), {"volumes/%2Fdata": upper})
     belongings.check_sizes(Settings())
