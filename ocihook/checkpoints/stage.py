@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from ocihook import __version__, wire
 from ocihook.checkpoints.pending import IN_MEMORY, Job, directory_of, this_boot, write_job
-from ocihook.errors import StoreFull
+from ocihook.errors import StoreFull, UnsupportedError
 from ocihook.images.image_set import MovedRegions, list_other_images
 from ocihook.linux.files import replace_file, sync_directory, sync_file
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import has_memory_mounted, mount_memory, pin_file, remove_directory, unpin_directory
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import seal
-from ocihook.packs.packed_manifest import PackedManifest, write_manifest
+from ocihook.packs.packed_manifest import MAX_MEMORY_BYTES, PackedManifest, write_manifest
 from ocihook.store.domain import new_checkpoint_id
 from ocihook.store.lineage import domain_name, lineage
 from ocihook.store.store import Store
@@ -49,6 +49,10 @@ def check_can_store(store: Store, container: ContainerRef, size_bytes: int) -> N
         OcihookError: if the store cannot take it.
         OSError: from the file system.
     """
+    if size_bytes > MAX_MEMORY_BYTES:
+        raise UnsupportedError(
+            f"the container has {size_bytes} bytes of memory, and a checkpoint {MAX_MEMORY_BYTES} at most"
+        )
     domain = store.open(domain_name(container), create=True)
     _ = domain.page_ids  # which the domain's key is needed for
     if domain.is_encrypted:

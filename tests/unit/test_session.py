@@ -18,7 +18,7 @@ from ocihook.checkpoints import stage as staging
 from ocihook.checkpoints.complete import store_image_set
 from ocihook.config import Policy, Settings
 from ocihook.container.runtime_call import RuntimeCall
-from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreFull
+from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreFull, UnsupportedError
 from ocihook.images.image_set import pack_image_set, verify_image_set
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
@@ -327,6 +327,8 @@ def test_a_store_with_room_for_what_a_checkpoint_before_took(node: Node, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _path: room)
         staging.check_can_store(store, small, 1 << 40)
+        with pytest.raises(UnsupportedError, match="and a checkpoint 8796093022208 at most"):
+            staging.check_can_store(store, small, 1 << 44)
 
 
 def test_what_a_pod_may_not_set_refuses_its_dump_and_not_its_restore(
