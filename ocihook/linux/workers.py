@@ -136,6 +136,7 @@ def run_forked(
             if patience.is_over:
                 raise GivenUp(_TOO_LATE)
             yield result
+        patience.check()
         return
     # All workers share this open file, so its offset is the head of the queue.
     queue = os.memfd_create("ocihook-tasks", os.MFD_CLOEXEC)
@@ -153,6 +154,7 @@ def run_forked(
         os.close(sink)
         sink = -1
         yield from _collect(results, patience)
+        patience.check()  # many results may have come at once
         while pids:
             pid, status = os.waitpid(next(iter(pids)), 0)  # waits: it is ending, having closed its pipe
             number = pids.pop(pid)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ocihook.errors import IntegrityError, OcihookError
+from ocihook.errors import GivenUp, IntegrityError, OcihookError
 from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.procfs import Process
 from ocihook.linux.workers import WorkerDied, call_each, run_forked, start_call
 from tests.open_files import nothing_left_open
 from tests.unit.test_ptrace import wait_until
@@ -252,3 +253,25 @@ with start_call(work, Path(sys.argv[1])):
     wait_until((tmp_path / "done").exists)
     time.sleep(0.3)
     assert not (tmp_path / "lived on").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_is_killed_when_the_last_result_is_there_has_given_up(workers: int) -> None:
+    """All results may come at once; whoever waits for them may have died since."""
+    waiting = subprocess.Popen(["sleep", "infinity"])
+    process = Process.find(waiting.pid)
+    assert process is not None
+    patience, came = Patience({"the runtime": process}), 0
+
+    def take_all() -> None:
+        nonlocal came
+        for _ in run_forked(echo, tasks=2, workers=workers, patience=patience):
+            came += 1
+            if came == 2:
+                waiting.kill()
+                waiting.wait()
+
+    with pytest.raises(GivenUp, match="the runtime"):
+        take_all()
+    patience.close()
+    assert came == 2
