@@ -88,8 +88,7 @@ def write_stored_regions(
     targets = {
         region.name: Target(opener(spans, processes[region.process]), region.start) for region in manifest.regions
     }
-    with domain.using(manifest.id):
-        assemble(domain.layout(manifest), domain.packs, targets, workers=workers, patience=patience, progress=progress)
+    write_stored_parts(domain, manifest, targets, workers=workers, patience=patience, progress=progress)
     return sum(region.size_bytes for region in manifest.regions)
 
 
@@ -102,7 +101,7 @@ def write_stored_parts(
     patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> None:
-    """Write parts of a stored checkpoint's page images, by their names, into processes.
+    """Write parts of a stored checkpoint's page images and regions, by their names, into processes.
 
     Raises:
         IntegrityError: naming what is missing or damaged.
