@@ -6,15 +6,16 @@ Each container is in a network namespace of its own, on a bridge. `peers:GIB` ho
 beside traffic in both directions of which every byte is known; `ddp:BACKEND` trains with torch, one rank a container,
 over `gloo` (both on one GPU) or `nccl` (a GPU each), and compares each loss with those of a run without interruption;
 `c:MIB` is `peers` with cuda_workload.c, to try this script where there is no torch. In every case both are dumped left
-running, dumped, restored in new namespaces at other addresses, and that once more. Written to connections.json.
+running, dumped, restored in new namespaces at other addresses, and that once more. Options, each after a colon: `gang`
+(both are members of one; else they are dumped at about the same time, and restored by an address map), `busy` (no
+pause between steps of a training: it is always in a collective). Written to connections.json.
 """
 
 import json
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,8 @@ from integration.net.pair import endpoints
 from integration.net.traffic import assert_flows, progress
 
 NAMES = ("server", "client")
-STEPS = 1200  # more than a training makes until it is moved for the last time
+Line = tuple[float, int, str]  # when it was said, number, checksum
+STEPS = 1_000_000  # more than any training makes here
 _MOVES = 2
 _RATE = "8"  # MB/s of each connection, each way
 _LOSS_LINES = 60  # between one act and the next
@@ -84,10 +86,13 @@ def both(call: Callable[[str], Any]) -> dict[str, Any]:
 class Pair:
     """Both containers."""
 
-    def __init__(self, programs: dict[str, list[str]], gpus: Sequence[int], places: dict[str, Place]) -> None:
-        self.places = places
+    def __init__(
+        self, programs: dict[str, list[str]], gpus: Sequence[int], places: dict[str, Place], *, is_gang: bool = False
+    ) -> None:
+        self.places, self.is_gang = places, is_gang
+        notes = {"gang": "pair", "gang-size": str(len(NAMES))} if is_gang else {}
         self.containers = {
-            name: Container(name, programs[name], [gpu], {}, network=name)
+            name: Container(name, programs[name], [gpu], notes, network=name)
             for name, gpu in zip(NAMES, gpus, strict=True)
         }
         self.heard = dict.fromkeys(NAMES, 0)  # lines of output that were said before the last restore
@@ -118,7 +123,8 @@ class Pair:
         remove_places()
         self.places = make_places(net)
         moved = [f"{a}={b}" for name in NAMES for a, b in zip(old[name], self.places[name], strict=True)]
-        configure(address_map=",".join(moved))
+        if not self.is_gang:  # whose members exchange their addresses
+            configure(address_map=",".join(moved))
 
     def restore(self, gpus: Sequence[int]) -> dict[str, float]:
         """Restore both at once, then plug both in; return the seconds that each took."""
@@ -147,12 +153,14 @@ def silence_s(said: str) -> float:
     return max((int(ms) / 1000 for ms in re.findall(r"silent (\d+) ms", said)), default=0.0)
 
 
-def programs_of(program: str, size: str, places: dict[str, Place]) -> dict[str, list[str]]:
+def programs_of(program: str, size: str, places: dict[str, Place], *, is_busy: bool = False) -> dict[str, list[str]]:
     """Return what runs in each container."""
     ours = [sys.executable, str(PROJECT / "integration/gpu/programs.py")]
     if program == "ddp":
+        pause = ["0"] if is_busy else []
         return {
-            name: [*ours, "ddp", str(STEPS), size, str(rank), places["server"].four] for rank, name in enumerate(NAMES)
+            name: [*ours, "ddp", str(STEPS), size, str(rank), places["server"].four, *pause]
+            for rank, name in enumerate(NAMES)
         }
     words = endpoints(places["server"])
     holds = "/tmp/ocihook-cuda/cuda_workload"
@@ -178,11 +186,12 @@ def check_flows(pair: Pair, program: str) -> None:
 
 def run_case(case: str) -> dict[str, Any]:
     """Run one case; return its row."""
-    program, size, *_ = case.split(":")
+    program, size, *options = case.split(":")
     gpus = (0, 1) if size == "nccl" else (0, 0)
-    expected = reference(size, gpus) if program == "ddp" else {}
+    is_busy = "busy" in options
+    configure()
     places = make_places(0)
-    pair = Pair(programs_of(program, size, places), gpus, places)
+    pair = Pair(programs_of(program, size, places, is_busy=is_busy), gpus, places, is_gang="gang" in options)
     row: dict[str, Any] = {"case": case, "gpus": len(set(gpus)), "moves": []}
     try:
         check_flows(pair, program)
@@ -206,37 +215,36 @@ def run_case(case: str) -> dict[str, Any]:
             move["restore_phases"] = {name: phases(last_session("post-resume", name)) for name in NAMES}
             row["moves"].append(move)
             print(json.dumps(move), flush=True)
-        row["verified"] = verify(pair, expected)
         row["lines"] = {name: len(container.lines) for name, container in pair.containers.items()}
+        found = {name: container.lines[: row["lines"][name]] for name, container in pair.containers.items()}
     except BaseException:
         print({name: pair.containers[name].output[-15:] for name in NAMES}, flush=True)
         raise
     finally:
         pair.remove()
+    expected = reference(size, gpus, row["lines"]) if program == "ddp" else {}
+    row["verified"] = verify(found, expected)
     return row
 
 
-def verify(pair: Pair, expected: dict[str, list[str]]) -> bool:
-    """Return whether each continues one by one, with the memory it had or the losses that it should have."""
-    if expected:
-        pair.wait_for(max(0, STEPS - min(len(container.lines) for container in pair.containers.values())))
-    for name, container in pair.containers.items():
-        counts = [count for _, count, _ in container.lines]
+def verify(found: Mapping[str, Sequence[Line]], expected: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether each continued one by one, with the memory it had or the losses that it should have."""
+    for name, lines in found.items():
+        counts = [count for _, count, _ in lines]
         if counts != list(range(counts[0], counts[0] + len(counts))):
             return False
-        found = [checksum for _, _, checksum in container.lines]
-        if (found != expected[name]) if expected else len(set(found)) != 1:
+        checksums = [checksum for _, _, checksum in lines]
+        if (checksums != expected[name][: len(checksums)]) if expected else len(set(checksums)) != 1:
             return False
     return True
 
 
-def reference(backend: str, gpus: Sequence[int]) -> dict[str, list[str]]:
-    """Return the losses of both ranks without any interruption."""
+def reference(backend: str, gpus: Sequence[int], lines: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return so many losses of both ranks, from a training without any interruption or pause."""
     places = make_places(0)
-    pair = Pair(programs_of("ddp", backend, places), gpus, places)
+    pair = Pair(programs_of("ddp", backend, places, is_busy=True), gpus, places)
     try:
-        pair.wait_for(STEPS - min(len(container.lines) for container in pair.containers.values()))
-        time.sleep(1)
+        both(lambda name: pair.containers[name].wait_for(max(0, lines[name] - len(pair.containers[name].lines))))
         return {name: [loss for _, _, loss in container.lines] for name, container in pair.containers.items()}
     finally:
         pair.remove()

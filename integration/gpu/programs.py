@@ -5,7 +5,8 @@ programs.py train STEPS         a transformer with AdamW; prints each step's los
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
 programs.py ranks GIB           one process a GPU that holds weights and sums them up, none knows of another
-programs.py ddp STEPS BACKEND RANK ADDRESS   one of two ranks in a container each, rank 0 at ADDRESS; losses as `train`
+programs.py ddp STEPS BACKEND RANK ADDRESS [PAUSE_S]   one of two ranks in a container each, rank 0 at ADDRESS; losses
+                                as `train`
 programs.py host GIB [GIB]      memory of the host, and of the GPU, summed up whole in every round
 """
 
@@ -111,7 +112,7 @@ def nccl_rank(rank: int, world: int, gib: float, _pipes: object) -> None:
         time.sleep(PAUSE_S)
 
 
-def ddp(steps: int, backend: str, rank: int, address: str) -> None:
+def ddp(steps: int, backend: str, rank: int, address: str, pause_s: float) -> None:
     import torch.distributed as dist
 
     os.environ.update(MASTER_ADDR=address, MASTER_PORT="29517")
@@ -129,7 +130,7 @@ def ddp(steps: int, backend: str, rank: int, address: str) -> None:
         loss.backward()
         optimizer.step()
         say(step, struct.pack(">f", loss.item()).hex())
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
     time.sleep(3600)
 
 
@@ -190,7 +191,9 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "lora": lora,
     "nccl": lambda gib: spawn(nccl_rank, gib),
     "ranks": lambda gib: spawn(lone_rank, gib),
-    "ddp": lambda steps, backend, rank, address: ddp(int(steps), backend, int(rank), address),
+    "ddp": lambda steps, backend, rank, address, pause_s=PAUSE_S: ddp(
+        int(steps), backend, int(rank), address, float(pause_s)
+    ),
     "host": lambda gib, gpu_gib=0: host(gib, float(gpu_gib)),
 }
 
