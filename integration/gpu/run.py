@@ -296,7 +296,12 @@ class Container:
         return [line for line in lines if re.search(r"Error|ocihook", line) and "RLIMIT" not in line][-8:]
 
     def remove(self) -> None:
-        command("runc", "delete", "-f", self.name, capture_output=True)
+        """Remove it; the driver may take longer to end its processes than runc waits."""
+        deadline = time.time() + 60
+        while command("runc", "state", self.name, capture_output=True).returncode == 0:
+            done = command("runc", "delete", "-f", self.name, capture_output=True)
+            if time.time() > deadline:
+                raise TimeoutError(f"{self.name} is not removed: {done.stderr}")
 
 
 def last_session(stage: str, container: str) -> dict[str, Any]:
