@@ -257,7 +257,10 @@ def main() -> None:
     results.mkdir(exist_ok=True)
     set_up(has_networks=True)
     shutil.copy(CARRIED / "bin/peer", WORK / "peer")
-    command("ip", "netns", "delete", BRIDGE, capture_output=True)  # of an earlier run
+    for name in NAMES:  # of an earlier run, all of these
+        command("runc", "delete", "-f", name, capture_output=True)
+    remove_places()
+    command("ip", "netns", "delete", BRIDGE, capture_output=True)
     ip("netns", "add", BRIDGE)
     ip("-n", BRIDGE, "link", "add", "br0", "type", "bridge")
     ip("-n", BRIDGE, "link", "set", "br0", "up")
