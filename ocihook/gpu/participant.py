@@ -66,7 +66,7 @@ class Gpu(Participant):
     def processes_wait(self, restore: Restore) -> str:
         """Write GPU memory: here, and not just before tasks run, where CRIU takes no veto."""
         checkpoint = restore.checkpoint
-        size = fill_memory(restore, checkpoint) if checkpoint and checkpoint.region_processes else 0
+        size = fill_memory(restore, checkpoint) if checkpoint and checkpoint.region_spans else 0
         return f"container {restore.journal.container}: {size} bytes of GPU memory written" if size else ""
 
     def about_to_run(self, restore: Restore) -> None:
