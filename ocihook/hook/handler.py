@@ -1,6 +1,7 @@
 """Answers an engine's call of the runtime for a container of ours; the `sh` beside it has found that it is one."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def main() -> None:
     except Exception as error:
         logging.getLogger(__name__).exception("%s", call.command)
         call.say(f"defect in `{call.command}`, see /run/ocihook/{LOG_NAME}: {error!r}")
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # at once: the engine waits, and to take Python's modules apart takes as long as our own work
 
 
 def _answer(call: Call) -> int:

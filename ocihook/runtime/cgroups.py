@@ -85,8 +85,8 @@ def _members(cgroup: Path) -> set[int]:
     return found
 
 
-def hold(call: Call) -> None:
-    """Freeze a container that was just restored in its own cgroup, where CRIU is no more.
+def hold(call: Call) -> Freezer:
+    """Freeze a container that was just restored in its own cgroup, where CRIU is no more; return its freezer.
 
     Raises:
         FreezeError: if it does not stand still in time.
@@ -97,6 +97,7 @@ def hold(call: Call) -> None:
     for path, names, _ in [*os.walk(freezer.directory)]:
         if HELD in names:  # where it stood still while CRIU was at work
             Freezer(Path(path, HELD), freezer.version).dissolve()
+    return freezer
 
 
 def freezer_of(call: Call) -> Freezer:
@@ -106,7 +107,7 @@ def freezer_of(call: Call) -> Freezer:
         OcihookError: if there is none.
     """
     for directory in cgroups_of(call):
-        for version, name in ((2, "cgroup.freeze"), (1, "freezer.state")):
-            if (directory / name).exists():
-                return Freezer(directory, version)
+        for version in (2, 1):
+            if (freezer := Freezer(directory, version)).switch.exists():
+                return freezer
     raise OcihookError(f"container {call.container_id} is in no cgroup that can be frozen", hint="see `ocihook doctor`")

@@ -21,10 +21,8 @@ from typing import Any, NoReturn
 from ocihook.belongings.bringing import bring_reversibly, take_out
 from ocihook.belongings.filesystems import places_of
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
-from ocihook.checkpoints.complete import store_workers
 from ocihook.config import Settings
 from ocihook.criu.conf import options
-from ocihook.criu.explain import explain
 from ocihook.criu.files import content_at
 from ocihook.errors import IntegrityError, OcihookError, RestoreError, UnsupportedError, plain, printable
 from ocihook.images.compatibility import check_host
@@ -45,6 +43,7 @@ from ocihook.session.journal import open_journals, read_journal
 from ocihook.session.record import from_json, to_json
 from ocihook.session.undo import Recovery
 from ocihook.store.domain import Domain
+from ocihook.store.store import store_workers
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
 from ocihook.store.thin import Thin
 from ocihook.store.verify import verify_checkpoint
@@ -169,10 +168,11 @@ def _restore(
     _use_own_criu_settings(call, kept, config)
     init = _run(call, config, place, patience)
     mend(init, cgroups_of(call))
-    hold(call)
+    freezer = hold(call)
     containers.keep(replace(kept, checkpoint=chosen.checkpoint_id, init=init))
     directory = containers.directory_of(kept.container.id)
-    (directory / containers.HELD_NAME).touch(mode=0o600)
+    mark = f"{init.pid} {init.start_ticks} {freezer.thawed} {freezer.switch}\n"  # hook/handler starts it by that
+    replace_file(directory / containers.HELD_NAME, mark.encode(), mode=0o600, durable=False)
     patience.check()
     attempts_path(settings, chosen).unlink(missing_ok=True)
     (directory / RESTORING_NAME).unlink()
@@ -224,11 +224,18 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
         os.close(pidfd)
     if runtime.wait() != 0:  # waits: no, it has ended
         raise RestoreError(_why(work, log_path))
-    answer = call.run("state", call.container_id)
-    init = Process.find(int(json.loads(answer.stdout)["pid"])) if answer.returncode == 0 else None
+    init = Process.find(_init_pid(call))
     if init is None:
-        raise RestoreError(f"it has ended at once: {printable(answer.stderr.strip())}")
+        raise RestoreError("it has ended at once")
     return init
+
+
+def _init_pid(call: Call) -> int:
+    """Return the pid that the runtime gives to the engine; 0 if it knows none."""
+    if path := call.options.get("--pid-file"):
+        return int(Path(path).read_text())
+    answer = call.run("state", call.container_id)
+    return int(json.loads(answer.stdout)["pid"]) if answer.returncode == 0 else 0
 
 
 def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Path) -> list[str]:
@@ -249,6 +256,8 @@ def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Pat
 
 def _why(work: Path, log_path: Path) -> str:
     """Return why CRIU has failed, or else what the runtime says."""
+    from ocihook.criu.explain import explain  # takes long to load
+
     with contextlib.suppress(OSError):
         explanation = explain((work / "restore.log").read_text(errors="replace"))
         if explanation is not None:

@@ -15,6 +15,7 @@ from ocihook.belongings.saving import Writer
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.config import Settings
 from ocihook.errors import RestoreError
+from ocihook.linux.cgroup import Freezer
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line
 from ocihook.model import ContainerRef
@@ -81,7 +82,9 @@ class Node:
         monkeypatch.setattr(restoring, "fetch", lambda *_: (None, Manifest()))
         monkeypatch.setattr(restoring, "lay_out", self._lay_out)
         monkeypatch.setattr(restoring, "cgroups_of", lambda _: [])
-        monkeypatch.setattr(restoring, "hold", lambda _: None)
+        self.freezer = Freezer(path, 2)
+        self.freezer.switch.write_text("1")
+        monkeypatch.setattr(restoring, "hold", lambda _: self.freezer)
         containers.keep(self.kept)
 
     @property
@@ -147,7 +150,8 @@ def test_what_is_restored_is_held_and_on_record(node: Node) -> None:
     assert Patience(timeout_s=60).until(
         lambda: node.processes() == [init.pid]
     )  # it becomes what it is called in a while
-    assert (containers.directory_of(ID) / containers.HELD_NAME).exists()
+    mark = (containers.directory_of(ID) / containers.HELD_NAME).read_text()
+    assert mark == f"{init.pid} {init.start_ticks} 0 {node.freezer.switch}\n"
     assert (node.rootfs / "new").read_text() == "new"
     assert node.attempts() == 0
     restoring.settle(ID)
