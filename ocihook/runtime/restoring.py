@@ -36,7 +36,7 @@ from ocihook.packs.frame import load_json
 from ocihook.packs.pages import no_progress
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.cgroups import cgroups_of, hold, mend
+from ocihook.runtime.cgroups import cgroup_to_be, cgroups_of, hold, mend, remove_frozen
 from ocihook.runtime.choice import fetch
 from ocihook.runtime.gate import SpecFacts, check_spec, spec_facts
 from ocihook.session.journal import open_journals, read_journal
@@ -70,6 +70,7 @@ class Restoring:
     workers: tuple[Process, ...]
     place: Path | None = None  # where the checkpoint is laid out, and what undoes that belongings were brought
     places: Mapping[str, Path] = field(default_factory=dict)  # where they are brought, by their names in the tar
+    cgroup: Path | None = None  # of the container, that is made and frozen before its runtime moves it there
 
     def is_attended(self) -> bool:
         """Return whether another process is at it, which is not the other worker."""
@@ -158,7 +159,7 @@ def _restore(
     noted = _read(kept.container.id)
     assert noted is not None
     places = places_of(config, call.bundle)
-    _note(kept, replace(noted, place=place, places=places))
+    _note(kept, replace(noted, place=place, places=places, cgroup=cgroup_to_be(call, config)))
     lay_out(domain, manifest, place, workers=store_workers(settings))
     _check(call, config, domain, manifest, place)
     patience.check()
@@ -316,6 +317,8 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
         if bundled.exists():
             replace_file(bundled, original.read_bytes(), mode=bundled.stat().st_mode & 0o777, durable=False)
         original.unlink()
+    if found.cgroup is not None:
+        remove_frozen(found.cgroup)
     if found.place is not None:
         places = {name: path for name, path in found.places.items() if path.exists()}
         take_out(places, found.place / _UNDO, no_progress)

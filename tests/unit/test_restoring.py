@@ -20,7 +20,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line
 from ocihook.model import ContainerRef
 from ocihook.packs.pages import no_progress
-from ocihook.runtime import containers, restoring
+from ocihook.runtime import cgroups, containers, restoring
 from ocihook.runtime.call import Call
 from ocihook.runtime.gate import spec_facts
 from ocihook.session.record import to_json
@@ -254,3 +254,35 @@ def test_what_is_being_restored_is_nobody_else_s(node: Node, monkeypatch: pytest
         os.close(writer)
     os.waitpid(caller, 0)
     assert (containers.directory_of(ID) / containers.HELD_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "path", "is_known"),
+    [
+        ("crun", [], "/pods/a", True),
+        ("crun", ["--systemd-cgroup"], "pods.slice:crun:a", False),  # systemd makes it
+        ("runc", [], "/pods/a", False),  # CRIU itself is in it
+        ("crun", [], "", False),
+        ("crun", [], "/pods/../a", False),
+    ],
+)
+def test_a_cgroup_is_frozen_before_its_container_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, options: list[str], path: str, *, is_known: bool
+) -> None:
+    (tmp_path / "cgroup.procs").touch()
+    monkeypatch.setattr(cgroups, "_MOUNT", tmp_path)
+    call = Call.parse(Path(f"/usr/bin/{program}"), [*options, "create", ID])
+    found = cgroups.cgroup_to_be(call, {"linux": {"cgroupsPath": path}})
+    assert found == (tmp_path / "pods/a" if is_known else None)
+
+
+def test_a_cgroup_that_was_frozen_is_thawed_when_its_restore_is_reverted(node: Node, tmp_path: Path) -> None:
+    frozen = tmp_path / "cgroup"
+    frozen.mkdir()
+    (frozen / "cgroup.freeze").write_text("1")
+    (frozen / "cgroup.events").write_text("frozen 0\n")
+    noted = restoring.Restoring(workers=(), cgroup=frozen)
+    (containers.directory_of(ID) / wire.RESTORING_NAME).write_text(json.dumps(to_json(noted)))
+    restoring.settle(ID)
+    assert (frozen / "cgroup.freeze").read_text() == "0"
+    node.assert_as_before()
