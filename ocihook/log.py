@@ -4,9 +4,8 @@ import contextlib
 import fcntl
 import logging
 import os
-import socket
+from _socket import AF_UNIX, SOCK_DGRAM, socket  # the module `socket` loads a dozen more
 from collections.abc import Callable, Mapping
-from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 from ocihook.errors import plain
@@ -38,7 +37,7 @@ class _JournalHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket = socket(AF_UNIX, SOCK_DGRAM)
         self._otherwise = logging.StreamHandler()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -60,23 +59,31 @@ class _JournalHandler(logging.Handler):
         super().close()
 
 
-class _FileHandler(WatchedFileHandler):
-    """Appends to a file that many processes write, each of which reopens it where another one has rotated it."""
+class _FileHandler(logging.Handler):
+    """Appends to a file that many processes write, and that any of them may put aside: it is opened for each record."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
+        try:
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001 - as handlers do
+            self.handleError(record)
         with contextlib.suppress(OSError):  # as no record is a reason not to go on
             self._put_aside()
 
     def _put_aside(self) -> None:
-        if os.stat(self.baseFilename).st_size < FILE_BYTES:
+        if self._path.stat().st_size < FILE_BYTES:
             return
-        fd = os.open(self.baseFilename, os.O_RDONLY | os.O_CLOEXEC)  # whose lock is not our parent's, too
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)  # whose lock is not our parent's, too
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or another process is at it
-            now = os.stat(self.baseFilename)
+            now = self._path.stat()
             if os.path.samestat(now, os.fstat(fd)) and now.st_size >= FILE_BYTES:
-                Path(self.baseFilename).replace(f"{self.baseFilename}.1")
+                self._path.replace(f"{self._path}.1")
         finally:
             os.close(fd)
 
@@ -102,7 +109,7 @@ def set_up_logging(level: int, file: Path | None = None) -> None:
     """
     handler: logging.Handler
     if file is not None:
-        handler = _FileHandler(file, delay=True)
+        handler = _FileHandler(file)
     elif "JOURNAL_STREAM" in os.environ and JOURNAL_SOCKET.exists():
         handler = _JournalHandler()
     else:

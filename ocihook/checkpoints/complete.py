@@ -34,14 +34,13 @@ from ocihook.images.image_set import list_other_images, list_packable, open_pack
 from ocihook.linux.patience import Patience
 from ocihook.model import ContainerRef
 from ocihook.packs.packed_manifest import PackedManifest, read_manifest
-from ocihook.packs.packing import workers_within
 from ocihook.packs.pages import ImageFile, Progress, Source, no_progress
 from ocihook.packs.runs import RunPages
 from ocihook.session import history
-from ocihook.store.deduplicate import WORKER_BYTES, Taken, deduplicate
+from ocihook.store.deduplicate import Taken, deduplicate
 from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.lineage import domain_name, lineage
-from ocihook.store.store import Store
+from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredImage, StoredManifest, StoredRegion
 
 log = logging.getLogger(__name__)
@@ -252,12 +251,6 @@ def _take_after(domain: Domain, newest: StoredManifest | None, take: Callable[..
 def has_pending(store: Store) -> bool:
     """Return whether a checkpoint is waiting to be completed, or to be reported lost."""
     return any(pending_ids(domain) or half_removed(domain) or lost_in_memory(domain) for domain in store.domains())
-
-
-def store_workers(settings: Settings) -> int:
-    """Return how many processes may store at a time."""
-    cores = settings.workers or len(os.sched_getaffinity(0))
-    return workers_within(settings.bound_bytes, cores, WORKER_BYTES)
 
 
 def complete_all(settings: Settings) -> None:

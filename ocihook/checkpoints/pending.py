@@ -20,7 +20,9 @@ from ocihook.model import ContainerRef
 from ocihook.packs.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
 from ocihook.packs.packed_manifest import OtherImage
 from ocihook.store.domain import Domain
+from ocihook.store.store import Store
 from ocihook.store.stored_manifest import BELONGINGS_NAME, CHECKPOINT_ID
+from ocihook.store.thin import Thin
 
 _MAX_BYTES = 64 << 20
 _MAX_FAILURE_BYTES = 1 << 20
@@ -76,6 +78,22 @@ def pending_ids(domain: Domain) -> list[str]:
     return sorted(
         p.name for p in domain.pending_dir.iterdir() if CHECKPOINT_ID.fullmatch(p.name) and (p / "job").exists()
     )
+
+
+def keep_in_use(store: Store, thin: Thin, *, is_pulled: bool) -> None:
+    """Mark a checkpoint as used for as long as this process lives, whether it is here already or is to be pulled."""
+    is_new = thin.domain not in store.names()
+    if is_pulled or not is_new:
+        store.open(thin.domain, create=is_new).marks.begin_use(thin.checkpoint_id)
+
+
+def is_here(store: Store, thin: Thin) -> bool:
+    """Return whether a store has a checkpoint, complete or pending."""
+    if thin.domain not in store.names():
+        return False
+    domain = store.open(thin.domain)
+    # It may be completed at any moment: look at pending ones first.
+    return thin.checkpoint_id in pending_ids(domain) or thin.checkpoint_id in domain.checkpoint_ids()
 
 
 def half_removed(domain: Domain) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ocihook.checkpoints.complete import claimed
-from ocihook.checkpoints.pending import directory_of, pending_ids
+from ocihook.checkpoints.pending import directory_of, is_here, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.checkpoints.transfer import Moved, in_parallel
 from ocihook.config import Settings
@@ -90,22 +90,6 @@ def _fetch(domain: Domain, remote: Remote, location: str, info: PackInfo, pendin
         # After a power loss, anything may be left of an interrupted attempt.
         yield -max(done, info.size_bytes)
         yield from _fetch(domain, remote, location, info, pending)
-
-
-def keep_in_use(store: Store, thin: Thin, *, is_pulled: bool) -> None:
-    """Mark a checkpoint as used for as long as this process lives, whether it is here already or is to be pulled."""
-    is_new = thin.domain not in store.names()
-    if is_pulled or not is_new:
-        store.open(thin.domain, create=is_new).marks.begin_use(thin.checkpoint_id)
-
-
-def is_here(store: Store, thin: Thin) -> bool:
-    """Return whether a store has a checkpoint, complete or pending."""
-    if thin.domain not in store.names():
-        return False
-    domain = store.open(thin.domain)
-    # It may be completed at any moment: look at pending ones first.
-    return thin.checkpoint_id in pending_ids(domain) or thin.checkpoint_id in domain.checkpoint_ids()
 
 
 def find_stored(settings: Settings, thin: Thin) -> tuple[StoredManifest, str]:

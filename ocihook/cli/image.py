@@ -5,12 +5,11 @@ from pathlib import Path
 import click
 
 from ocihook.archive import oci_image
-from ocihook.checkpoints.complete import store_workers
 from ocihook.cli.registry import access_of, registry_options
 from ocihook.cli.render import format_bytes, json_option, print_json, progress_bar
 from ocihook.config import load_settings
 from ocihook.registry.client import Reference
-from ocihook.store.store import Store
+from ocihook.store.store import Store, store_workers
 
 _thin = click.option(
     "--thin",

@@ -18,7 +18,7 @@ from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError, 
 from ocihook.linux.patience import Patience
 from ocihook.packs.cipher import Keyring
 from ocihook.store.pushes import Push
-from ocihook.store.store import Store
+from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import CHECKPOINT_ID
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -356,7 +356,7 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     What no other process is storing is completed here.
     """
     settings = load_settings()
-    found, workers = Store.of(settings), complete.store_workers(settings)
+    found, workers = Store.of(settings), store_workers(settings)
     began = time.monotonic()
     ids = [checkpoint] if checkpoint else [row.id for row in listing.list_pending(found) if row.state == "pending"]
     done = []

@@ -68,6 +68,11 @@ class Membership(Participant):
         restore.gang.meet(Phase.ADDRESSES)
         return ""
 
+    def needs_processes(self, restore: Restore) -> bool:
+        """Return whether it takes part."""
+        del restore
+        return self._attendance is not None
+
     def recall(self, restore: Restore) -> None:
         """Find the attempt that it takes part in."""
         self._find(restore)

@@ -58,6 +58,10 @@ class Gpu(Participant):
             check_gpu_node(restore, restore.checkpoint)
             check_memory(restore, restore.checkpoint.region_bytes)
 
+    def needs_processes(self, restore: Restore) -> bool:
+        """Return whether memory went past CRIU."""
+        return bool(restore.checkpoint and restore.checkpoint.region_processes)
+
     def processes_made(self, restore: Restore) -> None:
         """Note the first process, which all others will descend from: should CRIU be killed, they go."""
         if restore.journal.knows(TargetFacts):

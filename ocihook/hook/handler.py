@@ -1,6 +1,7 @@
 """Answers an engine's call of the runtime for a container of ours; the `sh` beside it has found that it is one."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -10,8 +11,6 @@ from ocihook.hook import client
 from ocihook.log import set_up_logging
 from ocihook.runtime.call import Call
 
-LOG_NAME = "handler.log"  # of /run/ocihook: 0, 1 and 2 of `create` become the container's
-
 
 def main() -> None:
     """Answer the call of our arguments: the runtime's path, and what it was called with."""
@@ -20,14 +19,16 @@ def main() -> None:
     try:
         runtime_dir = Path(wire.RUNTIME_DIR)
         runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        set_up_logging(logging.INFO, runtime_dir / LOG_NAME)
+        set_up_logging(logging.INFO, runtime_dir / wire.HANDLER_LOG_NAME)  # 0, 1 and 2 become the container's
         status = _answer(call)
     except (OcihookError, OSError) as error:
         call.say(plain(error))
     except Exception as error:
         logging.getLogger(__name__).exception("%s", call.command)
-        call.say(f"defect in `{call.command}`, see /run/ocihook/{LOG_NAME}: {error!r}")
-    sys.exit(status)
+        call.say(f"defect in `{call.command}`, see {wire.RUNTIME_DIR}/{wire.HANDLER_LOG_NAME}: {error!r}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # at once: the engine waits, and to take Python's modules apart takes as long as our own work
 
 
 def _answer(call: Call) -> int:

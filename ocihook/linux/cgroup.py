@@ -29,6 +29,16 @@ class Freezer:
     directory: Path
     version: int  # of cgroups: 1 or 2
 
+    @property
+    def switch(self) -> Path:
+        """The file that stops its tasks, and lets them run."""
+        return self.directory / ("freezer.state" if self.version == 1 else "cgroup.freeze")
+
+    @property
+    def thawed(self) -> str:
+        """What is written to `switch` to let them run."""
+        return "THAWED" if self.version == 1 else "0"
+
     def is_frozen(self) -> bool:
         """Return whether every task in it is stopped, by its own freezer or an ancestor's."""
         if self.version == 1:
@@ -50,7 +60,7 @@ class Freezer:
         """
         if not self.directory.exists():
             return
-        self._write("THAWED" if self.version == 1 else "0")
+        self._write(self.thawed)
         held_by = self._frozen_ancestor()
         if held_by:
             raise FreezeError(f"{self.directory} is frozen by its ancestor {held_by}, which is not ours to thaw")
@@ -125,11 +135,10 @@ class Freezer:
             raise FreezeError(f"{self.directory / name} cannot be read: {error.strerror}") from error
 
     def _write(self, value: str) -> None:
-        name = "freezer.state" if self.version == 1 else "cgroup.freeze"
         try:
-            (self.directory / name).write_text(value)
+            self.switch.write_text(value)
         except OSError as error:
-            raise FreezeError(f"{self.directory / name} cannot be written: {error.strerror}") from error
+            raise FreezeError(f"{self.switch} cannot be written: {error.strerror}") from error
 
 
 def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
@@ -148,7 +157,7 @@ def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
         for mount in _cgroup_mounts(version)
         if path != "/"
     ]
-    found = [f for f in found if (f.directory / ("freezer.state" if f.version == 1 else "cgroup.freeze")).exists()]
+    found = [freezer for freezer in found if freezer.switch.exists()]
     return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
 
 

@@ -83,6 +83,10 @@ class HostMemory(Participant):
         size = sum(cut.direct.parts.size_bytes for cut in restore.cuts)
         return f"{size} bytes of host memory go past CRIU"
 
+    def needs_processes(self, restore: Restore) -> bool:
+        """Return whether memory goes past CRIU."""
+        return restore.journal.find(CutPagemaps) is not None
+
     def processes_made(self, restore: Restore) -> None:
         """Note the first process, which all others will descend from: should CRIU be killed, they go."""
         if restore.journal.find(CutPagemaps) is not None:

@@ -32,6 +32,11 @@ class Network(Participant):
         """Move sockets in CRIU's memory."""
         return move_sockets(restore, self._moving) if self._moving else ""
 
+    def needs_processes(self, restore: Restore) -> bool:
+        """Return whether there are sockets."""
+        del restore
+        return self._moving is not None
+
     def processes_wait(self, restore: Restore) -> str:
         """Put back what CRIU has lost, and let traffic pass: nothing after this may fail."""
         return release_sockets(restore)

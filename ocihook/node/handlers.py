@@ -6,6 +6,7 @@ long as a container needs them: an engine calls the handler that made a containe
 
 import contextlib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -37,7 +38,8 @@ CONTAINERD_CONFIG = Path("/etc/containerd/config.toml")
 CONTAINERD_DROP_IN = Path("/etc/containerd/conf.d/ocihook.toml")
 CRIO_DROP_IN = Path("/etc/crio/crio.conf.d/50-ocihook.conf")
 PODMAN_DROP_IN = Path("/etc/containers/containers.conf.d/50-ocihook.conf")
-HOOK_FILE = Path("/etc/containers/oci/hooks.d/50-ocihook.json")  # podman and CRI-O look there, and below /usr/share
+# Neither podman nor CRI-O looks anywhere else, unless its `hooks_dir` is set: not in /etc/containers/oci/hooks.d.
+HOOK_FILE = Path("/usr/share/containers/oci/hooks.d/50-ocihook.json")
 HOOK_NAME = "oci-hook"
 DROP_INS = {"containerd": CONTAINERD_DROP_IN, "crio": CRIO_DROP_IN, "podman": PODMAN_DROP_IN}
 
@@ -96,7 +98,8 @@ def plan_handlers(root: Path, libexec: Path) -> list[Change]:
         for name, path in runtimes.items():
             text = _template("handler").replace("@RUNTIME@", path)
             changes.append(_written(root, program_of(libexec, name), text, 0o755))
-    if not is_packaged and (find("podman") or find("crio")):  # the program before the file that names it
+    wants_hook = not is_packaged and bool(find("podman") or find("crio")) and _can_have_hook(root, libexec)
+    if wants_hook:  # the program before the file that names it
         changes.append(_written(root, libexec / HOOK_NAME, _template(HOOK_NAME), 0o755))
         changes.append(_hook(root, libexec / HOOK_NAME))
     for engine, place in DROP_INS.items():
@@ -113,7 +116,7 @@ def plan_removal(root: Path, libexec: Path) -> list[Change]:
         UnsupportedError: if containers need it.
     """
     programs = [program_of(libexec, name) for name in RUNTIMES]
-    changes = [_hook(root, None)]
+    changes = [_hook(root, None)] if _hook_path(root) == str(libexec / HOOK_NAME) else []
     changes += [
         Change(path, content, None)
         for path, content in _signed(root, (*DROP_INS.values(), libexec / HOOK_NAME, *programs))
@@ -170,6 +173,8 @@ def notes(root: Path) -> Iterator[str]:
             pattern = CONTAINERD_DROP_IN.parent / "*.toml"
             yield f'{CONTAINERD_CONFIG} does not read it yet: add `imports = ["{pattern}"]` at its top'
         yield "restart containerd to make it load the handler: running containers are not touched"
+    if any(below(root, place).exists() for place in (PODMAN_DROP_IN, CRIO_DROP_IN)) and not _hook_path(root):
+        yield f"wrong annotations are reported by the handler and by dumps alone: {HOOK_FILE} cannot be written"
     if below(root, CRIO_DROP_IN).exists():
         yield "reload CRI-O to make it load the handler (`systemctl reload crio`)"
 
@@ -197,6 +202,19 @@ def _hook(root: Path, program: Path | None) -> Change:
     place = below(root, HOOK_FILE)
     hook = {**_HOOK, "hook": {"path": str(program), "timeout": _HOOK_TIMEOUT_S}}
     return Change(place, read(place), None if program is None else f"{json.dumps(hook, indent=4)}\n".encode(), 0o644)
+
+
+def _hook_path(root: Path) -> str:
+    """Return the program that an installed hook calls, a package's or ours; "" if none is installed."""
+    return str((_json(below(root, HOOK_FILE)).get("hook") or {}).get("path", ""))
+
+
+def _can_have_hook(root: Path, libexec: Path) -> bool:
+    """Return whether the hook is ours, or can be: there may be a package's already, or /usr may be read-only."""
+    place = below(root, HOOK_FILE)
+    if place.exists():
+        return _hook_path(root) == str(libexec / HOOK_NAME)
+    return os.access(next(parent for parent in place.parents if parent.exists()), os.W_OK)
 
 
 def _written(root: Path, path: Path, text: str, mode: int) -> Change:

@@ -16,12 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
 from ocihook.config import Settings
 from ocihook.errors import ConfigError, IntegrityError, KeyMissing, plain, reason
 from ocihook.packs.domain_names import check_domain_name
@@ -153,8 +147,28 @@ def _output(command: str) -> str:
         raise KeyMissing(f"the key command {command!r} gave no key: {plain(error)}") from error
 
 
-def _derived(key: Key, salt: bytes, purpose: bytes) -> bytes:
-    return HKDF(SHA256(), 32, salt, purpose).derive(key.secret)
+class _Aead:
+    """AES-256-GCM with a key derived from a domain's."""
+
+    def __init__(self, key: Key, salt: bytes, purpose: bytes) -> None:
+        # Loaded where something is encrypted: it takes longer than all of the handler's own work.
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        self._aes = AESGCM(HKDF(SHA256(), 32, salt, purpose).derive(key.secret))
+        self._errors = (InvalidTag, ValueError)
+
+    def encrypt(self, nonce: bytes, data: bytes | memoryview, associated: bytes) -> bytes:
+        return self._aes.encrypt(nonce, data, associated)
+
+    def decrypt(self, nonce: bytes, data: bytes | memoryview, associated: bytes) -> bytes | None:
+        """Return what was encrypted with this key, nonce and `associated`; None if that is not so."""
+        try:
+            return self._aes.decrypt(nonce, data, associated)
+        except self._errors:
+            return None
 
 
 def is_sealed(data: bytes) -> bool:
@@ -174,7 +188,7 @@ def seal(keyring: Keyring, name: str, data: bytes) -> bytes:
         KeyMissing: if there is no key.
     """
     key, salt = keyring.newest, secrets.token_bytes(SALT_BYTES)
-    body = AESGCM(_derived(key, salt, b"ocihook record")).encrypt(_ZERO_NONCE, data, name.encode())
+    body = _Aead(key, salt, b"ocihook record").encrypt(_ZERO_NONCE, data, name.encode())
     return _SEALED + key.id + salt + body
 
 
@@ -187,12 +201,10 @@ def unseal(keyring: Keyring, name: str, data: bytes) -> bytes:
     """
     at = len(_SEALED) + KEY_ID_BYTES
     key, salt = keyring.get(data[len(_SEALED) : at]), data[at : at + SALT_BYTES]
-    try:
-        return AESGCM(_derived(key, salt, b"ocihook record")).decrypt(
-            _ZERO_NONCE, data[at + SALT_BYTES :], name.encode()
-        )
-    except (InvalidTag, ValueError) as error:
-        raise IntegrityError(f"the encrypted {name} is damaged, or was exchanged") from error
+    content = _Aead(key, salt, b"ocihook record").decrypt(_ZERO_NONCE, data[at + SALT_BYTES :], name.encode())
+    if content is None:
+        raise IntegrityError(f"the encrypted {name} is damaged, or was exchanged")
+    return content
 
 
 def opened(keyring: Keyring, name: str, data: bytes, *, must_be_sealed: Callable[[], bool]) -> bytes:
@@ -214,7 +226,7 @@ class PackCipher:
 
     def __init__(self, key: Key, salt: bytes) -> None:
         self.key_id, self.salt = key.id, salt
-        self._aead = AESGCM(_derived(key, salt, b"ocihook pack"))
+        self._aead = _Aead(key, salt, b"ocihook pack")
 
     @classmethod
     def new(cls, keyring: Keyring) -> "PackCipher":
@@ -229,17 +241,15 @@ class PackCipher:
         """Return the stored bytes of the chunk at an offset; to decrypt it, `associated` must be known."""
         return self._aead.encrypt(offset.to_bytes(12, "little"), data, associated)
 
-    def decrypt(self, offset: int, stored: bytes | memoryview, associated: bytes) -> bytes:
-        """Return what was encrypted.
-
-        Raises:
-            InvalidTag: if that was not with this key, at this offset, with the same `associated`.
-        """
+    def decrypt(self, offset: int, stored: bytes | memoryview, associated: bytes) -> bytes | None:
+        """Return what was encrypted; None if that was not with this key, at this offset, with the same `associated`."""
         return self._aead.decrypt(offset.to_bytes(12, "little"), stored, associated)
 
 
 def permute(key: bytes, ids: bytes, *, back: bool = False) -> bytes:
     """Return page ids, 16 bytes each, enciphered with AES: they reveal only which are equal."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
     cipher = Cipher(algorithms.AES(key), modes.ECB())  # noqa: S305 - of ids, whose equality is what is to be seen
     worker = cipher.decryptor() if back else cipher.encryptor()
     return worker.update(ids) + worker.finalize()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import lz4.block
-from cryptography.exceptions import InvalidTag
 from xxhash import xxh3_64_intdigest
 
 from ocihook.errors import IntegrityError, StoreError
@@ -339,12 +338,12 @@ class PackReader:
             assert self._keyring is not None
             salt_at = _HEADER.size + KEY_ID_BYTES
             self._cipher = PackCipher(self._keyring.get(self.key_id), self._header[salt_at:])
-        try:
-            return self._cipher.decrypt(chunk.offset, stored, _ASSOCIATED.pack(chunk.present, chunk.pages, chunk.kind))
-        except InvalidTag as error:
+        content = self._cipher.decrypt(chunk.offset, stored, _ASSOCIATED.pack(chunk.present, chunk.pages, chunk.kind))
+        if content is None:
             raise IntegrityError(
                 f"pack {self.info.name}: the chunk at byte {chunk.offset} was not encrypted with the domain's key"
-            ) from error
+            )
+        return content
 
     def read_stored(self, chunk: Chunk) -> memoryview:
         """Return the stored bytes of one chunk, checksum verified."""

@@ -9,9 +9,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from ocihook.errors import OcihookError, plain
-from ocihook.linux.cgroup import HELD, Freezer
+from ocihook.errors import FreezeError, OcihookError, plain
+from ocihook.linux.cgroup import HELD, Freezer, find_freezer
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, descendants
 from ocihook.runtime.call import Call
@@ -85,8 +86,8 @@ def _members(cgroup: Path) -> set[int]:
     return found
 
 
-def hold(call: Call) -> None:
-    """Freeze a container that was just restored in its own cgroup, where CRIU is no more.
+def hold(call: Call) -> Freezer:
+    """Freeze a container that was just restored in its own cgroup, where CRIU is no more; return its freezer.
 
     Raises:
         FreezeError: if it does not stand still in time.
@@ -97,6 +98,31 @@ def hold(call: Call) -> None:
     for path, names, _ in [*os.walk(freezer.directory)]:
         if HELD in names:  # where it stood still while CRIU was at work
             Freezer(Path(path, HELD), freezer.version).dissolve()
+    caller = find_freezer(os.getpid())  # in whose cgroup crun has CRIU at work
+    if caller is not None:
+        with contextlib.suppress(OSError):  # there is none, or another restore uses it
+            (caller.directory / HELD).rmdir()
+    return freezer
+
+
+def cgroup_to_be(call: Call, config: Mapping[str, Any]) -> Path | None:
+    """Return the cgroup that crun is going to move a restored container to; None if that is not known, or never frozen.
+
+    runc has CRIU itself in it: it must not be frozen then. systemd makes those of its scopes.
+    """
+    path = str((config.get("linux") or {}).get("cgroupsPath") or "").lstrip("/")
+    if not call.is_crun or not path or "--systemd-cgroup" in call.prefix or not (_MOUNT / "cgroup.procs").exists():
+        return None
+    return _MOUNT / path if ".." not in Path(path).parts else None
+
+
+def remove_frozen(cgroup: Path) -> None:
+    """Thaw a cgroup that was made for a container, and remove it if nobody is in it."""
+    freezer = Freezer(cgroup, 2)
+    with contextlib.suppress(FreezeError):  # it was never made
+        freezer.thaw(ENDLESS)
+    with contextlib.suppress(OSError):
+        cgroup.rmdir()
 
 
 def freezer_of(call: Call) -> Freezer:
@@ -106,7 +132,7 @@ def freezer_of(call: Call) -> Freezer:
         OcihookError: if there is none.
     """
     for directory in cgroups_of(call):
-        for version, name in ((2, "cgroup.freeze"), (1, "freezer.state")):
-            if (directory / name).exists():
-                return Freezer(directory, version)
+        for version in (2, 1):
+            if (freezer := Freezer(directory, version)).switch.exists():
+                return freezer
     raise OcihookError(f"container {call.container_id} is in no cgroup that can be frozen", hint="see `ocihook doctor`")

@@ -4,10 +4,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ocihook.checkpoints.complete import store_workers, wait_complete
-from ocihook.checkpoints.pending import pending_ids, read_job
-from ocihook.checkpoints.pulling import is_here, keep_in_use, pull
-from ocihook.checkpoints.remote_listing import RemoteCheckpoints
+from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
 from ocihook.errors import IntegrityError, NoCheckpoint, RemoteError, UnsupportedError
 from ocihook.linux.patience import Patience
@@ -18,7 +15,7 @@ from ocihook.runtime.containers import Kept
 from ocihook.runtime.stop_record import is_stopping
 from ocihook.store.domain import Domain
 from ocihook.store.lineage import has_identity, lineage
-from ocihook.store.store import Store
+from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import Thin
 
@@ -119,6 +116,7 @@ def _known(manifest: StoredManifest) -> Known:
 
 def _ask_remote(settings: Settings, name: str, patience: Patience) -> list[Known]:
     """Return the stops' checkpoints of a domain at the remote. A process of its own asks: that may take any time."""
+    from ocihook.checkpoints.remote_listing import RemoteCheckpoints  # takes long to load, as the next two
 
     def ask(location: str) -> list[Known]:
         checkpoints = RemoteCheckpoints(location, Keyring(KeySource.of(settings), name)).all()
@@ -143,6 +141,7 @@ def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain,
     store = Store.of(settings, patience)
     keep_in_use(store, chosen, is_pulled=bool(settings.remote))
     if not is_here(store, chosen):
+        from ocihook.checkpoints.pulling import pull
 
         def bring(checkpoint_id: str) -> object:
             return pull(store, chosen.domain, checkpoint_id, settings.remote)
@@ -151,7 +150,12 @@ def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain,
         if isinstance(outcome, Exception):
             raise outcome
     domain = store.open(chosen.domain)
-    manifest = wait_complete(domain, chosen.checkpoint_id, workers=store_workers(settings), settings=settings)
+    if chosen.checkpoint_id not in domain.checkpoint_ids():
+        from ocihook.checkpoints.complete import wait_complete
+
+        wait_complete(domain, chosen.checkpoint_id, workers=store_workers(settings), settings=settings)
+    domain.settle()  # the process that completed it may have been killed before it did
+    manifest = domain.read(chosen.checkpoint_id)
     if not manifest.belongings_bytes:
         raise UnsupportedError(
             f"checkpoint {manifest.id} was made by an engine, whose archive has the rest of it",

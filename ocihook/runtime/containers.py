@@ -17,7 +17,7 @@ from ocihook.model import ContainerRef
 from ocihook.session.record import from_json, to_json
 
 RECORD_NAME = "container.json"
-HELD_NAME = "held"  # restored, and frozen until it is started
+HELD_NAME = "held"  # restored, and frozen until it is started: its first process, and what thaws it
 ENDED_NAME = "ended"  # checkpointed and gone: the runtime has nothing of it any more
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ocihook.config import ANNOTATION_PREFIX, Policy, Settings, apply_annotations, load_settings
+from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
 from ocihook.container.identity import container_ref
 from ocihook.errors import ConfigError, GivenUp, NoCheckpoint, OcihookError, plain
@@ -21,9 +21,6 @@ from ocihook.store.lineage import domain_name
 log = logging.getLogger(__name__)
 
 _KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
-_KEYS = frozenset(
-    ("restore_from", "member", "checkpoint_on_stop", "on_no_checkpoint", "on_restore_error", "restore_on_restart")
-)
 
 
 def create(call: Call) -> int:
@@ -78,21 +75,15 @@ def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Poli
 
 
 def read_policy(settings: Settings, notes: Mapping[str, str], *, in_pod: bool) -> Policy:
-    """Return what is wanted of the handler.
+    """Return what is wanted of a container that is made: whatever is wrong is reported now, and not by its first dump.
 
     Raises:
-        AdmissionError, ConfigError: if an annotation for it is wrong, or may not be set.
+        AdmissionError, ConfigError: if an annotation of ocihook is wrong, or may not be set.
     """
-    wanted = {name: text for name, text in notes.items() if _key(name) in _KEYS}
-    policy, refused, _ = apply_annotations(settings, wanted, in_pod=in_pod)
+    policy, refused, _ = apply_annotations(settings, notes, in_pod=in_pod)
     if refused:
         raise refused[0]
     return policy
-
-
-def _key(name: str) -> str:
-    """Return the key that an annotation sets, "" if it is not one of ours."""
-    return name.removeprefix(ANNOTATION_PREFIX).replace("-", "_") if name.startswith(ANNOTATION_PREFIX) else ""
 
 
 def annotations_of(config: Mapping[str, Any]) -> dict[str, str]:

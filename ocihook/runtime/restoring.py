@@ -21,10 +21,8 @@ from typing import Any, NoReturn
 from ocihook.belongings.bringing import bring_reversibly, take_out
 from ocihook.belongings.filesystems import places_of
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
-from ocihook.checkpoints.complete import store_workers
 from ocihook.config import Settings
 from ocihook.criu.conf import options
-from ocihook.criu.explain import explain
 from ocihook.criu.files import content_at
 from ocihook.errors import IntegrityError, OcihookError, RestoreError, UnsupportedError, plain, printable
 from ocihook.images.compatibility import check_host
@@ -38,13 +36,14 @@ from ocihook.packs.frame import load_json
 from ocihook.packs.pages import no_progress
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.cgroups import cgroups_of, hold, mend
+from ocihook.runtime.cgroups import cgroup_to_be, cgroups_of, hold, mend, remove_frozen
 from ocihook.runtime.choice import fetch
 from ocihook.runtime.gate import SpecFacts, check_spec, spec_facts
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.session.record import from_json, to_json
 from ocihook.session.undo import Recovery
 from ocihook.store.domain import Domain
+from ocihook.store.store import store_workers
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
 from ocihook.store.thin import Thin
 from ocihook.store.verify import verify_checkpoint
@@ -71,6 +70,7 @@ class Restoring:
     workers: tuple[Process, ...]
     place: Path | None = None  # where the checkpoint is laid out, and what undoes that belongings were brought
     places: Mapping[str, Path] = field(default_factory=dict)  # where they are brought, by their names in the tar
+    cgroup: Path | None = None  # of the container, that is made and frozen before its runtime moves it there
 
     def is_attended(self) -> bool:
         """Return whether another process is at it, which is not the other worker."""
@@ -159,7 +159,7 @@ def _restore(
     noted = _read(kept.container.id)
     assert noted is not None
     places = places_of(config, call.bundle)
-    _note(kept, replace(noted, place=place, places=places))
+    _note(kept, replace(noted, place=place, places=places, cgroup=cgroup_to_be(call, config)))
     lay_out(domain, manifest, place, workers=store_workers(settings))
     _check(call, config, domain, manifest, place)
     patience.check()
@@ -169,10 +169,11 @@ def _restore(
     _use_own_criu_settings(call, kept, config)
     init = _run(call, config, place, patience)
     mend(init, cgroups_of(call))
-    hold(call)
+    freezer = hold(call)
     containers.keep(replace(kept, checkpoint=chosen.checkpoint_id, init=init))
     directory = containers.directory_of(kept.container.id)
-    (directory / containers.HELD_NAME).touch(mode=0o600)
+    mark = f"{init.pid} {init.start_ticks} {freezer.thawed} {freezer.switch}\n"  # hook/handler starts it by that
+    replace_file(directory / containers.HELD_NAME, mark.encode(), mode=0o600, durable=False)
     patience.check()
     attempts_path(settings, chosen).unlink(missing_ok=True)
     (directory / RESTORING_NAME).unlink()
@@ -224,11 +225,18 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
         os.close(pidfd)
     if runtime.wait() != 0:  # waits: no, it has ended
         raise RestoreError(_why(work, log_path))
-    answer = call.run("state", call.container_id)
-    init = Process.find(int(json.loads(answer.stdout)["pid"])) if answer.returncode == 0 else None
+    init = Process.find(_init_pid(call))
     if init is None:
-        raise RestoreError(f"it has ended at once: {printable(answer.stderr.strip())}")
+        raise RestoreError("it has ended at once")
     return init
+
+
+def _init_pid(call: Call) -> int:
+    """Return the pid that the runtime gives to the engine; 0 if it knows none."""
+    if path := call.options.get("--pid-file"):
+        return int(Path(path).read_text())
+    answer = call.run("state", call.container_id)
+    return int(json.loads(answer.stdout)["pid"]) if answer.returncode == 0 else 0
 
 
 def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Path) -> list[str]:
@@ -249,6 +257,8 @@ def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Pat
 
 def _why(work: Path, log_path: Path) -> str:
     """Return why CRIU has failed, or else what the runtime says."""
+    from ocihook.criu.explain import explain  # takes long to load
+
     with contextlib.suppress(OSError):
         explanation = explain((work / "restore.log").read_text(errors="replace"))
         if explanation is not None:
@@ -307,6 +317,8 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
         if bundled.exists():
             replace_file(bundled, original.read_bytes(), mode=bundled.stat().st_mode & 0o777, durable=False)
         original.unlink()
+    if found.cgroup is not None:
+        remove_frozen(found.cgroup)
     if found.place is not None:
         places = {name: path for name, path in found.places.items() if path.exists()}
         take_out(places, found.place / _UNDO, no_progress)

@@ -169,11 +169,16 @@ class Journal:
         entry |= {"seconds": time.time() - entry["began"], "status": status, "message": message}
         self.save()
         if status == 0:
-            with contextlib.suppress(OSError):  # without it the agent is asked again, and answers the same
+            self.pass_over(stage)
+
+    def pass_over(self, *stages: str) -> None:
+        """Let CRIU go on from stages without asking: they are over, or there is nothing to be done in them."""
+        with contextlib.suppress(OSError):  # without it the agent is asked, and answers the same
+            for stage in stages:
                 self._go_on(stage).touch(mode=0o600)
 
     def _go_on(self, stage: str) -> Path:
-        """Return the file that shows hook/criu-action that CRIU passed a stage: it need not ask a second time."""
+        """Return the file that shows hook/criu-action that CRIU passes a stage: it need not ask, or not again."""
         return self.path.with_suffix(f".{stage}")
 
     def add(self, effect: E) -> E:
@@ -244,7 +249,7 @@ class Journal:
                 keep(self.session_id, self.to_json())
             except OSError as error:  # all that the session did is undone by now: there is nothing to retry
                 log.warning("session %s is not in the history: %s", self.session_id, error)
-        for stage in self._data["stages"]:
+        for stage in {*self._data["stages"], *wire.RESTORE_STAGES}:
             self._go_on(stage).unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 

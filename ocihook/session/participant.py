@@ -257,6 +257,11 @@ class Participant:
         del restore
         return ""
 
+    def needs_processes(self, restore: Restore) -> bool:
+        """Return whether there is anything to do before processes run: else CRIU does not wait for `processes_wait`."""
+        del restore
+        return False
+
     def recall(self, restore: Restore) -> None:
         """Recover what was found in an earlier stage."""
 

@@ -43,6 +43,8 @@ def pre_restore(journal: Journal, patience: Patience, request: Request, director
         participant.check(restore)
         patience.check()
     messages = [participant.before_processes(restore) for participant in taking_part]
+    if not any(participant.needs_processes(restore) for participant in taking_part):
+        journal.pass_over("setup-namespaces", "post-restore")
     return "; ".join(filter(None, messages))
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ocihook.checkpoints.admission import check_domain
-from ocihook.checkpoints.complete import store_workers, wait_complete
-from ocihook.checkpoints.pulling import is_here, keep_in_use, pull
+from ocihook.checkpoints.complete import wait_complete
+from ocihook.checkpoints.pending import is_here, keep_in_use
+from ocihook.checkpoints.pulling import pull
 from ocihook.checkpoints.rehydrate import (
     rehydrate_stored,
     stored_region_bytes,
@@ -42,7 +43,7 @@ from ocihook.session.participant import Dump, Participant, Restore, SizeFacts
 from ocihook.stages.page_images import Rehydrated
 from ocihook.stages.stopped import is_stopped, save_belongings, want_store
 from ocihook.store.domain import Domain
-from ocihook.store.store import Store
+from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import Thin, read_thin
 

@@ -1,6 +1,8 @@
 """A container that the runtime handler restores in place of `create` stands still until its engine starts it."""
 
+import json
 import logging
+from pathlib import Path
 
 from ocihook import wire
 from ocihook.errors import FreezeError
@@ -12,7 +14,9 @@ log = logging.getLogger(__name__)
 
 
 class UntilStarted(Participant):
-    """Freezes what the runtime handler restores, in its own cgroup; in one below where runc has CRIU in it, too.
+    """Freezes what the runtime handler restores, in its own cgroup; in one below where CRIU is in it, too.
+
+    crun has CRIU restore in the cgroup of its own caller, and then moves the first process: to one that is frozen.
 
     No effect in the journal says so: the handler has a record of the restore, answers for the container, and freezes
     its own cgroup in any case when CRIU is gone.
@@ -33,9 +37,15 @@ def _hold(restore: Restore) -> None:
     if container is None or "/" in container.id:
         return
     directory = restore.journal.path.parents[1] / wire.CONTAINERS_NAME / container.id
-    if not (directory / wire.RESTORING_NAME).exists():
+    try:
+        noted = json.loads((directory / wire.RESTORING_NAME).read_bytes())
+    except FileNotFoundError:
         return
     try:
+        if noted.get("cgroup"):  # on record there: whoever reverts the restore thaws it
+            own = Freezer(Path(noted["cgroup"]), 2)
+            own.directory.mkdir(parents=True, exist_ok=True)
+            own.freeze(None)
         for pid in descendants(restore.init_pid):
             freezer = find_freezer(pid)
             if freezer is not None and freezer.directory.name != HELD:

@@ -1,5 +1,6 @@
 """A node's store: domains in a directory, and where their keys are."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -7,6 +8,8 @@ from ocihook.config import Settings
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.packs.cipher import NO_KEYS, KeySource
 from ocihook.packs.domain_names import DOMAIN_NAME
+from ocihook.packs.packing import workers_within
+from ocihook.store.deduplicate import WORKER_BYTES
 from ocihook.store.domain import Domain
 
 
@@ -39,3 +42,9 @@ class Store(NamedTuple):
             KeyMissing: if it is to be made and encrypted, and there is no key.
         """
         return Domain.open(self.root, name, self.keys, self.patience, create=create)
+
+
+def store_workers(settings: Settings) -> int:
+    """Return how many processes may store at a time."""
+    cores = settings.workers or len(os.sched_getaffinity(0))
+    return workers_within(settings.bound_bytes, cores, WORKER_BYTES)

@@ -1,12 +1,15 @@
 """The runtime handler's first look: what is not about a container of ours is the runtime's, word by word."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from ocihook.errors import OcihookError
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
 from ocihook.runtime.call import Call
 
 HANDLER = Path(__file__).parents[2] / "ocihook/hook/handler"
@@ -77,6 +80,36 @@ def test_other_calls_are_ours_if_the_container_is(node: Node, words: list[str]) 
     (node.kept / ID).mkdir()
     assert node.call(*GLOBAL, *words)[0] == "python"
     assert node.call(*GLOBAL, words[0], *(w.replace(ID, "d" * 64) for w in words[1:]))[0] == "runtime"
+
+
+def test_a_held_container_is_started_at_a_glance(node: Node) -> None:
+    """One line says who is held and what thaws it; all that is not so plain is left to Python, which reports it."""
+    me = Process.find(os.getpid())
+    assert me is not None
+    kept, switch = node.kept / ID, node.kept.parent / "cgroup of it"
+    kept.mkdir()
+    ended = subprocess.Popen(["true"])
+    assert Patience(timeout_s=60).until(lambda: Process.find(ended.pid) is None)  # it is a zombie
+    ended_ticks = Path(f"/proc/{ended.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    for pid, ticks, path in (
+        (me.pid, me.start_ticks + 1, switch),
+        (ended.pid, ended_ticks, switch),
+        (me.pid, me.start_ticks, node.kept / "no/such/cgroup"),
+    ):
+        switch.write_text("1")
+        (kept / "held").write_text(f"{pid} {ticks} 0 {path}\n")
+        assert node.call(*GLOBAL, "start", ID)[0] == "python"
+        assert switch.read_text() == "1"
+        assert (kept / "held").exists()
+    ended.wait()
+    (kept / "held").write_text("")
+    assert node.call("start", ID)[0] == "python"
+    (kept / "held").write_text(f"{me.pid} {me.start_ticks} 0 {switch}\n")
+    assert node.call("state", ID)[0] == "python"
+    assert node.call(*GLOBAL, "start", ID) == []
+    assert switch.read_text() == "0\n"
+    assert not (kept / "held").exists()
+    assert node.call("start", ID)[0] == "python"
 
 
 @pytest.mark.parametrize(

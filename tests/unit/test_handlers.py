@@ -62,6 +62,24 @@ def test_each_engine_gets_a_drop_in_and_gives_it_back(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+def test_the_hook_of_a_package_stays_and_one_that_cannot_be_written_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, "crun", "podman")
+    place = tmp_path / handlers.HOOK_FILE.relative_to("/")
+    place.parent.mkdir(parents=True)
+    place.write_bytes(packaged := (PROJECT / "hooks.d/50-ocihook.json").read_bytes())
+    install(tmp_path)
+    handlers.remove(handlers.plan_removal(tmp_path, LIBEXEC), tmp_path)
+    assert place.read_bytes() == packaged
+    place.unlink()
+    monkeypatch.setattr(handlers.os, "access", lambda *_: False)  # type: ignore[attr-defined]  # a read-only /usr
+    install(tmp_path)
+    assert not place.exists()
+    assert not (tmp_path / LIBEXEC.relative_to("/") / handlers.HOOK_NAME).exists()
+    assert "wrong annotations are reported by the handler and by dumps alone" in next(handlers.notes(tmp_path))
+
+
 @pytest.mark.parametrize(("version", "plugin"), [(2, "io.containerd.grpc.v1.cri"), (3, "io.containerd.cri.v1.runtime")])
 def test_the_default_handler_is_copied(tmp_path: Path, version: int, plugin: str) -> None:
     make(tmp_path, "runc", "containerd")

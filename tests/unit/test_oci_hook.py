@@ -2,11 +2,14 @@
 
 import io
 import json
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ocihook import wire
 from ocihook.config import Settings
 from ocihook.errors import ConfigError
 from ocihook.hook import oci
@@ -40,8 +43,13 @@ def test_engines_take_the_file_for_containers_of_ours_alone(path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(oci, "load_settings", Settings)
+    monkeypatch.setattr(wire, "RUNTIME_DIR", str(tmp_path))
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
 
 
 def answer(annotations: dict[str, str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -79,3 +87,17 @@ def test_a_wrong_configuration_stops_no_container(
 
     monkeypatch.setattr(oci, "load_settings", fail)
     assert answer({"ocihook.io/mode": "store"}, capsys) == (0, "ocihook: config.toml: wrong\n")
+
+
+def test_a_restore_is_refused_by_no_annotation(capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"id": "c", "bundle": "/b", "status": "stopped", "annotations": {"ocihook.io/mode": "shop"}}
+    assert oci.main(io.StringIO(json.dumps(state))) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_refused_is_in_a_log_since_crun_does_not_report_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(wire, "RUNTIME_DIR", str(tmp_path / "run"))
+    assert oci.main(io.StringIO(json.dumps({"annotations": {"ocihook.io/mode": "shop"}}))) == 1
+    assert "mode must be one of" in (tmp_path / "run" / wire.HANDLER_LOG_NAME).read_text()

@@ -75,6 +75,7 @@ def test_whose_checkpoints_a_container_may_have() -> None:
         ("member", "a/b", "member must be"),
         ("checkpoint-on-stop", "yes", "checkpoint_on_stop must be true or false, not 'yes'"),
         ("on-restore-error", "retry", "must be one of 'start', 'fail'"),
+        ("mode", "shop", "mode must be one of"),  # not the handler's own: else the first dump would report it
     ],
 )
 def test_a_wrong_annotation_is_an_error_that_names_it(key: str, value: str, message: str) -> None:
@@ -83,7 +84,7 @@ def test_a_wrong_annotation_is_an_error_that_names_it(key: str, value: str, mess
 
 
 def test_annotations_say_what_is_wanted() -> None:
-    notes = {"ocihook.io/restore-from": ID, "ocihook.io/checkpoint-on-stop": "true", "ocihook.io/mode": "nonsense"}
+    notes = {"ocihook.io/restore-from": ID, "ocihook.io/checkpoint-on-stop": "true", "ocihook.io/mode": "off"}
     policy = read_policy(Settings(), notes, in_pod=True)
     assert (policy.restore_from, policy.checkpoint_on_stop, policy.restore_on_restart) == (ID, True, False)
     with pytest.raises(AdmissionError, match="may not set"):

@@ -15,11 +15,12 @@ from ocihook.belongings.saving import Writer
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.config import Settings
 from ocihook.errors import RestoreError
+from ocihook.linux.cgroup import Freezer
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line
 from ocihook.model import ContainerRef
 from ocihook.packs.pages import no_progress
-from ocihook.runtime import containers, restoring
+from ocihook.runtime import cgroups, containers, restoring
 from ocihook.runtime.call import Call
 from ocihook.runtime.gate import spec_facts
 from ocihook.session.record import to_json
@@ -81,7 +82,9 @@ class Node:
         monkeypatch.setattr(restoring, "fetch", lambda *_: (None, Manifest()))
         monkeypatch.setattr(restoring, "lay_out", self._lay_out)
         monkeypatch.setattr(restoring, "cgroups_of", lambda _: [])
-        monkeypatch.setattr(restoring, "hold", lambda _: None)
+        self.freezer = Freezer(path, 2)
+        self.freezer.switch.write_text("1")
+        monkeypatch.setattr(restoring, "hold", lambda _: self.freezer)
         containers.keep(self.kept)
 
     @property
@@ -147,7 +150,8 @@ def test_what_is_restored_is_held_and_on_record(node: Node) -> None:
     assert Patience(timeout_s=60).until(
         lambda: node.processes() == [init.pid]
     )  # it becomes what it is called in a while
-    assert (containers.directory_of(ID) / containers.HELD_NAME).exists()
+    mark = (containers.directory_of(ID) / containers.HELD_NAME).read_text()
+    assert mark == f"{init.pid} {init.start_ticks} 0 {node.freezer.switch}\n"
     assert (node.rootfs / "new").read_text() == "new"
     assert node.attempts() == 0
     restoring.settle(ID)
@@ -250,3 +254,35 @@ def test_what_is_being_restored_is_nobody_else_s(node: Node, monkeypatch: pytest
         os.close(writer)
     os.waitpid(caller, 0)
     assert (containers.directory_of(ID) / containers.HELD_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "path", "is_known"),
+    [
+        ("crun", [], "/pods/a", True),
+        ("crun", ["--systemd-cgroup"], "pods.slice:crun:a", False),  # systemd makes it
+        ("runc", [], "/pods/a", False),  # CRIU itself is in it
+        ("crun", [], "", False),
+        ("crun", [], "/pods/../a", False),
+    ],
+)
+def test_a_cgroup_is_frozen_before_its_container_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, options: list[str], path: str, *, is_known: bool
+) -> None:
+    (tmp_path / "cgroup.procs").touch()
+    monkeypatch.setattr(cgroups, "_MOUNT", tmp_path)
+    call = Call.parse(Path(f"/usr/bin/{program}"), [*options, "create", ID])
+    found = cgroups.cgroup_to_be(call, {"linux": {"cgroupsPath": path}})
+    assert found == (tmp_path / "pods/a" if is_known else None)
+
+
+def test_a_cgroup_that_was_frozen_is_thawed_when_its_restore_is_reverted(node: Node, tmp_path: Path) -> None:
+    frozen = tmp_path / "cgroup"
+    frozen.mkdir()
+    (frozen / "cgroup.freeze").write_text("1")
+    (frozen / "cgroup.events").write_text("frozen 0\n")
+    noted = restoring.Restoring(workers=(), cgroup=frozen)
+    (containers.directory_of(ID) / wire.RESTORING_NAME).write_text(json.dumps(to_json(noted)))
+    restoring.settle(ID)
+    assert (frozen / "cgroup.freeze").read_text() == "0"
+    node.assert_as_before()

@@ -13,7 +13,7 @@ import pytest
 
 from integration.namespace import wait_for
 from ocihook.agent.session import Session
-from ocihook.checkpoints import listing, pulling, pushing, rehydrate, remote_listing, transfer
+from ocihook.checkpoints import listing, pending, pulling, pushing, rehydrate, remote_listing, transfer
 from ocihook.checkpoints.prune import Keep, prune, prune_archives, prune_by_policy
 from ocihook.config import Policy, Settings, apply_annotations
 from ocihook.container.conmon import conmon_name
@@ -225,7 +225,7 @@ def test_what_a_restore_uses_stays_until_its_process_ends(store: Store, domain: 
     """Between two stages, too, in which it reads nothing; and its pages stay where they are."""
     old = made(domain, 0)
     made(domain, 1)
-    with doing(lambda: pulling.keep_in_use(store, Thin("team", old.id), is_pulled=False)):
+    with doing(lambda: pending.keep_in_use(store, Thin("team", old.id), is_pulled=False)):
         assert [row.is_used for row in listing.list_checkpoints(store)] == [True, False]
         (pruned,) = prune(store, Keep(last=1, max_bytes=1))
         assert pruned.removed == ()
@@ -246,7 +246,7 @@ def test_what_a_restore_is_to_pull_is_used_before_it_is_here(tmp_path: Path) -> 
     node.dump(node.new)
     node.complete()
     prune(node.store, Keep(last=1))
-    with doing(lambda: pulling.keep_in_use(node.store, Thin("team", old), is_pulled=True)):
+    with doing(lambda: pending.keep_in_use(node.store, Thin("team", old), is_pulled=True)):
         prune(node.store, Keep(last=1))
         pulling.pull(node.store, "team", old, str(remote))
         prune(node.store, Keep(last=1))

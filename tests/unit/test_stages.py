@@ -142,6 +142,20 @@ def test_a_restore_goes_inwards_then_outwards(node: Node, recorder: Recorder) ->
     ]
 
 
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_criu_asks_before_processes_run_only_if_anybody_needs_that(
+    node: Node, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, *, is_needed: bool
+) -> None:
+    def passed() -> set[str]:
+        return {path.suffix for path in node.journal.path.parent.glob(f"{node.journal.path.stem}.*")} - {".json"}
+
+    monkeypatch.setattr(Participant, "needs_processes", lambda *_: is_needed)
+    assert node.stage("pre-restore")[0] == 0
+    assert passed() == ({".pre-restore"} if is_needed else {".pre-restore", ".setup-namespaces", ".post-restore"})
+    node.journal.finish()
+    assert passed() == set()
+
+
 @pytest.mark.parametrize(
     ("failing", "undone"),
     [
