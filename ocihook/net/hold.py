@@ -31,7 +31,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent
 from ocihook.net import nftables
-from ocihook.net.kick import Sender, kick
+from ocihook.net.kick import Sender, wake
 from ocihook.net.namespace import NetNamespace
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
@@ -97,16 +97,19 @@ class TrafficHeld(Effect, kind="traffic-held"):
                 remove_table(self.namespace, table_of(journal))
             if not journal.criu.is_alive():
                 self._remove_locks(journal)
-            kick(self.namespace, [_sender(one) for one in self.waiting])
+            wake(self.namespace, map(_sender, self.waiting), self._running_pid)
         if not self.is_open:
             journal.add_phase("network held", self.began)
 
     @property
     def _is_awaited(self) -> bool:
         """Return whether peers wait for connections that nobody has: the container has ended, or is not restored."""
-        if self.init is not None:
-            return not self.init.is_alive()
-        return self.stage in RESTORE_STAGES
+        return self._running_pid == 0 if self.init is not None else self.stage in RESTORE_STAGES
+
+    @property
+    def _running_pid(self) -> int:
+        """Return the first process of the container that is dumped; 0 if it has ended, or none is dumped."""
+        return self.init.pid if self.init is not None and self.init.is_alive() else 0
 
     def _remove_locks(self, journal: Journal) -> None:
         left = [name for name in criu_locks(self.namespace) if name not in self.locks]

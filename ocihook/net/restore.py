@@ -22,7 +22,7 @@ from ocihook.errors import OcihookError, plain
 from ocihook.linux.procfs import descendants
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
 from ocihook.net.hold import forget_hold, hold, release
-from ocihook.net.kick import Sender, kick
+from ocihook.net.kick import Sender, wake
 from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
@@ -304,17 +304,16 @@ def _plain(address: str) -> str:
 def wake_senders(restore: Restore) -> None:
     """Wake connections that wait for a timer; measure how long they have stalled; report what has old addresses."""
     journal = restore.journal
-    forget_hold(journal)
     facts = journal.facts(NetworkFacts)
+    if facts.network is not None and facts.senders:
+        try:
+            wake(facts.network, [_sender(place, number) for place, number in facts.senders], restore.init_pid)
+            _measure_stall(restore, facts)
+        except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
+            log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
+    forget_hold(journal)
     for found in _old_addresses(restore.init_pid, facts):
         log.warning("container %s: %s", journal.container, found)
-    if facts.network is None or not facts.senders:
-        return
-    try:
-        kick(facts.network, [_sender(place, number) for place, number in facts.senders])
-        _measure_stall(restore, facts)
-    except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
-        log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
 
 
 def _old_addresses(init_pid: int, facts: NetworkFacts) -> Iterator[str]:
