@@ -271,7 +271,7 @@ def sender_of(sock: socket.socket, number: int) -> Sender:
     return Sender(ip_address(local), port, ip_address(remote), remote_port, number)
 
 
-@pytest.mark.parametrize("address", ["10.7.0.1", "fd07::1"])
+@pytest.mark.parametrize("address", ["10.7.0.1", "::1"])
 def test_what_a_hold_kept_from_leaving_leaves_at_once(
     start_workload: StartWorkload, journal: Journal, address: str
 ) -> None:
@@ -287,7 +287,7 @@ def test_what_a_hold_kept_from_leaving_leaves_at_once(
         assert number_in(sock, 0x5411) == 0
 
 
-@pytest.mark.parametrize("address", ["10.7.0.1", "fd07::1"])
+@pytest.mark.parametrize("address", ["10.7.0.1", "::1"])
 def test_what_had_left_and_was_lost_is_sent_again_at_once(start_workload: StartWorkload, address: str) -> None:
     workload = start_workload(address)
     namespace = NetNamespace.of(workload.pid)
@@ -343,6 +343,18 @@ def test_of_two_who_hold_a_network_the_last_lets_go(
     assert names(namespace) == []
 
 
+def serve(journal: Journal, work: Callable[[Journal], None]) -> int:
+    """Start a session that does this, and then waits until it is killed; return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(Journal.load(journal.path))
+            signal.pause()
+        finally:
+            os._exit(1)
+    return pid
+
+
 def test_a_hold_is_renewed_while_its_session_lives_and_then_ends_by_itself(
     workload: "subprocess.Popen[str]", journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,26 +372,39 @@ def test_a_hold_is_renewed_while_its_session_lives_and_then_ends_by_itself(
         before = left_ms()
         return Patience(timeout_s=1).until(lambda: left_ms() > before)
 
-    def serve(work: Callable[[Journal], None]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                work(Journal.load(journal.path))
-                signal.pause()
-            finally:
-                os._exit(1)
-        return pid
-
     def take_over(journal: Journal) -> None:
         for effect in journal.effects:
             effect.take_over(journal)
 
     for work in (lambda journal: hold.hold(journal, namespace), take_over):
-        session = serve(work)
+        session = serve(journal, work)
         assert Patience(timeout_s=60).until(lambda: names(namespace) != [] and is_renewed())
         os.kill(session, signal.SIGKILL)
         os.waitpid(session, 0)
         assert Patience(timeout_s=60).until(lambda: left_ms() == 0)
+
+
+def test_the_lock_of_a_criu_that_is_killed_with_its_session_goes_without_any_agent(
+    workload: "subprocess.Popen[str]",
+    journal: Journal,
+    criu: "subprocess.Popen[bytes]",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not before CRIU has ended, and not another's."""
+    monkeypatch.setattr(hold, "HOLD_LIMIT_S", 1)
+    namespace = NetNamespace.of(workload.pid)
+    nftables.run(namespace, "table inet CRIU-before {}")
+    session = serve(journal, lambda journal: hold.hold(journal, namespace))
+    assert Patience(timeout_s=60).until(lambda: hold.table_of(journal) in names(namespace))
+    nftables.run(namespace, "table inet CRIU-0123456789abcdef01234 {}")
+    os.kill(session, signal.SIGKILL)
+    os.waitpid(session, 0)
+    assert Patience(timeout_s=60).until(
+        lambda: "elements" not in nftables.run(namespace, f"list set inet {hold.table_of(journal)} held")
+    )
+    assert hold.criu_locks(namespace) == ["CRIU-before", "CRIU-0123456789abcdef01234"]
+    end(criu)
+    assert Patience(timeout_s=60).until(lambda: hold.criu_locks(namespace) == ["CRIU-before"])
 
 
 def test_a_restore_that_fails_leaves_a_rule_that_the_next_takes_away(
