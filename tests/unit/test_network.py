@@ -344,14 +344,19 @@ def test_of_two_who_hold_a_network_the_last_lets_go(
 
 
 def serve(journal: Journal, work: Callable[[Journal], None]) -> int:
-    """Start a session that does this, and then waits until it is killed; return its pid."""
+    """Start a session that does this, and then waits until it is killed; return its pid when it has done so."""
+    has_done, done = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             work(Journal.load(journal.path))
+            os.write(done, b"!")
             signal.pause()
         finally:
             os._exit(1)
+    assert os.read(has_done, 1)
+    os.close(has_done)
+    os.close(done)
     return pid
 
 
@@ -395,7 +400,6 @@ def test_the_lock_of_a_criu_that_is_killed_with_its_session_goes_without_any_age
     namespace = NetNamespace.of(workload.pid)
     nftables.run(namespace, "table inet CRIU-before {}")
     session = serve(journal, lambda journal: hold.hold(journal, namespace))
-    assert Patience(timeout_s=60).until(lambda: hold.table_of(journal) in names(namespace))
     nftables.run(namespace, "table inet CRIU-0123456789abcdef01234 {}")
     os.kill(session, signal.SIGKILL)
     os.waitpid(session, 0)
