@@ -41,6 +41,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make ne
 WORKLOAD = """
 import json, socket, subprocess, sys
 subprocess.run("ip link set lo up; ip addr add 10.7.0.1/24 dev lo; ip addr add fd07::1/64 dev lo nodad", shell=True)
+subprocess.run("ip addr add 169.254.7.1/16 dev lo scope link", shell=True)
 listener = socket.create_server((sys.argv[1], 0), family=socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
 client = socket.create_connection(listener.getsockname()[:2])
 server = listener.accept()[0]
@@ -497,6 +498,7 @@ def test_a_dump_notes_drains_and_holds(workload: "subprocess.Popen[str]", journa
     note = read_note(tmp_path)
     assert note is not None
     assert ip_address("10.7.0.1") in note.own
+    assert note.of_link == {"lo": ("169.254.7.1/16",)}
     assert note.groups == ("239.1.2.3 on lo",)
     assert [o.user_timeout_ms for o in note.options.values() if o.user_timeout_ms] == [12345]
     assert [effect.kind for effect in journal.effects] == ["in-repair", "traffic-held"]
