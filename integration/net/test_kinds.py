@@ -167,9 +167,10 @@ def test_close_and_rules_of_an_annotation_and_an_address_of_the_link(make_node: 
     def make_place(of_link: str) -> None:
         node.make_place("kinds", HERE)
         node.inside("kinds", "ip", "addr", "add", f"{of_link}/16", "dev", "eth0", "scope", "link")
+        node.inside("kinds", "sh", "-c", "echo 0 0 > /proc/sys/net/ipv4/ping_group_range")
 
     make_place("169.254.1.1")
-    kinds = ("listen", "established", "established6", "receive-queue")
+    kinds = ("listen", "established", "established6", "receive-queue", "ping")
     words = ("kinds", "169.254.1.1", STRANGER.four, HERE.six, STRANGER.six, *kinds)
     node.start_peer("kinds", "kinds", *words, tcp=f"close,{STRANGER.four}:9000=established")
     # Whoever is in this map counts as a member of the gang, whom `close` does not spare.
@@ -184,6 +185,7 @@ def test_close_and_rules_of_an_annotation_and_an_address_of_the_link(make_node: 
     assert ended(node) == 2
     found = node.use_kinds("kinds")
     assert found.pop("listen").strip() == "name=169.254.2.2/9100 listens=1 waits=0"
+    assert found.pop("ping").strip() == "send=8 recv=8"
     expected = {"established": _KEPT, "established6": _CLOSED, "receive-queue": _CLOSED}
     assert_gave(found, {kind: gives[kind] for kind, gives in expected.items()}, HERE)
 
