@@ -120,7 +120,7 @@ def _patch(steps: Steps) -> None:
     for name in ("patch_sockets", "put_back", "destroy"):
         _before(restore, name, steps, name.replace("_", " "))
     for module in (hold, restore):
-        _before(module, "kick", steps, "kick")
+        _before(module, "wake", steps, "wake")
     for name in _NAMES:
         _before(os, name, steps, name)
     _before(Path, "touch", steps, "touch")

@@ -37,7 +37,6 @@ class _JournalHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._socket = socket(AF_UNIX, SOCK_DGRAM)
         self._otherwise = logging.StreamHandler()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -50,13 +49,10 @@ class _JournalHandler(logging.Handler):
         for source in _sources:
             fields |= source()
         try:
-            self._socket.sendto(b"".join(_encode(name, value) for name, value in fields.items()), str(JOURNAL_SOCKET))
+            with contextlib.closing(socket(AF_UNIX, SOCK_DGRAM)) as sender:  # whatever a child has closed
+                sender.sendto(b"".join(_encode(name, value) for name, value in fields.items()), str(JOURNAL_SOCKET))
         except OSError:  # the journal restarts, or the record is too long for a packet
             self._otherwise.emit(record)
-
-    def close(self) -> None:
-        self._socket.close()
-        super().close()
 
 
 class _FileHandler(logging.Handler):

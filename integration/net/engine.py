@@ -96,8 +96,13 @@ class NetPodman(Podman):
 
     def act_at(self, stage: str, command: str) -> None:
         """Let CRIU run a shell command at a stage when our hook has given its verdict; one takes the other's place."""
+        self.act(**{stage.replace("-", "_"): command})
+
+    def act(self, **commands: str) -> None:
+        """As `act_at`, at several stages, which are spelled with `_`."""
+        cases = [f"{stage.replace('_', '-')}) {command} ;;" for stage, command in commands.items()]
         script = self.scratch / "action"
-        script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {stage} ] || exit 0\n{command}\n')
+        script.write_text("\n".join(["#!/bin/sh", 'case "$CRTOOLS_SCRIPT_ACTION" in', *cases, "esac", ""]))
         script.chmod(0o755)
         for path in self.namespace.path("/etc/criu").glob("*run*.conf"):
             line = f"action-script {script}\n"  # CRIU runs the script that is named last first

@@ -14,6 +14,7 @@
 #include <linux/rtnetlink.h>
 #include <linux/sockios.h>
 #include <net/if.h>
+#include <netinet/ip_icmp.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
@@ -161,6 +162,8 @@ static int make_udp(void) { return make_socket(own, OWN_PORT, SOCK_DGRAM, BIND);
 static int make_udp_connected(void) { return make_socket(peer, ECHO, SOCK_DGRAM, CONNECT); }
 static int make_mptcp(void) { return socket(AF_INET, SOCK_STREAM, IPPROTO_MPTCP); }
 static int make_raw_icmp(void) { return socket(AF_INET, SOCK_RAW, IPPROTO_ICMP); }
+
+static int make_ping(void) { return socket(AF_INET, SOCK_DGRAM, IPPROTO_ICMP); }
 
 static int make_mapped(void)
 {
@@ -469,6 +472,16 @@ static void use_options(int fd)
     printf(" user_timeout=%d notsent_lowat=%d congestion=%s nodelay=%d", timeout_ms, lowat, congestion, no_delay);
 }
 
+static void use_ping(int fd)
+{
+    struct sockaddr_storage address;
+    socklen_t length = address_of(peer, 0, &address);
+    struct icmphdr echo = {.type = ICMP_ECHO};
+    char buffer[64];
+    tell("send", sendto(fd, &echo, sizeof echo, 0, (void *)&address, length));
+    tell("recv", receive_soon(fd, buffer, sizeof buffer));
+}
+
 static void use_nothing(int fd) { (void)fd; }
 
 static const struct {
@@ -504,6 +517,7 @@ static const struct {
     {"netlink-groups", make_netlink_groups, use_nothing},
     {"raw-icmp", make_raw_icmp, use_name},
     {"packet", make_packet, use_nothing},
+    {"ping", make_ping, use_ping}, /* only if it is asked for: not everybody may have one */
     {"multicast", make_multicast, use_multicast},
     {"options", make_options, use_options},
     {"mptcp", make_mptcp, use_nothing}, /* only if it is asked for: it cannot be dumped */
@@ -516,7 +530,7 @@ static void on_usr1(int signal_number) { (void)signal_number; asked = 1; }
 static int is_wanted(const char *name, char **names)
 {
     if (!*names)
-        return strcmp(name, "mptcp") != 0;
+        return strcmp(name, "mptcp") && strcmp(name, "ping");
     while (*names && strcmp(name, *names))
         names++;
     return *names != NULL;

@@ -8,6 +8,7 @@
  *      one that is lost, doubled, changed or moved is known at once.
  *      Prints every 100 ms `connection KEY sent N received N` and `datagrams N`, and `connection KEY silent N ms until S`
  *      (in s since 1970) after a longer wait than that for a byte of the peer's. What breaks is said once: `broken KEY: ...`.
+ * peer asks ADDRESS/PORT             asks there and waits for the answer, over and over; prints what a client does
  * peer stranger ADDRESS...           what `kinds` connects to (kinds.c)
  * peer kinds OWN PEER OWN6 PEER6 [KIND...]   holds sockets (kinds.c)
  * peer many COUNT ADDRESS            holds COUNT bound datagram sockets, then prints `ready`
@@ -29,7 +30,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST = 64, CHUNK = 16384, REPORT_MS = 100, BURSTS = 16 /* at one pace */ };
+enum { MOST = 64, CHUNK = 16384, REPORT_MS = 100, BURSTS = 16 /* at one pace */, ASKED = 1000 };
 
 struct connection {
     int fd;
@@ -299,6 +300,27 @@ static void ask(char **arguments)
     traffic();
 }
 
+/* What is asked is sent at once, and nothing else until it is answered. */
+static void ask_and_wait(char *endpoint)
+{
+    char buffer[ASKED] = {0};
+    int port = port_of(endpoint), fd = make_socket(endpoint, port, SOCK_STREAM, CONNECT);
+    unsigned long long asked = 0;
+    say("ready");
+    for (double before = now_ms(), reported = before;; asked++) {
+        if (send(fd, buffer, sizeof buffer, MSG_NOSIGNAL) != ASKED || recv(fd, buffer, sizeof buffer, MSG_WAITALL) != ASKED)
+            fail("asks");
+        double now = now_ms();
+        if (now - before > REPORT_MS)
+            say("connection 1 silent %.0f ms until %.6f", now - before, clock_ms(CLOCK_REALTIME) / 1e3);
+        if (now - reported >= REPORT_MS) {
+            say("connection 1 sent %llu received %llu", asked * ASKED, asked * ASKED);
+            reported = now;
+        }
+        before = now;
+    }
+}
+
 static void hold_many(int number, const char *address)
 {
     struct rlimit limit = {(rlim_t)number + 64, (rlim_t)number + 64};
@@ -326,6 +348,8 @@ int main(int argc, char **argv)
         serve(argv + 2);
     else if (!strcmp(role, "client"))
         ask(argv + 2);
+    else if (!strcmp(role, "asks") && argc > 2)
+        ask_and_wait(argv[2]);
     else if (!strcmp(role, "stranger"))
         stranger(argv + 2);
     else if (!strcmp(role, "kinds") && argc > 5)

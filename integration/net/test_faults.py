@@ -72,7 +72,10 @@ def test_the_runtime_is_killed_while_traffic_is_held(make_node: MakeNode) -> Non
 
 @pytest.mark.parametrize("stage", ["pre-dump", "post-dump"])
 def test_all_are_killed_while_traffic_is_held(make_node: MakeNode, stage: str) -> None:
-    """Traffic continues by itself, except for a container that is frozen: its connections are in repair."""
+    """Traffic continues by itself, except for a container that is frozen: its connections are in repair.
+
+    CRIU's own lock goes, too, without any agent: others in that network are no longer cut off.
+    """
     pair = Pair(make_node())
     node = pair.node
     source = node.namespace.path("/opt/ocihook/ocihook/net/hold.py")
@@ -88,6 +91,7 @@ def test_all_are_killed_while_traffic_is_held(make_node: MakeNode, stage: str) -
         return "elements = " not in node.inside("server", "nft", "list", "ruleset")
 
     wait_for("the hold to end by itself", passes)
+    wait_for("CRIU's lock to go", lambda: not any("CRIU" in line for line in node.holds("server")))
     if stage == "pre-dump":
         pair.assert_flows()
     node.act_no_more()

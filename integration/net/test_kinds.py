@@ -128,7 +128,11 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
     node.start_peer("kinds", "kinds", *words, options=["--cap-add=NET_RAW"])
     archive = node.scratch / "kinds.tar"
 
-    for policy, message in (("keep", "'keep' says nothing about connections"), ("refuse", "refuses a dump with its")):
+    for policy, message in (
+        ("keep", "'keep' says nothing about connections"),
+        ("refuse", "refuses a dump with its"),
+        ("established,10.77.9.0/24:9001=refuse", "refuses a dump with its 1 open connections"),
+    ):
         node.configure_policy(tcp=policy)
         assert message in refused(node)
 
@@ -152,6 +156,38 @@ def test_every_kind_under_every_policy(make_node: MakeNode) -> None:
     node.ocihook("archive", "move", "--close-others", *addresses, str(archive), str(archive.with_name("moved.tar")))
     archive.with_name("moved.tar").replace(archive)
     assert_gave(restored(node, THERE, "established"), _ALWAYS | _CLOSED, THERE)
+
+
+def test_close_and_rules_of_an_annotation_and_an_address_of_the_link(make_node: MakeNode) -> None:
+    """Of a container that listens at a link-local address of IPv4, and is restored at another such."""
+    node = make_node()
+    node.make_place("stranger", STRANGER)
+    node.spawn_peer("stranger", "stranger", STRANGER.four, STRANGER.six)
+
+    def make_place(of_link: str) -> None:
+        node.make_place("kinds", HERE)
+        node.inside("kinds", "ip", "addr", "add", f"{of_link}/16", "dev", "eth0", "scope", "link")
+        node.inside("kinds", "sh", "-c", "echo 0 0 > /proc/sys/net/ipv4/ping_group_range")
+
+    make_place("169.254.1.1")
+    kinds = ("listen", "established", "established6", "receive-queue", "ping")
+    words = ("kinds", "169.254.1.1", STRANGER.four, HERE.six, STRANGER.six, *kinds)
+    node.start_peer("kinds", "kinds", *words, tcp=f"close,{STRANGER.four}:9000=established")
+    # Whoever is in this map counts as a member of the gang, whom `close` does not spare.
+    node.configure_policy(address_map=f"{STRANGER.six}={STRANGER.six}")
+    archive = node.scratch / "kinds.tar"
+    node.checkpoint("kinds", archive)
+    assert sorted(fates(node)) == ["closed", "closed", "kept-if-same"]
+    node.remove_place("kinds")
+    node.remove("kinds")
+    make_place("169.254.2.2")
+    node.restore(archive)
+    assert ended(node) == 2
+    found = node.use_kinds("kinds")
+    assert found.pop("listen").strip() == "name=169.254.2.2/9100 listens=1 waits=0"
+    assert found.pop("ping").strip() == "send=8 recv=8"
+    expected = {"established": _KEPT, "established6": _CLOSED, "receive-queue": _CLOSED}
+    assert_gave(found, {kind: gives[kind] for kind, gives in expected.items()}, HERE)
 
 
 def test_mptcp_is_refused_by_name(make_node: MakeNode) -> None:

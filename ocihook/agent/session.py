@@ -23,7 +23,7 @@ from ocihook.session.undo import undo_all, undo_interrupted
 from ocihook.stages import dump, restore
 from ocihook.stages.detached import KeptFromEnd, is_due, is_kept_from_end
 
-_LOOK_MS = 10  # whether CRIU has detached, which nobody reports
+_LOOK_S = 0.01  # whether CRIU has detached, which nobody reports
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet
 
 log = logging.getLogger(__name__)
@@ -179,25 +179,35 @@ class Session:
         self.finish()
 
     def _watch(self, criu: int, control: socket.socket, attempt: Attempt) -> None:
-        poll = select.poll()
-        poll.register(criu, select.POLLIN)
-        poll.register(control, select.POLLIN)
-        if attempt.runtime >= 0:
-            poll.register(attempt.runtime, select.POLLIN)
-        while criu not in (ready := dict(poll.poll(self._look_ms))):  # waits: for CRIU, with whose end it ends
-            if not ready:
-                self._finish_detached(attempt)
-            elif attempt.runtime in ready:
-                poll.unregister(attempt.runtime)
-                if is_given_up(self.journal):
-                    log.warning("the engine of container %s has given up on CRIU", self.journal.container)
-                self._explain(attempt, is_over=False)
-            else:
-                self._answer(control, attempt)
+        """Serve until CRIU has ended.
+
+        Whether the runtime ended first, only events show that are in the order in which they happened: both may have
+        ended by the time that a stage is done. epoll keeps that order (fs/eventpoll.c), poll(2) does not.
+        """
+        with select.epoll() as events:
+            for fd in (criu, control.fileno(), attempt.runtime):
+                if fd >= 0:
+                    events.register(fd, select.EPOLLIN)
+            while criu not in (ready := [fd for fd, _ in events.poll(self._look_s)]):  # waits: for CRIU, and its end
+                if not ready:
+                    self._finish_detached(attempt)
+                elif attempt.runtime in ready:
+                    events.unregister(attempt.runtime)
+                    self._give_up()
+                    self._explain(attempt, is_over=False)
+                else:
+                    self._answer(control, attempt)
+        if attempt.runtime in ready[: ready.index(criu)]:
+            self._give_up()
 
     @property
-    def _look_ms(self) -> int | None:
-        return _LOOK_MS if is_kept_from_end(self.journal) else None
+    def _look_s(self) -> float | None:
+        return _LOOK_S if is_kept_from_end(self.journal) else None
+
+    def _give_up(self) -> None:
+        """Note that the runtime has ended before CRIU."""
+        self.journal.give_up()
+        log.warning("the engine of container %s has given up on CRIU", self.journal.container)
 
     def _finish_detached(self, attempt: Attempt) -> None:
         """Do what was to wait for CRIU to detach, if it has."""

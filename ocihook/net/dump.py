@@ -8,7 +8,7 @@ import logging
 import platform
 import socket
 from collections.abc import Sequence
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_interface
 from typing import NamedTuple
 
 from ocihook.criu.socket_images import FilesImage, read_stream
@@ -18,7 +18,7 @@ from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.sockets import hides_socket_options
 from ocihook.net.hold import TrafficHeld, Waiting, hold
 from ocihook.net.lost_options import TcpOptions, multicast_groups, read_options, tcp_sockets
-from ocihook.net.netlink import InetSocket, routes
+from ocihook.net.netlink import InetSocket, links, routes
 from ocihook.net.nftables import RulesRefused
 from ocihook.net.note import NETWORK_NAME, NetworkNote, write_note
 from ocihook.net.policy import TcpPolicy, asked, parse, refused
@@ -91,6 +91,7 @@ def hold_network(dump: Dump) -> None:
         links=tuple(survey.links),
         routes=tuple(routes(survey.namespace)),
         options=options.tcp,
+        of_link=_link_local(survey),
         groups=tuple(multicast_groups(init.pid)),
         is_node=survey.namespace.is_ours,
     )
@@ -108,6 +109,15 @@ def hold_network(dump: Dump) -> None:
         hold(dump.journal, survey.namespace)
     except RulesRefused as error:  # CRIU has a lock of its own, from a little later on
         log.warning("container %s: its traffic is not held: %s", dump.container, error)
+
+
+def _link_local(survey: Survey) -> dict[str, tuple[str, ...]]:
+    """Return the addresses of IPv4 that hold on the link only, by interface."""
+    found = {
+        link.name: tuple(text for text in link.addresses if ip_interface(text).version == 4)
+        for link in links(survey.namespace, is_of_link=True)
+    }
+    return {name: texts for name, texts in found.items() if texts}
 
 
 def _options(pids: Sequence[int]) -> Options:

@@ -8,15 +8,17 @@ Where the container has ended with its dump its peers still wait for it, and so 
 be where a restore has failed. Then one rule of the table stays: for `AWAITED_S` the kernel does not reset their
 connections. New connections are still refused. The next restore removes the rule.
 
-A rule drops while its set has elements, and these expire by themselves. A process of the session renews them for as
-long as the session lives: should agent, hook, CRIU and runtime be killed together, traffic passes this table again
-`HOLD_LIMIT_S` later, whether or not anybody ever starts another agent.
+A rule drops while its set has elements, and these expire by themselves. A keeper, a process of its own, renews them for
+as long as the session lives: should agent, hook, CRIU and runtime be killed together, traffic passes this table again
+`HOLD_LIMIT_S` later, whether or not anybody ever starts another agent. A lock that CRIU has left does not expire; the
+keeper outlives its session to remove that one, as late, unless another agent has.
 """
 
 import contextlib
 import logging
 import os
 import re
+import select
 import shutil
 import subprocess
 import time
@@ -26,12 +28,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.errors import OcihookError
+from ocihook.errors import OcihookError, plain
+from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.linux.workers import die_with_parent
 from ocihook.net import nftables
-from ocihook.net.kick import Sender, kick
+from ocihook.net.kick import Sender, wake
 from ocihook.net.namespace import NetNamespace
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
@@ -84,7 +86,7 @@ class TrafficHeld(Effect, kind="traffic-held"):
     def take_over(self, journal: Journal) -> None:
         """Renew what nobody has renewed since its agent was killed."""
         if not self.is_open:
-            _keep(self.namespace, table_of(journal))
+            _keep(self, journal)
 
     def undo(self, journal: Journal, _patience: Patience) -> None:
         """Let it pass: remove our table, and the lock that a killed or failed CRIU has left."""
@@ -96,19 +98,28 @@ class TrafficHeld(Effect, kind="traffic-held"):
             else:
                 remove_table(self.namespace, table_of(journal))
             if not journal.criu.is_alive():
-                self._remove_locks(journal)
-            kick(self.namespace, [_sender(one) for one in self.waiting])
+                self.remove_locks(journal)
+            wake(self.namespace, map(_sender, self.waiting), self._running_pid)
         if not self.is_open:
             journal.add_phase("network held", self.began)
 
     @property
     def _is_awaited(self) -> bool:
         """Return whether peers wait for connections that nobody has: the container has ended, or is not restored."""
-        if self.init is not None:
-            return not self.init.is_alive()
-        return self.stage in RESTORE_STAGES
+        return self._running_pid == 0 if self.init is not None else self.stage in RESTORE_STAGES
 
-    def _remove_locks(self, journal: Journal) -> None:
+    @property
+    def _running_pid(self) -> int:
+        """Return the first process of the container that is dumped; 0 if it has ended, or none is dumped."""
+        return self.init.pid if self.init is not None and self.init.is_alive() else 0
+
+    def remove_locks(self, journal: Journal) -> None:
+        """Remove the locks that a CRIU which has ended has left.
+
+        Raises:
+            OcihookError: while another one is at work there.
+            FileNotFoundError: if the namespace is gone.
+        """
         left = [name for name in criu_locks(self.namespace) if name not in self.locks]
         if left and _is_shared(self.namespace, journal):
             raise OcihookError(f"another dump or restore is at work in network namespace {self.namespace.inode}")
@@ -143,30 +154,70 @@ def hold(
         RulesRefused: if the kernel does not take rules.
         OSError: if the namespace is gone, or cannot be entered.
     """
-    is_new = journal.find(TrafficHeld) is None
-    if is_new:
+    held = journal.find(TrafficHeld)
+    is_new = held is None
+    if held is None:
         locks = tuple(criu_locks(namespace))
-        journal.add(TrafficHeld(namespace=namespace, began=time.time(), init=init, locks=locks))
+        held = journal.add(TrafficHeld(namespace=namespace, began=time.time(), init=init, locks=locks))
     rules = {"in": [] if drain else [_HOLD], "out": [_DRAIN if drain else _HOLD]}
     make_table(namespace, table_of(journal), rules, "held", HOLD_LIMIT_S, with_loopback=with_loopback)
     if is_new:
-        _keep(namespace, table_of(journal))
+        _keep(held, journal)
 
 
-def _keep(namespace: NetNamespace, name: str) -> None:
-    """Renew a hold from now on, until its table is gone, or this process is: its child ends with it."""
-    parent = os.getpid()
+def _keep(held: TrafficHeld, journal: Journal) -> None:
+    """Start the keeper of a hold: outside of the agent's process group and cgroup, as it is to outlive their end."""
+    session = Process.find(os.getpid())
     if os.fork() != 0:
         return
     try:
-        die_with_parent(parent)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # so that it keeps nobody's files open; the kernel closes ranges
-        while ("inet", name) in nftables.tables(namespace):
-            with contextlib.suppress(nftables.RulesRefused):  # somebody changes rules at this very moment
-                nftables.run(namespace, f"flush set inet {name} held\n{_elements(name, 'held', HOLD_LIMIT_S)}")
-            time.sleep(HOLD_LIMIT_S / _RENEWALS)  # waits: for as long as the session lives
+        os.setsid()
+        leave_cgroup()
+        _close_files()
+        if session is None or _renew(held.namespace, table_of(journal), session):
+            _unlock(held, journal)
+    except (OcihookError, OSError) as error:
+        log.debug("container %s: nobody keeps its hold any more: %s", journal.container, plain(error))
     finally:  # or the namespace is gone
         os._exit(0)
+
+
+def _close_files() -> None:
+    """Keep nobody's files open."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    for handler in logging.getLogger().handlers:  # which open theirs again
+        handler.close()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the kernel closes ranges
+
+
+def _renew(namespace: NetNamespace, name: str, session: Process) -> bool:
+    """Renew a hold until its table is gone, or its session; return whether that has ended."""
+    pidfd = session.open()
+    while pidfd is not None and ("inet", name) in nftables.tables(namespace):
+        with contextlib.suppress(nftables.RulesRefused):  # somebody changes rules at this very moment
+            nftables.run(namespace, f"flush set inet {name} held\n{_elements(name, 'held', HOLD_LIMIT_S)}")
+        if select.select([pidfd], [], [], HOLD_LIMIT_S / _RENEWALS)[0]:  # waits: for as long as the session lives
+            return True
+    return pidfd is None
+
+
+def _unlock(held: TrafficHeld, journal: Journal) -> None:
+    """Remove the lock of a CRIU that has ended after its session, unless an agent does it in time."""
+    if (criu := journal.criu.open()) is not None:
+        select.select([criu], [], [])  # waits: for CRIU, and for nobody
+    while journal.path.exists():
+        time.sleep(HOLD_LIMIT_S)  # waits: for an agent, which undoes everything else, too
+        try:
+            if journal.path.exists():
+                held.remove_locks(journal)
+        except FileNotFoundError:
+            return
+        except (OcihookError, OSError) as error:  # another dump or restore is at work there
+            log.warning("container %s: %s", journal.container, plain(error))
+        else:
+            return
 
 
 def _elements(table: str, name: str, timeout_s: int) -> str:

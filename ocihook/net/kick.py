@@ -1,22 +1,32 @@
-"""Wakes a sender that waits for a retransmission timer that has backed off while its packets were held.
+"""Wakes senders that wait for a timer, once their packets may pass again.
 
-An ICMP "host unreachable" about the oldest unacknowledged byte reverts one step of the back-off (RFC 6069; the
-kernel's tcp_ld_RTO_revert), and retransmits at once if the timer would have expired by then. It is made here, about a
-connection of this very namespace, and sent to the connection's own address: nothing leaves the node. The number of that
-byte is known from CRIU's image; asking the kernel for it would take TCP_REPAIR, which costs a running process its
-connection if it receives at that moment.
+What a hold keeps from leaving is unsent to TCP: the kernel probes for it, at intervals that double (0.2 s and so on; of
+a restored socket 1 s and so on). Any call that pushes sends it at once. To take a cork off a socket that has none is
+such a call, and changes nothing else.
+
+What had left, and nobody has acknowledged, waits for a retransmission timer that doubles, too. An ICMP "host
+unreachable" about the oldest unacknowledged byte reverts one step of that (RFC 6069; the kernel's tcp_ld_RTO_revert),
+and retransmits at once if the timer would have expired by then. It is made here, about a connection of this very
+namespace, and sent to the connection's own address: nothing leaves the node. The number of that byte is known from
+CRIU's image; asking the kernel for it would take TCP_REPAIR, which costs a running process its connection if it
+receives at that moment.
 """
 
+import array
 import contextlib
+import fcntl
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address
 from typing import NamedTuple
 
+from ocihook.linux.procfs import descendants
+from ocihook.net.lost_options import tcp_sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.policy import IPAddress
 
+_UNSENT = 0x894B  # SIOCOUTQNSD of linux/sockios.h: bytes that have never left
 _STEPS = 16  # more than any timer backs off: from 1 s to 120 s it takes 7
 _ICMP, _HOST_UNREACHABLE = 3, 1
 _ICMPV6, _NO_ROUTE = 1, 0
@@ -37,28 +47,44 @@ class Sender(NamedTuple):
     unacknowledged: int  # sequence number of the oldest unacknowledged byte
 
 
-def kick(namespace: NetNamespace, senders: Iterable[Sender]) -> int:
-    """Wake senders; it does not disturb those that do not wait. Return how many there were.
+def wake(namespace: NetNamespace, senders: Iterable[Sender], init_pid: int) -> None:
+    """Wake senders; it does not disturb those that do not wait.
+
+    Args:
+        namespace: the container's.
+        senders: those that had anything to send in CRIU's image.
+        init_pid: the container's first process; 0 if it has ended.
 
     Raises:
         OSError: if the namespace cannot be entered.
     """
     found = list(senders)
-
-    def send() -> None:
-        for version, family, protocol in ((4, socket.AF_INET, socket.IPPROTO_ICMP), (6, socket.AF_INET6, 58)):
-            alike = [sender for sender in found if sender.local.version == version]
-            if alike:
-                with socket.socket(family, socket.SOCK_RAW, protocol) as raw:
-                    for sender in alike:
-                        packet = unreachable(sender)
-                        with contextlib.suppress(OSError):  # an address that has gone again: nobody waits there
-                            for _ in range(_STEPS):
-                                raw.sendto(packet, (str(sender.local), 0))
-
     if found:
-        namespace.run(send)
-    return len(found)
+        if init_pid:
+            push(descendants(init_pid))
+        namespace.run(lambda: _kick(found))
+
+
+def push(pids: Iterable[int]) -> None:
+    """Have the kernel send at once what processes have given to TCP and has never left."""
+    unsent = array.array("i", [0])
+    for _, sock in tcp_sockets(pids):
+        with contextlib.suppress(OSError):  # it listens, or has just been closed
+            fcntl.ioctl(sock, _UNSENT, unsent)
+            if unsent[0] and not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+
+
+def _kick(senders: Sequence[Sender]) -> None:
+    for version, family, protocol in ((4, socket.AF_INET, socket.IPPROTO_ICMP), (6, socket.AF_INET6, 58)):
+        alike = [sender for sender in senders if sender.local.version == version]
+        if alike:
+            with socket.socket(family, socket.SOCK_RAW, protocol) as raw:
+                for sender in alike:
+                    packet = unreachable(sender)
+                    with contextlib.suppress(OSError):  # an address that has gone again: nobody waits there
+                        for _ in range(_STEPS):
+                            raw.sendto(packet, (str(sender.local), 0))
 
 
 def unreachable(sender: Sender) -> bytes:

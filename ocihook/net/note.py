@@ -35,6 +35,7 @@ class NetworkNote:
     links: tuple[Link, ...]
     routes: tuple[Route, ...] = ()
     options: Mapping[str, TcpOptions] = field(default_factory=dict)  # of TCP sockets, by inode
+    of_link: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # IPv4 addresses of that scope, by interface
     groups: tuple[str, ...] = ()  # multicast groups, which CRIU does not restore
     is_node: bool = False  # it was the node's own network
     ended: tuple[int, ...] = ()  # ids of sockets that `relocate` has ended, and that a restore has to destroy
@@ -45,9 +46,15 @@ class NetworkNote:
         return {link.name: [ip_interface(text).ip for text in link.addresses] for link in self.links}
 
     @property
+    def link_local(self) -> dict[str, list[IPAddress]]:
+        """Those of IPv4 that hold on the link only, in their order; of IPv6, sockets have their interface."""
+        return {name: [ip_interface(text).ip for text in texts] for name, texts in self.of_link.items()}
+
+    @property
     def own(self) -> frozenset[IPAddress]:
         """All addresses."""
-        return frozenset(address for found in self.addresses.values() for address in found)
+        every = (*self.addresses.values(), *self.link_local.values())
+        return frozenset(address for found in every for address in found)
 
 
 def write_note(directory: Path, note: NetworkNote) -> None:
@@ -85,7 +92,8 @@ def decode_note(data: bytes) -> NetworkNote:
 
 def _check_texts(note: NetworkNote) -> None:
     """Check that what messages name can be printed, and is no longer than any kernel has it; else a ValueError."""
-    names = [link.name for link in note.links] + [options.congestion for options in note.options.values()]
+    names = [*(link.name for link in note.links), *note.of_link]
+    names += [options.congestion for options in note.options.values()]
     for text in (*names, *note.groups):
         if len(text) > _TEXT_CHARACTERS or printable(text) != text:
             raise ValueError(f"{reprlib.repr(text)} is no name that a kernel knows")

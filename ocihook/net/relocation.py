@@ -73,7 +73,8 @@ def _moved(note: NetworkNote, pairs: Mapping[IPAddress, IPAddress]) -> NetworkNo
         return f"{pairs.get(interface.ip, interface.ip)}/{interface.network.prefixlen}"
 
     links = tuple(link._replace(addresses=tuple(map(moved, link.addresses))) for link in note.links)
-    return dataclasses.replace(note, links=links)
+    of_link = {name: tuple(map(moved, texts)) for name, texts in note.of_link.items()}
+    return dataclasses.replace(note, links=links, of_link=of_link)
 
 
 def _again(directory: Path, image: OtherImage) -> OtherImage:

@@ -22,7 +22,7 @@ from ocihook.errors import OcihookError, plain
 from ocihook.linux.procfs import descendants
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
 from ocihook.net.hold import forget_hold, hold, release
-from ocihook.net.kick import Sender, kick
+from ocihook.net.kick import Sender, wake
 from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
@@ -106,7 +106,7 @@ def _plan(restore: Restore, call: RuntimeCall, sockets: Sequence[InetSocket]) ->
     namespace = NetNamespace.of(restore.criu_pid) if path is None else NetNamespace.at(path) if path else None
     own = _own_addresses(sockets, namespace, note)
     peers = parse_pairs(filter(None, restore.policy.address_map.split(",")), "address_map")
-    peers |= _addresses_of_gang(restore, own, sockets)
+    peers |= _addresses_of_gang(restore, own, sockets, note)
     policy = asked(parse(restore.policy.tcp, "tcp"), call.options)
     plan = make_plan(sockets, policy, own.with_peers(peers), own=own.pairs.keys() | own.gaps.keys(), gang=peers.keys())
     return Moving(sockets, namespace, note, own, plan)
@@ -135,10 +135,17 @@ def move_sockets(restore: Restore, moving: Moving) -> str:
     return _told(restore, plan)
 
 
-def _addresses_of_gang(restore: Restore, own: AddressMap, sockets: Iterable[InetSocket]) -> dict[IPAddress, IPAddress]:
+def _addresses_of_gang(
+    restore: Restore, own: AddressMap, sockets: Iterable[InetSocket], note: NetworkNote | None
+) -> dict[IPAddress, IPAddress]:
     """Publish to the gang where this member is, and return where those are that it is connected with."""
-    # Link-local addresses of IPv6 stay here: two members may have the same.
-    mine = {str(old): str(new) for old, new in own.pairs.items() if old.version == 4 or not old.is_link_local}
+    # Link-local addresses stay here: two members may have the same.
+    stay = {address for found in note.link_local.values() for address in found} if note else set()
+    mine = {
+        str(old): str(new)
+        for old, new in own.pairs.items()
+        if old not in stay and (old.version == 4 or not old.is_link_local)
+    }
     peers = {str(sock.remote) for sock in sockets if sock.is_connection}
     found = restore.gang.meet("addresses", mine, peers)
     return parse_pairs((f"{old}={new}" for old, new in found.items() if new), "the gang")
@@ -155,7 +162,7 @@ def _hold(restore: Restore, namespace: NetNamespace, plan: Plan) -> None:
 
 
 def _own_addresses(
-    sockets: Iterable[InetSocket], namespace: NetNamespace | None, note: NetworkNote | None
+    sockets: Sequence[InetSocket], namespace: NetNamespace | None, note: NetworkNote | None
 ) -> AddressMap:
     """Return what becomes of the container's own addresses."""
     if namespace is None:  # CRIU makes a new namespace, with the addresses of the old one
@@ -166,15 +173,28 @@ def _own_addresses(
         own = map_addresses(note.addresses, here)
     else:  # dumped without ocihook: what its sockets have, if the container has as many addresses here
         own = map_addresses({"": _locals(sockets)}, {"": [a for addresses in here.values() for a in addresses]})
-    return _with_link_local(own, sockets, namespace)
+    return _with_link_local(own, sockets, namespace, note.link_local if note else {})
 
 
-def _with_link_local(own: AddressMap, sockets: Iterable[InetSocket], namespace: NetNamespace) -> AddressMap:
-    """Return the same with the link-local addresses that sockets have: each becomes that of the same interface here."""
+def _with_link_local(
+    own: AddressMap, sockets: Sequence[InetSocket], namespace: NetNamespace, four: Interfaces
+) -> AddressMap:
+    """Return the same with the link-local addresses that sockets have: each becomes that of the same interface here.
+
+    Args:
+        own: what becomes of the others.
+        sockets: of the checkpoint; those of IPv6 have their interface.
+        namespace: where they are restored.
+        four: the addresses of IPv4 that held on a link only.
+    """
     had: dict[str, list[IPAddress]] = {}
     for sock in sockets:
         if sock.interface and sock.local.is_link_local and sock.local not in had.setdefault(sock.interface, []):
             had[sock.interface].append(sock.local)
+    used = {sock.local for sock in sockets}
+    for name, addresses in four.items():
+        if used.intersection(addresses):
+            had.setdefault(name, []).extend(addresses)
     if not had:
         return own
     own_links = map_addresses(had, addresses_of(namespace, is_of_link=True))
@@ -304,17 +324,16 @@ def _plain(address: str) -> str:
 def wake_senders(restore: Restore) -> None:
     """Wake connections that wait for a timer; measure how long they have stalled; report what has old addresses."""
     journal = restore.journal
-    forget_hold(journal)
     facts = journal.facts(NetworkFacts)
+    if facts.network is not None and facts.senders:
+        try:
+            wake(facts.network, [_sender(place, number) for place, number in facts.senders], restore.init_pid)
+            _measure_stall(restore, facts)
+        except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
+            log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
+    forget_hold(journal)
     for found in _old_addresses(restore.init_pid, facts):
         log.warning("container %s: %s", journal.container, found)
-    if facts.network is None or not facts.senders:
-        return
-    try:
-        kick(facts.network, [_sender(place, number) for place, number in facts.senders])
-        _measure_stall(restore, facts)
-    except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
-        log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
 
 
 def _old_addresses(init_pid: int, facts: NetworkFacts) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Times what connections cost: the pause that a peer sees, the stall behind it, and 10,000 sockets.
 
 Pauses are those of a plain process on another node, connected to a container, which sends to it all the time; the
-contender is podman with CRIU alone, its options set for connections, on the same kernel.
+contender is podman with CRIU alone, its options set for connections, on the same kernel. Stalls are those of a
+container that asks and waits for the answer; the contender is ocihook that wakes nobody.
 """
 
 import json
@@ -175,6 +176,80 @@ def _pause(node: NetPodman, *, has_ocihook: bool) -> Pause:
     return Pause(left_running_s, frozen_s, behind_dump_s, until - released)
 
 
+class Stall(NamedTuple):
+    """How long a container waits for its answer from when traffic passes, in seconds, after a hold that was long."""
+
+    behind_dump_s: float
+    behind_restore_s: float  # from its post-restore, right behind which CRIU unlocks
+
+
+HELD_S = 3.0  # by a member of a gang that is slow, say: timers have doubled a few times by then
+
+
+def stalls(root: Path, rounds: int) -> dict[str, list[Stall]]:
+    """Return the stalls of rounds in which ocihook wakes senders, and does not, in turns."""
+    scratch = Path(tempfile.mkdtemp(prefix="ocihook-bench-", dir="/var/tmp"))
+    nodes: dict[str, NetPodman] = {}
+    found: dict[str, list[Stall]] = {"woken": [], "not woken": []}
+    try:
+        peer = build_peer(scratch / "peer")
+        wheels = scratch / "wheels/site"
+        wheels.parent.mkdir()
+        build_wheels(wheels, os.readlink(root / "usr/bin/python3").removeprefix("python"))
+        for name in found:
+            directory = scratch / name.replace(" ", "-")
+            directory.mkdir()
+            nodes[name] = node = NetPodman(directory, root, wheels, peer)
+            node.install()
+            if name == "not woken":
+                with node.namespace.path("/opt/ocihook/ocihook/net/kick.py").open("a") as source:
+                    source.write("\n\ndef wake(*_): pass\n")
+            node.make_place("asker", _SERVER)
+            node.make_place("stranger", _CLIENT)
+            node.spawn_peer("stranger", "stranger", _CLIENT.four)
+            node.start_peer("asker", "asker", "asks", f"{_CLIENT.four}/9000", tcp="established")
+        for _ in range(rounds):
+            for name, node in nodes.items():
+                found[name].append(_stall(node))
+        return found
+    finally:
+        for node in nodes.values():
+            node.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _stall(node: NetPodman) -> Stall:
+    archive, unlocked = node.scratch / "asker.tar", node.scratch / "unlocked"
+    node.act(post_dump=f"sleep {HELD_S}")
+    began = time.time()
+    node.checkpoint("asker", archive, "--leave-running")
+    behind_dump_s = _answered(node, began) - _released(node, "pre-dump")
+
+    mac = json.loads(node.inside("asker", "ip", "-json", "link", "show", "eth0"))[0]["address"]
+    node.act_no_more()
+    node.checkpoint("asker", archive)
+    node.remove("asker")
+    node.remove_place("asker")
+    node.make_place("asker", _SERVER, mac=mac, is_held=True)
+    node.act(pre_restore=node.lets_in("asker"), post_restore=f"sleep {HELD_S}; date +%s.%N > {unlocked}")
+    began = time.time()
+    node.restore(archive)
+    behind_restore_s = _answered(node, began) - float(unlocked.read_text())
+    node.act_no_more()
+    return Stall(behind_dump_s, behind_restore_s)
+
+
+def _answered(node: NetPodman, since: float) -> float:
+    """Return when the longest wait since then was over; both in seconds since 1970."""
+
+    def waits() -> list[tuple[float, float]]:
+        found = [(float(wait), float(until)) for wait, until in _SILENT.findall(node.said("asker"))]
+        return [one for one in found if one[1] > since and one[0] > HELD_S / 2 * 1e3]
+
+    wait_for("an answer", lambda: bool(waits()))
+    return max(waits())[1]
+
+
 def _longest(said: str) -> tuple[float, float]:
     """Return how long the longest silence was, and when it ended, in seconds and seconds since 1970."""
     waits = [(int(wait) / 1e3, float(until)) for wait, until in _SILENT.findall(said)]
@@ -207,5 +282,6 @@ def median(values: Iterable[float | None]) -> float:
 
 if __name__ == "__main__":
     print(many_sockets())
-    for contender, seen in pauses(Path(sys.argv[1]), 3).items():
-        print(contender, *seen, sep="\n  ")
+    for measure in (pauses, stalls):
+        for contender, seen in measure(Path(sys.argv[1]), 3).items():
+            print(contender, *seen, sep="\n  ")

@@ -42,7 +42,7 @@ from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from tests.bench.engine import whole_checkpoints
 from tests.bench.gang import SIZES, simulate
-from tests.bench.net import GOAL_S, SOCKETS, many_sockets, median, pauses
+from tests.bench.net import GOAL_S, SOCKETS, many_sockets, median, pauses, stalls
 from tests.bench.runtime import handlers
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
 
@@ -508,6 +508,13 @@ def _pauses() -> Iterator[Figure]:
     yield Figure("stall behind the hold of a dump", behind_dump / GOAL_S, "x", goal, 1.0, "lower")
     yield Figure("stall behind the hold of a restore", behind_restore / GOAL_S, "x", goal, 1.0, "lower")
     yield Figure("stall behind a restore, alone", alone / GOAL_S, "x", goal, None, "lower")
+    for name, waits in stalls(root, rounds=2).items():
+        for act, behind in (
+            ("dump", [w.behind_dump_s for w in waits]),
+            ("restore", [w.behind_restore_s for w in waits]),
+        ):
+            figure = f"stall behind a long hold of a {act}, {name}"
+            yield Figure(figure, median(behind) / GOAL_S, "x", goal, None, "lower")
 
 
 def _store_figures(results: dict[str, _Result], size: int, ideal_bytes: int, copy_s: float) -> Iterator[Figure]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ocihook.container.runtime_call import find_network_namespace
-from ocihook.errors import IdentificationError
+from ocihook.errors import IdentificationError, UnsupportedError
 from ocihook.net import restore
 from ocihook.net.moving import make_plan
 from ocihook.net.namespace import NetNamespace
@@ -100,6 +100,23 @@ def test_link_local_addresses_become_those_of_the_same_interface(monkeypatch: py
     plan = make_plan([listener, client], parse("established", "tcp"), found, own=found.pairs.keys())
     assert next(move.ends.local for move in plan.moves) == raw("fe80::7")
     assert [move.sock for move in plan.closed] == [client]  # its peer knows another address
+
+
+def test_link_local_addresses_of_ipv4_are_in_the_note_and_move_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, client = make_socket(4, "169.254.0.1"), make_socket(5, "169.254.0.1", "169.254.0.9")
+    note = NetworkNote(links=(), of_link={"eth0": ("169.254.0.1/16",), "eth1": ("169.254.0.2/16",)})
+    namespace = here(monkeypatch, "169.254.0.7/16")
+    found = restore._own_addresses([listener, client], namespace, note)
+    assert found.pairs == {ip_address("169.254.0.1"): ip_address("169.254.0.7")}
+    assert not found.gaps  # of an address that no socket has
+    plan = make_plan([listener, client], parse("established", "tcp"), found, own=found.pairs.keys())
+    assert next(move.ends.local for move in plan.moves) == raw("169.254.0.7")
+    assert [move.sock for move in plan.closed] == [client]
+
+    namespace = here(monkeypatch)
+    found = restore._own_addresses([listener], namespace, note)
+    with pytest.raises(UnsupportedError, match=r"TCP 169.254.0.1:.*eth0 had 169.254.0.1, and has none where"):
+        make_plan([listener], parse("established", "tcp"), found, own=found.pairs.keys())
 
 
 def test_routes_that_have_old_addresses_or_lead_nowhere() -> None:

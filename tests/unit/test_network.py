@@ -1,5 +1,7 @@
 """The hold and the dump's part of the network, in network namespaces of their own; only root can make these."""
 
+import array
+import fcntl
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from ocihook.net import dump as dump_half
 from ocihook.net import hold, netlink, nftables, repair
 from ocihook.net import restore as restore_half
 from ocihook.net.addresses import map_addresses
+from ocihook.net.kick import Sender, wake
 from ocihook.net.lost_options import TcpOptions, multicast_groups, put_back, read_options, tcp_sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
@@ -38,6 +41,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make ne
 WORKLOAD = """
 import json, socket, subprocess, sys
 subprocess.run("ip link set lo up; ip addr add 10.7.0.1/24 dev lo; ip addr add fd07::1/64 dev lo nodad", shell=True)
+subprocess.run("ip addr add 169.254.7.1/16 dev lo scope link", shell=True)
 listener = socket.create_server((sys.argv[1], 0), family=socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
 client = socket.create_connection(listener.getsockname()[:2])
 server = listener.accept()[0]
@@ -232,6 +236,74 @@ def test_traffic_is_held_drained_and_let_go(workload: "subprocess.Popen[str]", j
     assert [phase["name"] for phase in journal.to_json()["phases"]] == ["network held"]
 
 
+def client_of(workload: "subprocess.Popen[str]") -> socket.socket:
+    """Return the connection of a workload that it has connected itself."""
+    for _, sock in tcp_sockets([workload.pid]):
+        if read_options(sock).user_timeout_ms == 12345:
+            return sock.dup()
+    raise AssertionError("no such connection")
+
+
+def has_waited(sock: socket.socket, least_ms: int) -> bool:
+    """Return whether a timer of a connection has doubled three times, and so long ago (struct tcp_info)."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 48)
+    backoff, last_sent_ms = info[4], int.from_bytes(info[44:], sys.byteorder)
+    return backoff >= 3 and last_sent_ms >= least_ms
+
+
+def number_in(sock: socket.socket, request: int) -> int:
+    """Return what SIOCOUTQ (0x5411) or SIOCOUTQNSD (0x894B) says of a connection's unsent and unacknowledged bytes."""
+    number = array.array("i", [0])
+    fcntl.ioctl(sock, request, number)
+    return number[0]
+
+
+def unacknowledged(sock: socket.socket) -> int:
+    """Return the number of the oldest byte without an answer: nobody uses the connection, so it may be in repair."""
+    for option, value in ((19, 1), (20, 2)):  # TCP_REPAIR, TCP_REPAIR_QUEUE: what is sent
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    following: int = sock.getsockopt(socket.IPPROTO_TCP, 21)  # TCP_QUEUE_SEQ
+    sock.setsockopt(socket.IPPROTO_TCP, 19, -1)  # off, and no packet
+    return (following - number_in(sock, 0x5411)) % (1 << 32)
+
+
+def sender_of(sock: socket.socket, number: int) -> Sender:
+    (local, port, *_), (remote, remote_port, *_) = sock.getsockname(), sock.getpeername()
+    return Sender(ip_address(local), port, ip_address(remote), remote_port, number)
+
+
+@pytest.mark.parametrize("address", ["10.7.0.1", "::1"])
+def test_what_a_hold_kept_from_leaving_leaves_at_once(
+    start_workload: StartWorkload, journal: Journal, address: str
+) -> None:
+    workload = start_workload(address)
+    namespace = NetNamespace.of(workload.pid)
+    with client_of(workload) as sock:
+        hold.hold(journal, namespace, with_loopback=True)
+        sock.send(b"question")
+        assert number_in(sock, 0x894B) == 8
+        assert Patience(timeout_s=60).until(lambda: has_waited(sock, 0))  # and would for a second or two
+        hold.release(journal)
+        wake(namespace, [sender_of(sock, 0)], workload.pid)
+        assert number_in(sock, 0x5411) == 0
+
+
+@pytest.mark.parametrize("address", ["10.7.0.1", "::1"])
+def test_what_had_left_and_was_lost_is_sent_again_at_once(start_workload: StartWorkload, address: str) -> None:
+    workload = start_workload(address)
+    namespace = NetNamespace.of(workload.pid)
+    with client_of(workload) as sock:
+        rule = f"tcp dport {sock.getpeername()[1]} drop"
+        nftables.run(namespace, f"table inet t {{ chain c {{ type filter hook input priority 0; {rule}; }}; }}")
+        sock.send(b"question")
+        assert number_in(sock, 0x894B) == 0
+        assert Patience(timeout_s=60).until(lambda: has_waited(sock, 300))  # more than the timer at first
+        number = unacknowledged(sock)
+        nftables.run(namespace, "delete table inet t")
+        wake(namespace, [sender_of(sock, number)], workload.pid)
+        assert number_in(sock, 0x5411) == 0
+
+
 def test_peers_of_a_container_that_has_ended_get_no_answer(workload: "subprocess.Popen[str]", journal: Journal) -> None:
     """Until another session of that network lets traffic pass."""
     namespace = NetNamespace.of(workload.pid)
@@ -272,6 +344,23 @@ def test_of_two_who_hold_a_network_the_last_lets_go(
     assert names(namespace) == []
 
 
+def serve(journal: Journal, work: Callable[[Journal], None]) -> int:
+    """Start a session that does this, and then waits until it is killed; return its pid when it has done so."""
+    has_done, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(Journal.load(journal.path))
+            os.write(done, b"!")
+            signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(has_done, 1)
+    os.close(has_done)
+    os.close(done)
+    return pid
+
+
 def test_a_hold_is_renewed_while_its_session_lives_and_then_ends_by_itself(
     workload: "subprocess.Popen[str]", journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,26 +378,38 @@ def test_a_hold_is_renewed_while_its_session_lives_and_then_ends_by_itself(
         before = left_ms()
         return Patience(timeout_s=1).until(lambda: left_ms() > before)
 
-    def serve(work: Callable[[Journal], None]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                work(Journal.load(journal.path))
-                signal.pause()
-            finally:
-                os._exit(1)
-        return pid
-
     def take_over(journal: Journal) -> None:
         for effect in journal.effects:
             effect.take_over(journal)
 
     for work in (lambda journal: hold.hold(journal, namespace), take_over):
-        session = serve(work)
+        session = serve(journal, work)
         assert Patience(timeout_s=60).until(lambda: names(namespace) != [] and is_renewed())
         os.kill(session, signal.SIGKILL)
         os.waitpid(session, 0)
         assert Patience(timeout_s=60).until(lambda: left_ms() == 0)
+
+
+def test_the_lock_of_a_criu_that_is_killed_with_its_session_goes_without_any_agent(
+    workload: "subprocess.Popen[str]",
+    journal: Journal,
+    criu: "subprocess.Popen[bytes]",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not before CRIU has ended, and not another's."""
+    monkeypatch.setattr(hold, "HOLD_LIMIT_S", 1)
+    namespace = NetNamespace.of(workload.pid)
+    nftables.run(namespace, "table inet CRIU-before {}")
+    session = serve(journal, lambda journal: hold.hold(journal, namespace))
+    nftables.run(namespace, "table inet CRIU-0123456789abcdef01234 {}")
+    os.kill(session, signal.SIGKILL)
+    os.waitpid(session, 0)
+    assert Patience(timeout_s=60).until(
+        lambda: "elements" not in nftables.run(namespace, f"list set inet {hold.table_of(journal)} held")
+    )
+    assert hold.criu_locks(namespace) == ["CRIU-before", "CRIU-0123456789abcdef01234"]
+    end(criu)
+    assert Patience(timeout_s=60).until(lambda: hold.criu_locks(namespace) == ["CRIU-before"])
 
 
 def test_a_restore_that_fails_leaves_a_rule_that_the_next_takes_away(
@@ -397,6 +498,7 @@ def test_a_dump_notes_drains_and_holds(workload: "subprocess.Popen[str]", journa
     note = read_note(tmp_path)
     assert note is not None
     assert ip_address("10.7.0.1") in note.own
+    assert note.of_link == {"lo": ("169.254.7.1/16",)}
     assert note.groups == ("239.1.2.3 on lo",)
     assert [o.user_timeout_ms for o in note.options.values() if o.user_timeout_ms] == [12345]
     assert [effect.kind for effect in journal.effects] == ["in-repair", "traffic-held"]

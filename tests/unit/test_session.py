@@ -4,6 +4,8 @@ import dataclasses
 import errno
 import json
 import os
+import socket
+import subprocess
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import ClassVar
 import pytest
 
 from ocihook import wire
+from ocihook.agent import session as agent_session
 from ocihook.agent.session import Session
 from ocihook.checkpoints import stage as staging
 from ocihook.checkpoints.complete import store_image_set
@@ -22,6 +25,7 @@ from ocihook.errors import ConfigError, IdentificationError, OcihookError, Store
 from ocihook.images.image_set import pack_image_set, verify_image_set
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
+from ocihook.memory.standstill import is_given_up
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import NO_KEYS
 from ocihook.packs.domain_names import NODE_DOMAIN
@@ -470,3 +474,32 @@ def test_statistics_that_the_engine_has_removed_were_noted_before(tmp_path: Path
     assert facts.criu_statistics == {"freezing": 1, "frozen": 2, "memdump": 3, "memwrite": 4}
     assert facts.criu_pages == 7
     assert facts.criu_ended is not None
+
+
+@pytest.mark.parametrize("first", ["runtime", "criu"])
+def test_who_ended_first_is_known_though_both_ended_while_a_stage_was_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A runtime that ended first has an engine that resumes nothing; else the engine resumes what it has paused."""
+    programs = {name: subprocess.Popen(["sleep", "600"]) for name in ("runtime", "criu")}
+    criu, runtime = (Process.find(programs[name].pid) for name in ("criu", "runtime"))
+    assert criu is not None
+    session = Session(Journal.create(tmp_path, criu, runtime), Settings)
+    kept: list[bool] = []
+
+    def both_end(*_: object) -> str:
+        for name in sorted(programs, key=lambda name: name != first):
+            programs[name].kill()
+            programs[name].wait()
+        return ""
+
+    monkeypatch.setitem(agent_session._STAGES, "post-resume", both_end)
+    monkeypatch.setattr(session, "finish", lambda: kept.append(is_given_up(session.journal)))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hook, answered = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, hook, answered:
+        request = wire.Request("post-resume", criu.pid, 0, "")
+        socket.send_fds(ours, [request.encode()], [answered.fileno()])
+        session.serve(theirs)
+    assert kept == [first == "runtime"]
+    assert not session.journal.is_interrupted
