@@ -14,6 +14,7 @@ from ocihook.images.direct import Cut, Direct
 from ocihook.linux.memory import DetailedMapping, Mapping, Span, read_detailed_mappings
 from ocihook.memory import host_memory
 from ocihook.node.doctor import host_memory as doctor
+from ocihook.node.doctor.finding import Status
 from ocihook.node.doctor.workload import Workload
 from ocihook.packs.pages import Parts
 from ocihook.session.participant import Restore
@@ -98,6 +99,13 @@ def test_which_way_a_policy_has_memory_go(monkeypatch: pytest.MonkeyPatch, polic
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
     (finding,) = doctor.check_host_memory(workload(policy))
     assert said in finding.detail
+
+
+def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90), mapping(99, 1, flags="wf")])
+    first, *_ = doctor.check_host_memory(workload())
+    assert (first.check, first.status) == ("wipe-on-fork", Status.WARN)
+    assert "children forked after a restore get a copy" in first.detail
 
 
 def workload(policy: Policy | None = None) -> Workload:

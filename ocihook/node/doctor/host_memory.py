@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ocihook.config import Settings, load_settings
 from ocihook.criu.mappings import AddressSpace, Area
@@ -29,16 +29,19 @@ def check_host_memory(workload: Workload) -> Iterator[Finding]:
         policy = workload.policy()
     except OcihookError:  # reported by the check of the policy
         return
+    mapped: dict[int, list[DetailedMapping]] = {}
+    for pid in workload.pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            mapped[pid] = read_detailed_mappings(pid)
+    yield from _about_wiping(workload, mapped)
     reason = left_to_criu(policy, pack_workers(_settings()), is_packed=policy.mode != "off")
     if reason:
         yield Finding(_CHECK, Status.OK, f"all goes through CRIU in a restore: {reason}")
         return
-    mapped: dict[int, list[DetailedMapping]] = {}
     spaces: dict[int, AddressSpace] = {}
-    for pid in workload.pids:
-        with contextlib.suppress(OSError):  # it has just ended
-            mapped[pid] = read_detailed_mappings(pid)
-            spaces[pid] = AddressSpace(os.stat(f"/proc/{pid}/exe").st_ino, tuple(map(_area, mapped[pid])))
+    for pid, mappings in mapped.items():
+        with contextlib.suppress(OSError):
+            spaces[pid] = AddressSpace(os.stat(f"/proc/{pid}/exe").st_ino, tuple(map(_area, mappings)))
     own = own_areas(spaces, {pid: parent_pid(pid) for pid in spaces})
     sizes = {pid: sum(each.anonymous_bytes for each in mapped[pid]) for pid in spaces}
     for pid, all_bytes in sorted(sizes.items(), key=lambda size: -size[1]):
@@ -50,6 +53,17 @@ def check_host_memory(workload: Workload) -> Iterator[Finding]:
         else:
             detail = f"{who}: of {total}, {long_bytes // _MIB} go past CRIU in a restore, on all cores"
             yield Finding(_CHECK, Status.OK, detail)
+
+
+def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
+    """CRIU, up to 4.2 at least, takes no note of this advice (criu/proc_parse.c, parse_vmflags)."""
+    for pid, mappings in mapped.items():
+        if any("wf" in each.flags for each in mappings):
+            detail = (
+                f"{workload.who(pid)} has memory that its children are to find empty (MADV_WIPEONFORK): libraries have "
+                "keys and random numbers in it. CRIU does not restore that: children forked after a restore get a copy"
+            )
+            yield Finding("wipe-on-fork", Status.WARN, detail, "have such children run a program (execve)")
 
 
 def _area(each: DetailedMapping) -> Area:
