@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -260,12 +261,13 @@ def find_ways(images: MemoryImages, packed: Collection[str], there: Collection[s
     """Return how the memory of each process would come back; as `plan`, `there` being names that are taken."""
     areas = own_areas(images.spaces, images.parents)
     free = max(map(_number, {*images.pages_names, *there}), default=0) + 1
+    common = {name for name, times in Counter(images.pages_names).items() if times > 1}
     ways: list[Way] = []
     for pid, before in sorted(images.pagemaps.items()):
         pages_name = parse_pagemap(before).pages_name
         is_packed = pages_name in packed
         gone, reason = choose(before, areas[pid])
-        if images.pages_names.count(pages_name) > 1:
+        if pages_name in common:
             gone, reason = [], "its page image is that of other memory, too"
         if not gone:
             ways.append(Way(pid, None, reason, is_packed))
