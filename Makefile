@@ -71,7 +71,7 @@ integration: .venv/.ready
 fuzz: .venv/.ready
 	$(BIN)/python tests/fuzz/fuzz_readers.py --seconds 30
 
-# Takes a quarter of an hour on an otherwise idle machine with 2 cores and 12 GiB; results also go to bench-results.json.
+# Takes 20 minutes on an otherwise idle machine with 2 cores and 12 GiB; results also go to bench-results.json.
 bench: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup bench

@@ -1,8 +1,10 @@
 /* The container of the tests of direct restore: memory of every kind, and a cut through it that is consistent or not.
  *
- * mappings MIB  holds MIB in small pages, as much in huge ones, and as much again that it shares with two children since
- *               they were forked; and beside it what a restore must leave to CRIU. Like workload.c it prints `count N
- *               checksum H`, of what does not change; H is `torn` if what changes is not from one instant.
+ * mappings MIB[+IDLE]  holds MIB in small pages, as much in huge ones, and as much again that it shares with two children
+ *                      since they were forked; and beside it what a restore must leave to CRIU. It has IDLE other
+ *                      children. Like workload.c it prints `count N checksum H`, of what does not change; H is `torn`
+ *                      if what changes is not from one instant. A handler of SIGUSR1 changes memory at any time, and
+ *                      `signals N` is printed with the number of times.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -20,12 +22,13 @@
 #define PAGE 4096
 #define WORDS (PAGE / 8)
 #define CHILDREN 2
-#define IDLE 20
 
 static size_t size;
-static uint64_t *small, *huge, *common, *odd, *locked, *unforked, *memfd, *sysv, *large, *answers;
+static uint64_t *small, *huge, *common, *odd, *locked, *unforked, *wiped, *memfd, *sysv, *large, *answers;
+static volatile sig_atomic_t signals; /* in memory that CRIU restores; each is noted in `odd`, too, which goes past it */
 
 static void end(int s) { (void)s; kill(0, SIGKILL); }
+static void note(int s) { (void)s; odd[1]++, signals++; }
 static void *idle(void *x) { for (;;) pause(); return x; }
 
 static uint64_t mix(uint64_t x)
@@ -75,7 +78,8 @@ int main(int argc, char **argv)
     signal(SIGTERM, end);
     size = (argc > 1 ? (size_t)atoi(argv[1]) : 72) * MIB;
     answers = map(PAGE, MAP_SHARED | MAP_ANONYMOUS, -1);
-    for (int child = 0; child < IDLE; child++)
+    const char *more = argc > 1 ? strchr(argv[1], '+') : NULL;
+    for (int child = more ? atoi(more) : 0; child > 0; child--)
         if (fork() == 0)
             idle(NULL);
     common = fill(map(size, own, -1), size, 1);
@@ -92,6 +96,7 @@ int main(int argc, char **argv)
     odd = fill(map(MIB + PAGE, own, -1), MIB + PAGE, 4);
     locked = fill(map(2 * MIB, own, -1), 2 * MIB, 5), mlock(locked, 2 * MIB);
     unforked = fill(map(4 * MIB, own, -1), 4 * MIB, 6), madvise(unforked, 4 * MIB, MADV_DONTFORK);
+    wiped = fill(map(4 * MIB, own, -1), 4 * MIB, 10), madvise(wiped, 4 * MIB, MADV_WIPEONFORK);
     int fd = memfd_create("beside", 0);
     if (ftruncate(fd, 2 * (off_t)MIB))
         return 1;
@@ -100,8 +105,13 @@ int main(int argc, char **argv)
     if ((large = map(2 * MIB, own | MAP_HUGETLB, -1))) /* where the machine has such pages */
         fill(large, 2 * MIB, 9);
     pthread_t thread;
+    sigset_t noted;
+    sigemptyset(&noted), sigaddset(&noted, SIGUSR1);
+    pthread_sigmask(SIG_BLOCK, &noted, NULL); /* the main thread alone gets it */
     for (int i = 0; i < 3; i++)
         pthread_create(&thread, NULL, idle, NULL);
+    signal(SIGUSR1, note);
+    pthread_sigmask(SIG_UNBLOCK, &noted, NULL);
     uint64_t seed = 42, total = 0, word = 0;
     for (unsigned count = 1;; count++) {
         for (int i = 0; i < 20000; i++) {
@@ -114,15 +124,19 @@ int main(int argc, char **argv)
         mprotect((char *)small + 16 * MIB, MIB, PROT_READ);
         uint64_t changed = versions(small) + versions(huge);
         word = sum(small, size) ^ sum(huge, size) * 3 ^ sum(odd, MIB + PAGE) * 5 ^ sum(locked, 2 * MIB) * 7
-            ^ sum(unforked, 4 * MIB) * 11 ^ sum(memfd, 2 * MIB) * 13 ^ sum(sysv, 2 * MIB) * 17 ^ sum(large, 2 * MIB) * 19;
+            ^ sum(unforked, 4 * MIB) * 11 ^ sum(memfd, 2 * MIB) * 13 ^ sum(sysv, 2 * MIB) * 17 ^ sum(large, 2 * MIB) * 19
+            ^ sum(wiped, 4 * MIB) * 29;
         mprotect((char *)small + 16 * MIB, MIB, PROT_NONE);
         for (int child = 0; child < CHILDREN; child++)
             word ^= answers[child] * (23 + (uint64_t)child) ^ sum(common, size);
-        if (changed == total)
+        pthread_sigmask(SIG_BLOCK, &noted, NULL);
+        printf("signals %d\n", (int)signals);
+        if (changed == total && odd[1] == (uint64_t)signals)
             printf("count %u checksum %016llx\n", count, (unsigned long long)word);
         else
             printf("count %u checksum torn\n", count);
         fflush(stdout);
+        pthread_sigmask(SIG_UNBLOCK, &noted, NULL);
         usleep(20000);
     }
 }

@@ -7,7 +7,7 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -36,6 +36,7 @@ from ocihook.criu.images import (
     read_pagemap,
     read_pagemaps,
 )
+from ocihook.criu.mappings import MM_NAME, AddressSpace, parse_address_space
 from ocihook.criu.socket_images import FILES_NAME, FilesImage, InetSocket
 from ocihook.errors import (
     ArchiveKindError,
@@ -45,6 +46,7 @@ from ocihook.errors import (
     StoreFull,
     UnsupportedError,
 )
+from ocihook.images.direct import MemoryImages, Way, find_ways
 from ocihook.images.image_set import (
     check_other_images,
     check_regions,
@@ -75,6 +77,7 @@ _COPY_BYTES = 1 << 20  # whole pages
 _MAX_SMALL_BYTES = 64 << 20  # far above any pagemap or list of processes; a limit for hostile ones
 _COMPRESSED_MARGIN_BYTES = 1 << 20
 _PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
+_OF_PROCESS = re.compile(r"pagemap-([0-9]{1,10})\.img")
 
 
 class ProcessMemory(NamedTuple):
@@ -95,6 +98,7 @@ class Inspection(NamedTuple):
     thin: Thin | None
     archive_bytes: int
     sockets: list[InetSocket]
+    ways: Sequence[Way]  # how the memory of processes comes back in a restore
     network: bytes | None  # the note about the network, if there is one (net/note.py)
 
 
@@ -151,6 +155,8 @@ def inspect_archive(path: Path) -> Inspection:
         NETWORK_NAME: (_MAX_SMALL_BYTES, bytes),
     }
     pagemaps: dict[str, Pagemap] = {}
+    private: dict[int, bytes] = {}  # pagemaps of processes
+    spaces: dict[int, AddressSpace] = {}
 
     def visit(member: Member) -> None:
         name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
@@ -158,7 +164,12 @@ def inspect_archive(path: Path) -> Inspection:
             limit_bytes, read = readers[name]
             found[name] = read(member.content(limit_bytes))
         elif _PAGEMAP_NAME.fullmatch(name):
-            pagemaps[name] = parse_pagemap(member.content(_MAX_SMALL_BYTES), name)
+            content = member.content(_MAX_SMALL_BYTES)
+            pagemaps[name] = parse_pagemap(content, name)
+            if number := _OF_PROCESS.fullmatch(name):
+                private[int(number[1])] = content
+        elif number := MM_NAME.fullmatch(name):
+            spaces[int(number[1])] = parse_address_space(member.content(_MAX_SMALL_BYTES), name)
 
     facts = read_facts(path, visit)
     memory = {name: pagemap.present_bytes for name, pagemap in pagemaps.items()}
@@ -167,7 +178,15 @@ def inspect_archive(path: Path) -> Inspection:
     ]
     manifest, stats, thin = (found.get(name) for name in (MANIFEST_NAME, "stats-dump", THIN_NAME))
     sockets, network = found.get(FILES_NAME, []), found.get(NETWORK_NAME)
-    return Inspection(facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size, sockets, network)
+    pages_names = [pagemap.pages_name for pagemap in pagemaps.values()]
+    images = MemoryImages(
+        spaces,
+        {process.pid: process.ppid for process in found.get("pstree.img", ())},
+        {pid: content for pid, content in private.items() if pid in spaces},
+        pages_names,
+    )
+    ways = find_ways(images, packed=set(pages_names) - facts.sizes.keys())
+    return Inspection(facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size, sockets, ways, network)
 
 
 def read_thin_archive(path: Path) -> Thin:

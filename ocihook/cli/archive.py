@@ -10,13 +10,15 @@ import click
 
 from ocihook.archive import compare, repack
 from ocihook.cli.render import F, count_of, format_bytes, json_option, print_json, print_table, progress_bar
-from ocihook.config import apply_annotations, load_settings
+from ocihook.config import Policy, apply_annotations, load_settings
 from ocihook.container.engine_archive import COMPRESSIONS, ArchiveFacts
 from ocihook.errors import plain
+from ocihook.memory.host_memory import left_to_criu
 from ocihook.net.addresses import parse_pairs
 from ocihook.net.note import decode_note
 from ocihook.net.policy import IN_WORDS, Fate, fate, parse
 from ocihook.net.relocation import CHANGED, relocate
+from ocihook.stages.dump import pack_workers
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
 
@@ -89,7 +91,7 @@ def _packed(row: dict[str, Any]) -> str:
 def inspect(*, path: Path, as_json: bool) -> None:
     """Show whose checkpoint an archive is, its processes and their memory, and how it was dumped."""
     inspection = repack.inspect_archive(path)
-    value = {**repack.to_json(inspection), "sockets": _sockets(inspection)}
+    value = {**repack.to_json(inspection), "memory": _memory(inspection), "sockets": _sockets(inspection)}
     if as_json:
         print_json({"archive": str(path), **value})
         return
@@ -124,13 +126,31 @@ def inspect(*, path: Path, as_json: bool) -> None:
     print_table(["", ""], [row for row in rows if row[1]])
     processes = [[p["pid"], p["ppid"], p["threads"], format_bytes(p["memory_bytes"])] for p in value["processes"]]
     print_table(["PID", "PARENT", "THREADS", "MEMORY"], processes)
+    memory = [[m["pid"], format_bytes(m["direct_bytes"]), m["reason"]] for m in value["memory"]]
+    print_table(["PID", "PAST CRIU", "WHY NOT"], memory)
     print_table(["SOCKET", "IN A RESTORE"], [[s["socket"], IN_WORDS[Fate(s["fate"])]] for s in value["sockets"]])
+
+
+def _memory(inspection: repack.Inspection) -> list[dict[str, Any]]:
+    """Return how much memory of each process a restore on this node will write past CRIU, or why none."""
+    policy, workers = _policy(inspection), pack_workers(load_settings())
+    rows = []
+    for way in inspection.ways:
+        reason = way.reason or left_to_criu(policy, workers, is_packed=way.is_packed)
+        size = way.cut.direct.parts.size_bytes if way.cut and not reason else 0
+        rows.append({"pid": way.pid, "direct_bytes": size, "reason": reason})
+    return rows
+
+
+def _policy(inspection: repack.Inspection) -> Policy:
+    facts = inspection.facts
+    policy, *_ = apply_annotations(load_settings(), facts.annotations, in_pod=facts.container.is_in_pod)
+    return policy
 
 
 def _sockets(inspection: repack.Inspection) -> list[dict[str, str]]:
     """Return what a restore on this node will do with each socket that has an address."""
-    facts, settings = inspection.facts, load_settings()
-    policy, *_ = apply_annotations(settings, facts.annotations, in_pod=facts.container.is_in_pod)
+    policy = _policy(inspection)
     note = decode_note(inspection.network) if inspection.network else None
     own = note.own if note else frozenset(sock.local for sock in inspection.sockets)
     gang = parse_pairs(filter(None, policy.address_map.split(",")), "address_map")

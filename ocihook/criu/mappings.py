@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ocihook.criu.images import COMMON_MAGIC, messages, parse_processes, read_bounded
 from ocihook.errors import ImageError
 
-_MM_NAME = re.compile(r"mm-([0-9]{1,10})\.img")
+MM_NAME = re.compile(r"mm-([0-9]{1,10})\.img")
 _MM_MAGIC = 0x57492820  # criu/include/magic.h
 # criu/include/image.h: AREA_REGULAR, AREA_HEAP, ANON_PRIVATE. An area with any other status is not plain memory.
 _REGULAR, _HEAP, _ANON_PRIVATE = 1 << 0, 1 << 5, 1 << 9
@@ -66,7 +66,7 @@ def read_address_spaces(directory: Path) -> Mapping[int, AddressSpace]:
     """
     found = {}
     for path in directory.glob("mm-*.img"):
-        if number := _MM_NAME.fullmatch(path.name):
+        if number := MM_NAME.fullmatch(path.name):
             found[int(number[1])] = parse_address_space(read_bounded(path, _MAX_MM_BYTES), path.name)
     return found
 

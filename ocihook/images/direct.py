@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from ocihook.packs.runs import PlainImage, write_images
 
 LEAST_RUN_BYTES = 1 << 20  # a shorter run is left to CRIU
 LEAST_PROCESS_BYTES = 64 << 20  # of a process in such runs; less is left to CRIU, which is as fast for it
+LEAST_WORKERS = 4  # with fewer CRIU reads page images of its own as fast; from packs and the store it pays with any
 _BYTES_A_RUN = 64 << 10  # a process with shorter runs, on average of all, is left to CRIU: reading them takes longer
 # The launcher of every release calls the agent at `post-restore` where a name like this exists (hook/criu-action).
 _SAVED_NAME = re.compile(r"ocihook-region-(pagemap-[0-9]{1,10}\.img)-([0-9a-f]{32})\.pack")
@@ -65,6 +67,24 @@ class Cut(NamedTuple):
     name: str
     pagemap: bytes  # the cut one
     direct: Direct
+
+
+class Way(NamedTuple):
+    """How the memory of a process comes back in a restore."""
+
+    pid: int  # CRIU's number of the process
+    cut: Cut | None  # for what goes past CRIU; None: all is left to it
+    reason: str  # why; "" if not
+    is_packed: bool  # it comes out of packs, or of the store
+
+
+class MemoryImages(NamedTuple):
+    """What CRIU's images say of the memory of all processes."""
+
+    spaces: Mapping[int, AddressSpace]  # by CRIU's numbers of the processes
+    parents: Mapping[int, int]
+    pagemaps: Mapping[int, bytes]  # as CRIU wrote them
+    pages_names: Sequence[str]  # what all pagemaps name, those of shared memory, too
 
 
 class Run(NamedTuple):
@@ -107,8 +127,25 @@ def within(runs: Iterable[Run], areas: Iterable[Area]) -> Iterator[Run]:
             area = next(rest, None)
 
 
-def choose(pagemap: bytes, areas: Iterable[Area]) -> list[tuple[int, int]]:
-    """Return start and end of what goes past CRIU; [] for a process that is left to it.
+def too_little(all_bytes: int, long_bytes: int) -> str:
+    """Return why a process is left to CRIU for the size of its memory, "" if it is not.
+
+    Args:
+        all_bytes: its memory that CRIU dumps.
+        long_bytes: of that, what is in long enough runs of memory that may go past it.
+    """
+    if all_bytes < LEAST_PROCESS_BYTES:
+        return f"it has less than {LEAST_PROCESS_BYTES >> 20} MiB"
+    if long_bytes < LEAST_PROCESS_BYTES:
+        return (
+            f"less than {LEAST_PROCESS_BYTES >> 20} MiB of it are plain memory, in rows of {LEAST_RUN_BYTES >> 20} MiB "
+            "and more, that no parent or child has mapped alike"
+        )
+    return ""
+
+
+def choose(pagemap: bytes, areas: Iterable[Area]) -> tuple[list[tuple[int, int]], str]:
+    """Return start and end of what goes past CRIU; [] and the reason for a process that is left to it.
 
     Args:
         pagemap: an image, as CRIU wrote it.
@@ -118,17 +155,22 @@ def choose(pagemap: bytes, areas: Iterable[Area]) -> list[tuple[int, int]]:
         ImageError: if the pagemap is damaged.
     """
     known = parse_pagemap(pagemap)
-    if known.is_compressed or known.present_bytes < LEAST_PROCESS_BYTES:
-        return []
+    if known.is_compressed:
+        return [], "CRIU has compressed it"
+    if reason := too_little(known.present_bytes, LEAST_PROCESS_BYTES):
+        return [], reason
     count = end = 0
     for address, pages, is_present in parse_runs(pagemap):
         if address < end or not is_present:  # never with pages of a parent: CRIU then restores page by page
-            return []
+            return [], "some of it is in the images of an earlier dump"
         count, end = count + 1, address + pages * PAGE_BYTES
     long = [run for run in within(join(parse_runs(pagemap)), areas) if run.size_bytes >= LEAST_RUN_BYTES]
-    if sum(run.size_bytes for run in long) < max(LEAST_PROCESS_BYTES, count * _BYTES_A_RUN):
-        return []
-    return [(run.address, run.address + run.size_bytes) for run in long]
+    long_bytes = sum(run.size_bytes for run in long)
+    if reason := too_little(known.present_bytes, long_bytes):
+        return [], reason
+    if long_bytes < count * _BYTES_A_RUN:
+        return [], f"it is in {count} runs, which take longer to read than CRIU takes"
+    return [(run.address, run.address + run.size_bytes) for run in long], ""
 
 
 def own_areas(spaces: Mapping[int, AddressSpace], parents: Mapping[int, int]) -> dict[int, list[Area]]:
@@ -183,6 +225,23 @@ def _gaps(runs: Iterable[Run], kept: Iterable[Part]) -> Iterator[Part]:
             yield Part(at, end - at, address + at - offset)
 
 
+def read_memory_images(directory: Path) -> MemoryImages:
+    """Read what an image set says of memory.
+
+    Raises:
+        ImageError: if an image is damaged.
+        OSError: from the file system.
+    """
+    spaces = read_address_spaces(directory)
+    paths = {pid: directory / f"pagemap-{pid}.img" for pid in spaces}
+    return MemoryImages(
+        spaces,
+        read_parents(directory),
+        {pid: read_bounded(path) for pid, path in paths.items() if path.exists()},
+        [pagemap.pages_name for pagemap in read_pagemaps(directory).values()],
+    )
+
+
 def plan(directory: Path, packed: Collection[str]) -> list[Cut]:
     """Return how the pagemaps of an image set are to be cut; nothing is written.
 
@@ -194,29 +253,35 @@ def plan(directory: Path, packed: Collection[str]) -> list[Cut]:
         ImageError: if an image is damaged.
         OSError: from the file system.
     """
-    spaces = read_address_spaces(directory)
-    areas = own_areas(spaces, read_parents(directory))
-    named = [pagemap.pages_name for pagemap in read_pagemaps(directory).values()]
-    numbers = [_number(name) for name in {*named, *page_images(directory)}]
-    free = max(numbers, default=0) + 1
-    cuts: list[Cut] = []
-    for pid, own in sorted(areas.items()):
-        path = directory / f"pagemap-{pid}.img"
-        if not own or not path.exists():
-            continue
-        before = read_bounded(path)
-        gone = choose(before, own)
+    ways = find_ways(read_memory_images(directory), packed, page_images(directory))
+    return [way.cut for way in ways if way.cut is not None]
+
+
+def find_ways(images: MemoryImages, packed: Collection[str], there: Collection[str] = ()) -> list[Way]:
+    """Return how the memory of each process would come back; as `plan`, `there` being names that are taken."""
+    areas = own_areas(images.spaces, images.parents)
+    free = max(map(_number, {*images.pages_names, *there}), default=0) + 1
+    common = {name for name, times in Counter(images.pages_names).items() if times > 1}
+    ways: list[Way] = []
+    for pid, before in sorted(images.pagemaps.items()):
         pages_name = parse_pagemap(before).pages_name
-        if not gone or named.count(pages_name) > 1:
-            continue
         is_packed = pages_name in packed
-        number = _number(pages_name) if is_packed else free + len(cuts)
-        after = cut_pagemap(before, gone, number, path.name)
-        cut = Cut(path.name, after, split(pid, before, after))
+        gone, reason = choose(before, areas[pid])
+        if pages_name in common:
+            gone, reason = [], "its page image is that of other memory, too"
+        if not gone:
+            ways.append(Way(pid, None, reason, is_packed))
+            continue
+        name = f"pagemap-{pid}.img"
+        number = _number(pages_name) if is_packed else free + len(ways)
+        after = cut_pagemap(before, gone, number, name)
+        cut = Cut(name, after, split(pid, before, after))
         # What CRIU restores from page images of its own must be copied first; if that is much, cutting is not worth it.
         if is_packed or cut.direct.kept.size_bytes <= cut.direct.parts.size_bytes:
-            cuts.append(cut)
-    return cuts
+            ways.append(Way(pid, cut, "", is_packed))
+        else:
+            ways.append(Way(pid, None, "more of it would have to be copied for CRIU than goes past it", is_packed))
+    return ways
 
 
 def _number(pages_name: str) -> int:

@@ -97,6 +97,33 @@ def read_mappings(pid: int) -> list[Mapping]:
     return [Mapping(Span(int(r[1], 16), int(r[2], 16)), r[3], int(r[4], 16), int(r[5]), r[6]) for r in rows]
 
 
+class DetailedMapping(NamedTuple):
+    """A mapping, with what is in it."""
+
+    mapping: Mapping
+    anonymous_bytes: int  # of its own, and not of a file
+    flags: frozenset[str]  # what the kernel calls VmFlags
+
+
+def read_detailed_mappings(pid: int) -> list[DetailedMapping]:
+    """Return what a process has mapped and what is in it, in the order of addresses (proc_pid_smaps(5)).
+
+    Raises:
+        OSError: if it is gone, or may not be read.
+    """
+    found: list[DetailedMapping] = []
+    mapping, size = None, 0
+    for line in Path(f"/proc/{pid}/smaps").read_text(errors="surrogateescape").splitlines():
+        name, _, value = line.partition(":")
+        if row := _LINE.fullmatch(line):
+            mapping = Mapping(Span(int(row[1], 16), int(row[2], 16)), row[3], int(row[4]), row[5])
+        elif name in ("Anonymous", "Swap"):
+            size = (size if name == "Swap" else 0) + (int(value.split()[0]) << 10)
+        elif name == "VmFlags" and mapping is not None:
+            found.append(DetailedMapping(mapping, size, frozenset(value.split())))
+    return found
+
+
 def anonymous_spans(pid: int) -> list[Span]:
     """Return the addresses of a process that are plain private memory."""
     return [mapping.span for mapping in read_mappings(pid) if mapping.is_anonymous]

@@ -7,9 +7,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from ocihook.config import Policy
 from ocihook.criu.images import check_page_images
 from ocihook.errors import ImageError, OcihookError, PreflightError, plain
-from ocihook.images.direct import Direct, cut_pagemaps, plan, put_back, read_cut, write_plain
+from ocihook.images.direct import LEAST_WORKERS, Direct, cut_pagemaps, plan, put_back, read_cut, write_plain
 from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import available_bytes, free_swap_bytes
@@ -22,8 +23,6 @@ from ocihook.session.journal import Journal
 from ocihook.session.participant import Participant, Restore
 from ocihook.session.timing import opener
 
-# With fewer, CRIU's own page images are read as fast by CRIU; from packs and the store it pays with any number.
-_LEAST_WORKERS = 4
 _GIB = 1 << 30
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class HostMemory(Participant):
 
     def check(self, restore: Restore) -> None:
         """Choose what goes past CRIU; refuse a restore that there is too little memory for."""
-        if restore.policy.host_memory != "direct":
+        if left_to_criu(restore.policy, restore.call().workers, is_packed=True):
             return
         packed = restore.checkpoint.image_names if restore.checkpoint else ()
         try:
@@ -57,8 +56,9 @@ class HostMemory(Participant):
         except (ImageError, OSError) as error:  # the next reader of the images refuses them, or can do with them
             log.warning("all memory goes through CRIU: %s", plain(error))
             return
-        may_be_plain = restore.call().workers >= _LEAST_WORKERS
-        restore.cuts = [cut for cut in cuts if may_be_plain or cut.direct.pages_name in packed]
+        if left_to_criu(restore.policy, restore.call().workers, is_packed=False):
+            cuts = [cut for cut in cuts if cut.direct.pages_name in packed]
+        restore.cuts = cuts
         if restore.cuts:
             _check_room(restore)
 
@@ -106,6 +106,21 @@ class HostMemory(Participant):
     def running(self, restore: Restore) -> None:
         """Let the processes live: they have all their memory now."""
         forget_half_restored(restore)
+
+
+def left_to_criu(policy: Policy, workers: int, *, is_packed: bool) -> str:
+    """Return why all memory goes through CRIU on this node, "" if it does not.
+
+    Args:
+        policy: of the container.
+        workers: processes that unpack at a time.
+        is_packed: it comes out of packs, or of the store.
+    """
+    if policy.host_memory != "direct":
+        return f'host_memory is "{policy.host_memory}"'
+    if not is_packed and workers < LEAST_WORKERS:
+        return f"it is not packed, and with fewer than {LEAST_WORKERS} workers CRIU reads its own page images as fast"
+    return ""
 
 
 def _check_room(restore: Restore) -> None:

@@ -42,6 +42,7 @@ from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from tests.bench.engine import whole_checkpoints
 from tests.bench.gang import SIZES, simulate
+from tests.bench.host_memory import restores
 from tests.bench.net import GOAL_S, SOCKETS, many_sockets, median, pauses, stalls
 from tests.bench.runtime import handlers
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
@@ -117,6 +118,7 @@ def main() -> int:
         *_store_memory(dataset),
         *_engine(dataset),
         *_downtime(dataset),
+        *_host_memory(dataset),
         *_gangs(),
         *_handlers(),
         *_many_sockets(),
@@ -648,6 +650,18 @@ def _downtime(dataset: Path) -> Iterator[Figure]:
             yield Figure(name, pause_ms / 1000, "s", "the longest pause that the process sees", None, "lower")
             if ours_ms:
                 yield Figure(f"{name}, our part", ours_ms / 1000, "s", "post-dump", None, "lower")
+
+
+def _host_memory(dataset: Path) -> Iterator[Figure]:
+    """Compare restores whose memory goes past CRIU with those of which CRIU restores all."""
+    for each in restores(dataset, [1 << 30, 1 << 32]):
+        name, peer = f"{each.memory_bytes >> 20} MiB restored, {each.source}", 'host_memory = "criu"'
+        yield Figure(name, each.direct_s, "s", "podman container restore", None, "lower")
+        if each.memory_bytes >= 1 << 30:
+            target = None if each.source == "page images" else 0.8  # left to CRIU by default on so few cores
+            yield Figure(f"{name}, vs CRIU", each.ratio, "x", peer, target, "lower")
+        else:
+            yield Figure(f"{name}, longer by", each.longer_s, "s", peer, 0.02, "lower")
 
 
 # --- the engine

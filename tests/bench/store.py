@@ -180,7 +180,7 @@ def downtimes(dataset: Path, sizes: list[int]) -> list[Downtime]:
     try:
         for size in sizes:
             memory = scratch / "memory"
-            _repeat(dataset, memory, size)
+            repeat(dataset, memory, size)
             by_mode = {mode: _downtime(scratch / f"{size}-{mode}", workload, memory, mode) for mode in _MODES}
             rows.append(Downtime(size, by_mode))
     finally:
@@ -192,7 +192,8 @@ _MODES = ("podman", "inline", "store")
 _ROUNDS = 3
 
 
-def _repeat(dataset: Path, memory: Path, size: int) -> None:
+def repeat(dataset: Path, memory: Path, size: int) -> None:
+    """Write a data set again and again, up to a size in bytes."""
     with memory.open("wb") as out:
         while out.tell() < size:
             with dataset.open("rb") as source:

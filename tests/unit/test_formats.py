@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,17 @@ from ocihook.config import Settings
 from ocihook.container.engine_archive import read_facts
 from ocihook.errors import StoreError, UnsupportedError
 from ocihook.gpu.mapping import check_gpus
-from ocihook.images.image_set import list_packable, open_packs, rehydrate_image_set, verify_image_set
+from ocihook.images.image_set import (
+    list_packable,
+    open_packs,
+    rehydrate_image_set,
+    verify_image_set,
+    write_packed_parts,
+)
 from ocihook.linux.procfs import Process
 from ocihook.packs.cipher import NO_KEYS, KeySource
-from ocihook.packs.packed_manifest import PackedManifest, PackedRegion
+from ocihook.packs.packed_manifest import PackedManifest, PackedRegion, read_manifest
+from ocihook.packs.pages import Part, Parts, Target, scattered
 from ocihook.packs.runs import RunPages
 from ocihook.session import history
 from ocihook.session.journal import Journal
@@ -62,6 +70,37 @@ class Written:
         with tarfile.open(self.root / name) as tar:
             tar.extractall(target, filter="data")
         return target / "checkpoint"
+
+
+class Memory:
+    """The memory of a process, as large as a page image, and empty."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.content = bytearray(size_bytes)
+
+    def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        content = b"".join(buffers)
+        self.content[offset : offset + len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _same(memory: Memory) -> Memory:
+    return memory
+
+
+def check_past_criu(directory: Path, names: Iterable[str], write: Callable[[Mapping[str, Target]], None]) -> None:
+    """Check that every other page of page images, which are in a directory, can be written into processes."""
+    for name in names:
+        expected = bytearray((directory / name).read_bytes())
+        parts = Parts([Part(at, PAGE, at) for at in range(PAGE, len(expected), 2 * PAGE)])
+        for at in range(0, len(expected), 2 * PAGE):
+            expected[at : at + PAGE] = bytes(len(expected[at : at + PAGE]))
+        memory = Memory(len(expected))
+        write({name: scattered(partial(_same, memory), parts)})
+        assert memory.content == expected
 
 
 class Kept(Written):
@@ -146,6 +185,24 @@ def test_packed_archives(root: Path) -> None:
             found[name_of(region)] = digest(bytes(content))
         packs.close()
         assert found == expected
+
+
+def test_memory_goes_past_criu(root: Path) -> None:
+    written = Written(root)
+    images = written.images_of("archive-plain.tar")
+    names = rehydrate_image_set(images, workers=2)
+    manifest = read_manifest(images)
+    assert manifest is not None
+    check_past_criu(images, names, partial(write_packed_parts, images, manifest, workers=1))
+
+
+def test_stored_memory_goes_past_criu(kept: Kept) -> None:
+    manifest = kept.domain.read(kept.complete[-1])
+    images = kept.root / "images"
+    images.mkdir()
+    rehydrate.rehydrate_stored(kept.domain, manifest, images, workers=2)
+    names = [image.name for image in manifest.images]
+    check_past_criu(images, names, partial(rehydrate.write_stored_parts, kept.domain, manifest, workers=1))
 
 
 def test_a_packed_archive_without_gpu_state_can_be_unpacked(root: Path) -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ocihook.config import Settings, apply_annotations, load_settings
-from ocihook.container.identity import container_ref
 from ocihook.criu.conf import CRIU_CONF_DIR, options, read_block, remove_block
 from ocihook.criu.files import OVERRULED, content
 from ocihook.criu.version import find_program
@@ -80,7 +78,7 @@ def _check_connections(workload: Workload) -> Iterator[Finding]:
     if survey is None or workload.options.has("tcp-close") or not workload.options.has("tcp-established"):
         return
     try:
-        policy = parse(_tcp_policy(workload), "tcp")
+        policy = parse(workload.policy().tcp, "tcp")
     except OcihookError:  # reported by the check of the policy
         return
     for sock in survey.connections:
@@ -88,18 +86,6 @@ def _check_connections(workload: Workload) -> Iterator[Finding]:
         remedy = "set ocihook.io/tcp to what is to become of it" if decided in _STATUS else ""
         status = _STATUS.get(decided, Status.OK)
         yield Finding("connection", status, f"{sock} {IN_WORDS[decided]}", remedy)
-
-
-def _tcp_policy(workload: Workload) -> str:
-    """Return the policy of a container about its connections, as it is written."""
-    assert workload.container is not None
-    annotations = workload.container.annotations
-    container = container_ref(annotations, container_id=workload.container.id, runtime="", bundle="")
-    try:
-        settings = load_settings()
-    except ConfigError:  # reported by the check of the node
-        settings = Settings()
-    return apply_annotations(settings, annotations, in_pod=container.is_in_pod).policy.tcp
 
 
 def about_connection(sock: Socket, workload: Workload, by_engine: str) -> Iterator[Finding]:

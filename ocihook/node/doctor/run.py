@@ -10,6 +10,7 @@ from ocihook.criu.version import find_program
 from ocihook.errors import plain
 from ocihook.node.doctor import container, handler, kernel_objects, machine, network, node, store
 from ocihook.node.doctor.finding import Finding, Repair, Status, without_commands
+from ocihook.node.doctor.host_memory import check_host_memory
 from ocihook.node.doctor.workload import Workload, read_workload
 from ocihook.node.install import NODE, apply_install, default_libexec, listen, plan_install
 
@@ -46,7 +47,7 @@ def check_process(pid: int) -> list[Finding]:
 
 def _check_workload(workload: Workload) -> list[Finding]:
     """Run every check; of what many processes have, name a few."""
-    checks = (*container.CHECKS, *kernel_objects.CHECKS, *network.WORKLOAD_CHECKS)
+    checks = (*container.CHECKS, *kernel_objects.CHECKS, *network.WORKLOAD_CHECKS, check_host_memory)
     findings = _run_all(partial(check, workload) for check in checks)
     findings = list(map(without_commands, findings))
     kinds: dict[tuple[str, Status], list[Finding]] = {}

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from ocihook.container.identity import engine_of
+from ocihook.config import Policy, Settings, apply_annotations, load_settings
+from ocihook.container.identity import container_ref, engine_of
 from ocihook.container.running import RunningContainer
 from ocihook.criu.files import CriuOptions, options_for
-from ocihook.errors import UnsupportedError
+from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.linux.open_files import OpenFile, mapped_files, namespaces, open_files
 from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.sockets import Socket, sockets
@@ -32,6 +33,22 @@ class Workload:
         except OSError:
             name = "gone"
         return f"process {pid} ({name})"
+
+    def policy(self) -> Policy:
+        """Return what is wanted for it, by this node's settings and its annotations.
+
+        Raises:
+            IdentificationError: if its annotations do not say whose container it is.
+        """
+        try:
+            settings = load_settings()
+        except ConfigError:  # reported by the check of the node
+            settings = Settings()
+        if self.container is None:
+            return settings.policy
+        annotations = self.container.annotations
+        container = container_ref(annotations, container_id=self.container.id, runtime="", bundle="")
+        return apply_annotations(settings, annotations, in_pod=container.is_in_pod).policy
 
     @property
     def has_own_pids(self) -> bool:
