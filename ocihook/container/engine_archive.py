@@ -105,6 +105,7 @@ class ArchiveFacts(NamedTuple):
     sizes: Mapping[str, int]  # of every file in the image set
     config: Mapping[str, str]  # of config.dump what is text: of many archives all is in memory at a time
     annotations: Mapping[str, str] = {}  # of the container
+    checkpoint: str = ""  # id by which the runtime handler restores it, where the reader has looked for it
 
 
 def compression_of(path: Path) -> str:
@@ -278,6 +279,22 @@ def content_digest(path: Path, progress: Callable[[int], object]) -> str:
             progress(file.tell() - reported)
             reported = file.tell()
     return f"sha256:{hasher.hexdigest()}"
+
+
+def decompress(path: Path, target: Path, max_bytes: int) -> Path:
+    """Write a compressed file anew without its compression; return the new one.
+
+    Raises:
+        ArchiveError: if it is damaged, or takes more bytes than it may.
+        OSError: from the file system, a full one included.
+    """
+    with path.open("rb") as file, target.open("xb") as plain, _errors_told(str(path)):
+        stream = _decompressed(file, compression_of(path))
+        while piece := stream.read(1 << 20):
+            if plain.tell() + len(piece) > max_bytes:
+                raise ArchiveError(f"{path.name} takes more than {max_bytes} bytes without its compression")
+            plain.write(piece)
+    return target
 
 
 def _decompressed(file: IO[bytes], compression: str) -> IO[bytes]:
