@@ -1,10 +1,14 @@
 """Containers that an engine's own checkpoint has written into an archive, made again by the handler."""
 
+import contextlib
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from integration.namespace import CommandError
+from integration.namespace import CommandError, wait_for
+from integration.podman.engine import IMAGE
 from integration.runtime.conftest import MakeHandled
 from integration.runtime.engine import HandledPodman
 
@@ -26,6 +30,24 @@ def ids(podman: HandledPodman) -> list[str]:
     """Return the ids of the checkpoints in all archives."""
     listed = json.loads(podman.ocihook("archive", "list", "--json", ARCHIVES))
     return [row["checkpoint"] for row in listed["archives"]]
+
+
+@contextlib.contextmanager
+def another(scratch: Path, workload: Path) -> Iterator[tuple[HandledPodman, str]]:
+    """Yield another podman, whose service listens, and its URL."""
+    scratch.mkdir()
+    other = HandledPodman(scratch, "runc", workload)
+    services = []
+    try:
+        socket = scratch / "podman.sock"
+        words = ["system", "service", "--time", "0", f"unix://{socket}"]
+        services.append(other.namespace.spawn("podman", *other.options(), *words, log=scratch / "service.log"))
+        wait_for("podman's service", socket.exists)
+        yield other, f"unix://{socket}"
+    finally:
+        for service in services:
+            service.terminate()
+        other.close()
 
 
 @pytest.mark.parametrize(("runtime", "mode"), [("runc", "inline"), ("crun", "store")])
@@ -61,3 +83,45 @@ def test_an_engine_s_archive_is_a_source(make_handled: MakeHandled, runtime: str
     podman("rm", "--force", "job")
     with pytest.raises(CommandError, match="must be the id of a checkpoint"):
         podman.make("run", "job", restore_from=f"{ARCHIVES}/0.tar")
+
+
+def test_a_container_is_run_from_here_and_from_another_node(
+    make_handled: MakeHandled, scratch: Path, workload: Path
+) -> None:
+    here = make_handled("runc")
+    here.use_by_default()
+    here.ocihook("install", "--runtime", "--libexec", "/etc/ocihook/libexec")
+    with another(scratch / "other", workload) as (other, url):
+        other.make("run", "job", "--volume", "/cache", "--ulimit", "nofile=100:200", "--env", "SIZE=1 2")
+        other.wait_to_count("job")
+        other.write("job", "/state/file", "kept")
+        with pytest.raises(CommandError, match=r"image localhost/workload:latest \(\w+\) is not here. Pull it, or"):
+            here.ocihook("run", "--from", "job", "--on", url)
+        assert other.is_running("job")
+        other("save", "--output", str(scratch / "saved.tar"), IMAGE)
+        here("load", "--input", str(scratch / "saved.tar"))
+        said = here.ocihook("run", "--from", "job", "--on", url)
+        last = other.counts("job")[-1]
+        assert not other.is_running("job")
+    assert "container job was checkpointed on unix:" in said
+    here.wait_to_count("job")
+    assert here.counts("job")[0] == last + 1
+    assert here.file("job", "/state/file") == "kept"
+    what = here("inspect", "--format", "{{.HostConfig.Ulimits}} {{.Config.Env}} {{.HostConfig.NetworkMode}}", "job")
+    assert all(word in what for word in ("NOFILE 100 200", "SIZE=1 2", "host"))
+
+    (first,) = ids(here)
+    for words, message in (
+        (("--from", "nobody"), "neither the store nor the remote nor an archive has a checkpoint nobody"),
+        (("--from", first, "--name", "twin"), f"checkpoint {first} runs already, as container job"),
+    ):
+        with pytest.raises(CommandError, match=message):
+            here.ocihook("run", *words)
+    here.remove("job")
+    with pytest.raises(CommandError, match=r"checkpoint .* is not restored: .*mounts that are missing: /cache"):
+        here.ocihook("run", "--from", "job", "--", "--network", "host", IMAGE, "/workload", "4")
+    assert here("ps", "--all", "--quiet") == ""
+    made = json.loads(here.ocihook("run", "--from", first, "--name", "again", "--json"))
+    assert (made["name"], made["checkpoint"]) == ("again", first)
+    here.wait_to_count("again")
+    assert here.counts("again")[0] == last + 1

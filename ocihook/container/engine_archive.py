@@ -247,6 +247,18 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
     )
 
 
+def read_config_dump(path: Path) -> Mapping[str, Any]:
+    """Return how an engine had configured the container, in its own words.
+
+    Raises:
+        ArchiveError: if the archive is damaged, hostile, or does not have it.
+    """
+    for member in read_members(path):
+        if member.name == "config.dump" and member.data is not None:
+            return _document(member, path)
+    raise ArchiveError(f"{path} is not a checkpoint archive: it has no config.dump")
+
+
 def _engine_by_members(names: set[str]) -> str:
     if "status.dump" in names:
         return "containerd"

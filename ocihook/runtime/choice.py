@@ -104,6 +104,17 @@ def newest(known: Iterable[Known], of: str) -> Known | None:
     )
 
 
+def known_checkpoints(name: str, settings: Settings, patience: Patience) -> list[Known]:
+    """Return all checkpoints of a domain that a container can resume from: here, at the remote and in archives.
+
+    Raises:
+        OcihookError: if the store or the remote cannot be read.
+    """
+    remote = _ask_remote(settings, name, patience) if settings.remote else []
+    archived = _archived(name, LATEST, "", settings, patience)
+    return [*_here(Store.of(settings, patience), name), *remote, *archived]
+
+
 def domains_of(own: str, there: Iterable[str], settings: Settings) -> list[str]:
     """Return the domains that a container of a domain may have checkpoints of, its own first."""
     rules = {*settings.restore_from.get(own, ()), *settings.restore_from.get(ANY, ())}
