@@ -27,7 +27,6 @@ from ocihook.checkpoints.origin import ORIGIN_NAME, Origin, decode_origin
 from ocihook.config import Settings
 from ocihook.container.engine_archive import Member, compression_of, decompress, read_facts
 from ocihook.errors import IntegrityError, OcihookError, UnsupportedError, plain
-from ocihook.linux.patience import Patience
 from ocihook.session.record import to_json
 from ocihook.store.stored_manifest import BELONGINGS_NAME
 from ocihook.store.thin import THIN_NAME, Thin, decode_thin
@@ -67,19 +66,19 @@ def fetched_archives(settings: Settings) -> Path:
     return Path(settings.store_dir).parent / "archives"
 
 
-def find_archives(settings: Settings, patience: Patience, since_s: float = 0.0) -> Iterator[Archived]:
-    """Yield the archives that the runtime handler can restore from, and that were written since a time.
+def archive_files(settings: Settings, since_s: float = 0.0) -> list[Path]:
+    """Return the files that may be archives and were written since a time.
 
     Whoever can write into a directory chooses what it holds, and as whose: so one that others than root can write to is
-    left out. So is an archive that is damaged, or was made without ocihook.
-
-    Raises:
-        GivenUp: if nobody waits for it any more.
+    left out.
     """
-    for changed_s, path in (row for directory in archive_directories(settings) for row in _files(directory)):
-        patience.check()
-        if changed_s < since_s:
-            continue
+    files = (row for directory in archive_directories(settings) for row in _files(directory))
+    return [path for changed_s, path in files if changed_s >= since_s]
+
+
+def find_archives(paths: Iterable[Path]) -> Iterator[Archived]:
+    """Yield the archives that the handler can restore from: none that is damaged, or was made without ocihook."""
+    for path in paths:
         try:
             _, origin, thin = read_origin(path)
         except (OcihookError, OSError) as error:

@@ -3,7 +3,7 @@
 import calendar
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from ocihook.checkpoints.pending import pending_ids, read_job
 from ocihook.checkpoints.pulling import is_here, keep_in_use, pull
 from ocihook.checkpoints.remote_listing import RemoteCheckpoints
 from ocihook.config import ANY, LATEST, Policy, Settings
-from ocihook.errors import IdentificationError, IntegrityError, NoCheckpoint, RemoteError, UnsupportedError
+from ocihook.errors import IdentificationError, IntegrityError, NoCheckpoint, RemoteError, StoreError, UnsupportedError
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
@@ -27,6 +27,7 @@ from ocihook.store.thin import Thin
 
 STOP_S = 60.0  # that a checkpoint which is being made is waited for
 REMOTE_S = 60.0  # that a remote may take to say what it has: engines wait two minutes for the whole of `create`
+ARCHIVES_S = 60.0  # that the archives of engines are read for
 _SKEW_S = 3600.0  # by which the clocks of nodes may differ, between which archives are copied
 
 _NEXT = 1 << 62  # sequence of what waits to be stored: it has none yet, and is behind all that have
@@ -140,18 +141,35 @@ def _known(manifest: StoredManifest) -> Known:
     return Known(manifest.id, manifest.container, manifest.created, manifest.sequence)
 
 
-def _archived(name: str, wanted: str, after: str, settings: Settings, patience: Patience) -> Iterator[Known]:
-    """Yield the checkpoints of a domain in archives of engines; for `latest` those that were made after a time.
+def _archived(name: str, wanted: str, after: str, settings: Settings, patience: Patience) -> list[Known]:
+    """Return the checkpoints of a domain in archives of engines; for `latest` those that were made after a time.
 
-    An archive was written after its checkpoint was made, so older files need not be read.
+    An archive was written after its checkpoint was made, so older files need not be read. A process of its own reads
+    the others: a directory of another machine may hang, and compressed archives are read whole.
     """
-    from ocihook.archive.restorable import find_archives  # late: most nodes have none
+    from ocihook.archive.restorable import archive_files, find_archives  # late: most nodes have none
 
-    made_s = _seconds(after if wanted == LATEST else _time_of(wanted))
-    for archived in find_archives(settings, patience, since_s=made_s - _SKEW_S):
-        container = archived.origin.container
-        if _domain_of(container) == name and archived.origin.created >= after:
-            yield Known(archived.id, container, archived.origin.created, archive=archived.path)
+    since_s = _seconds(after if wanted == LATEST else _time_of(wanted)) - _SKEW_S
+    files = archive_files(settings, since_s)
+    if not files:
+        return []
+
+    def read(paths: list[Path]) -> list[Known]:
+        return [
+            Known(archived.id, archived.origin.container, archived.origin.created, archive=archived.path)
+            for archived in find_archives(paths)
+            if _domain_of(archived.origin.container) == name and archived.origin.created >= after
+        ]
+
+    (outcome,) = call_each(read, [files], patience.within(ARCHIVES_S))
+    if isinstance(outcome, TimeoutError):
+        raise StoreError(
+            f"the {len(files)} archives in {files[0].parent} were not read in {ARCHIVES_S:g} s",
+            hint="remove those that nobody needs, or have engines write them without compression",
+        ) from outcome
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _time_of(checkpoint_id: str) -> str:

@@ -11,16 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from ocihook.archive.restorable import archive_directories, find_archives, lay_out_archive, write_belongings
+from ocihook.archive import restorable
+from ocihook.archive.restorable import (
+    archive_directories,
+    archive_files,
+    find_archives,
+    lay_out_archive,
+    write_belongings,
+)
 from ocihook.belongings.bringing import bring
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.checkpoints.origin import ORIGIN_NAME, Origin, decode_origin, write_origin
 from ocihook.config import LATEST, Policy, Settings
 from ocihook.container.spec import SpecFacts
-from ocihook.errors import ArchiveError, IntegrityError, NoCheckpoint, OcihookError, UnsupportedError
+from ocihook.errors import ArchiveError, IntegrityError, NoCheckpoint, OcihookError, StoreError, UnsupportedError
 from ocihook.linux.patience import ENDLESS
 from ocihook.model import ContainerRef
 from ocihook.packs.pages import no_progress
+from ocihook.runtime import choice
 from ocihook.runtime.choice import choose
 from ocihook.runtime.containers import Kept
 from ocihook.store.lineage import domain_name
@@ -117,13 +125,23 @@ def test_what_cannot_be_trusted_or_read_is_left_out(node: Node, caplog: pytest.L
     damaged.write_bytes(damaged.read_bytes()[:-20000])
     (node.archives / "link.tar").symlink_to(node.add("3.tar", made(3)).rename(node.path / "3.tar"))
     (node.archives / "1.txt").write_text("")
-    assert [found.path for found in find_archives(node.settings, ENDLESS)] == [good]
+    assert [found.path for found in find_archives(archive_files(node.settings))] == [good]
     assert "nothing is restored from" in caplog.text
-    assert not list(find_archives(node.settings, ENDLESS, since_s=time.time() + 60))
+    assert not archive_files(node.settings, since_s=time.time() + 60)
     node.archives.chmod(0o770)
-    assert not list(find_archives(node.settings, ENDLESS))
+    assert not archive_files(node.settings)
     assert "others than root can write there" in caplog.text
     assert node.path / "lib/archives" in archive_directories(node.settings)
+
+
+def test_archives_that_cannot_be_read_in_time_do_not_hold_up_a_container(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.archives.joinpath("1.tar").touch()
+    monkeypatch.setattr(choice, "ARCHIVES_S", 0.1)
+    monkeypatch.setattr(restorable, "find_archives", lambda _: time.sleep(1000))
+    with pytest.raises(StoreError, match=r"the 1 archives in .*/archives were not read in 0.1 s"):
+        node.choose(LATEST, NEW)
 
 
 def test_a_note_is_read_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
