@@ -118,7 +118,10 @@ def test_a_container_is_run_from_here_and_from_another_node(
         with pytest.raises(CommandError, match=message):
             here.ocihook("run", *words)
     here.remove("job")
-    with pytest.raises(CommandError, match=r"checkpoint .* is not restored: .*mounts that are missing: /cache"):
+    with pytest.raises(
+        CommandError,
+        match=r"checkpoint .* is not restored, and no container is left: .*mounts that are missing: /cache",
+    ):
         here.ocihook("run", "--from", "job", "--", "--network", "host", IMAGE, "/workload", "4")
     assert here("ps", "--all", "--quiet") == ""
     made = json.loads(here.ocihook("run", "--from", first, "--name", "again", "--json"))

@@ -173,7 +173,11 @@ def run_from(known: Known, name: str, given: Sequence[str]) -> Made:
         if not container:
             raise OcihookError(f"podman refuses the container: {_last_words(done)}")
         _podman("rm", "--force", "--ignore", "--time", "0", container)
-        raise RestoreError(f"checkpoint {known.id} is not restored: {reason[1] if reason else _last_words(done)}")
+        raise RestoreError(
+            f"checkpoint {known.id} is not restored, and no container is left: "
+            f"{reason[1] if reason else _last_words(done)}",
+            hint=f"the checkpoint stays: `ocihook run --from {known.id}` tries again",
+        )
     return Made(container, str((_inspect(container) or {}).get("Name", wanted_name)), known)
 
 

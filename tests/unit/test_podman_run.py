@@ -178,7 +178,7 @@ def test_what_is_in_the_way_is_said(node: Node, case: str, monkeypatch: pytest.M
         expected = "runs already, as container twin (222222222222)"
     else:
         node.fails = "Error: OCI runtime error: container job (new) is not restored: why it is not. Nothing was started"
-        expected = "is not restored: why it is not"
+        expected = "is not restored, and no container is left: why it is not"
     result = node.run(*words)
     assert isinstance(result.exception, OcihookError)
     assert expected in str(result.exception)
