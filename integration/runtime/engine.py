@@ -44,6 +44,16 @@ class HandledPodman(Podman):
         """Keep containers by overlayfs: what one has changed is known then."""
         return ["overlay" if option == "vfs" else option for option in super().options()]
 
+    def use_by_default(self) -> None:
+        """Have podman be this one inside, whoever calls it and without any options."""
+        root = self.scratch / "podman"
+        self.namespace.path("/etc/containers/storage.conf").write_text(
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{root}"\nrunroot = "/run/podman-test"\n'
+        )
+        drop_in = self.namespace.path("/etc/containers/containers.conf.d/99-test.conf")
+        drop_in.parent.mkdir(parents=True, exist_ok=True)
+        drop_in.write_text('[engine]\ncgroup_manager = "cgroupfs"\ntmp_dir = "/run/podman-test/tmp"\n')
+
     def agent_log(self) -> str:
         """Return what agent and handler have said."""
         logs = [self.namespace.path(f"/run/ocihook/{name}.log") for name in ("agent", "handler")]

@@ -1,5 +1,6 @@
 """containerd over the handler: a pod that is created again, under another name, resumes where the old one was."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from integration.cri.engine import POD_NETWORK
 from integration.namespace import wait_for
 from integration.runtime.engine import HandledContainerd
+from ocihook.archive.repack import read_origin
 
 STOPPED: dict[str, Any] = {"checkpoint_on_stop": "true", "member": "job"}
 AGAIN: dict[str, Any] = {"restore_from": "latest", **STOPPED}
@@ -29,6 +31,7 @@ def test_a_pod_that_is_made_anew_goes_on(node: HandledContainerd, runtime: str) 
     before = node.count(container)
     node.write_in(container, "/state/file", "kept")
     last = node.stop(container)
+    archive, counts = Path(), [0]
     for name in ("second", "third"):
         container = node.start(name, mib=4, runtime=runtime, network=POD_NETWORK, container_name="main", **AGAIN)
         counts = node.counts(container)
@@ -40,6 +43,17 @@ def test_a_pod_that_is_made_anew_goes_on(node: HandledContainerd, runtime: str) 
         assert archive.stat().st_size > 0
         node.assert_counts(container)
         last = node.stop(container)
+    _, origin, _ = read_origin(archive)
+    assert origin is not None
+    archives = node.namespace.path("/var/lib/ocihook/archives")
+    archives.mkdir(mode=0o700)
+    shutil.copy(archive, archives)
+    fourth: dict[str, Any] = {**STOPPED, "restore_from": origin.id, "on_restore_error": "fail"}
+    container = node.start("fourth", mib=4, runtime=runtime, network=POD_NETWORK, container_name="main", **fourth)
+    assert counts[0] < node.counts(container)[0] <= last  # the engine let the container run on
+    assert node.count(container)[1] == before[1]
+    assert node.file(container, "/state/file").read_text() == "kept"
+    node.stop(container)
     kept = node.namespace.path("/run/ocihook/containers")
     wait_for("all to be forgotten", lambda: not [*kept.iterdir()])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ocihook.checkpoints.complete import store_image_set, wait_complete
+from ocihook.checkpoints.origin import MAX_ORIGIN_BYTES, ORIGIN_NAME, Origin, decode_origin
 from ocihook.checkpoints.rehydrate import pack_stored, rehydrate_stored
 from ocihook.config import Settings
 from ocihook.container.engine_archive import (
@@ -108,10 +109,31 @@ def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookE
     found: list[tuple[Path, ArchiveFacts | OcihookError | OSError]] = []
     for file in files:
         try:
-            found.append((file, read_facts(file)))
+            facts, origin, thin = read_origin(file)
+            checkpoint = thin.checkpoint_id if thin else origin.id if origin else ""
+            found.append((file, facts._replace(checkpoint=checkpoint if origin else "")))
         except (OcihookError, OSError) as error:
             found.append((file, error))
     return found
+
+
+def read_origin(path: Path) -> tuple[ArchiveFacts, Origin | None, Thin | None]:
+    """Return the facts of an archive, what its dump has noted, and which checkpoint of a store has its memory.
+
+    Raises:
+        ArchiveError: if it is damaged, hostile, or not a checkpoint archive.
+        IntegrityError: if the note, or the record of the checkpoint, is damaged.
+    """
+    found: dict[str, bytes] = {}
+    limits = {ORIGIN_NAME: MAX_ORIGIN_BYTES, THIN_NAME: _MAX_SMALL_BYTES}
+
+    def visit(member: Member) -> None:
+        if member.image_name in limits:
+            found[member.image_name] = member.content(limits[member.image_name])
+
+    facts = read_facts(path, visit)
+    origin = decode_origin(found[ORIGIN_NAME]) if ORIGIN_NAME in found else None
+    return facts, origin, decode_thin(found[THIN_NAME]) if THIN_NAME in found else None
 
 
 def is_packed(facts: ArchiveFacts) -> bool:

@@ -58,6 +58,7 @@ def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
                 "created": facts.created,
                 "packed": repack.is_packed(facts),
                 "thin": repack.is_thin(facts),
+                "checkpoint": facts.checkpoint,
                 "error": None,
             }
         else:
@@ -68,6 +69,7 @@ def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
                 "created": "",
                 "packed": None,
                 "thin": None,
+                "checkpoint": "",
                 "error": plain(facts),
             }
         rows.append(row)
@@ -75,10 +77,13 @@ def list_command(*, paths: tuple[Path, ...], as_json: bool) -> None:
         print_json({"archives": rows})
         return
     cells = [
-        [r["path"], r["engine"], r["container"], r["image"], r["created"], format_bytes(r["bytes"]), _packed(r)]
+        [
+            *(r["path"], r["engine"], r["container"], r["image"], r["created"]),
+            *(format_bytes(r["bytes"]), _packed(r), r["checkpoint"]),
+        ]
         for r in rows
     ]
-    print_table(["ARCHIVE", "ENGINE", "CONTAINER", "IMAGE", "CREATED", "SIZE", "PACKED"], cells)
+    print_table(["ARCHIVE", "ENGINE", "CONTAINER", "IMAGE", "CREATED", "SIZE", "PACKED", "CHECKPOINT"], cells)
 
 
 def _packed(row: dict[str, Any]) -> str:

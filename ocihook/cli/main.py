@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "image": ("ocihook.cli.image:image", "Make OCI images of checkpoint archives, and push them."),
     "store": ("ocihook.cli.store:store", "Show, verify and prune the checkpoints of this node's store."),
     "wait": ("ocihook.cli.store:wait", "Wait until checkpoints are complete in the store."),
+    "run": ("ocihook.cli.run:run", "Run a podman container that resumes from a checkpoint."),
     "ps": ("ocihook.cli.sessions:ps", "Show the dumps and restores that are going on."),
     "timeline": ("ocihook.cli.timeline:timeline", "Show what took how long in a dump or restore."),
     "gang": ("ocihook.cli.gang:gang", "Checkpoint and restore the containers of one job together."),

@@ -105,6 +105,7 @@ class ArchiveFacts(NamedTuple):
     sizes: Mapping[str, int]  # of every file in the image set
     config: Mapping[str, str]  # of config.dump what is text: of many archives all is in memory at a time
     annotations: Mapping[str, str] = {}  # of the container
+    checkpoint: str = ""  # id by which the runtime handler restores it, where the reader has looked for it
 
 
 def compression_of(path: Path) -> str:
@@ -246,6 +247,18 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
     )
 
 
+def read_config_dump(path: Path) -> Mapping[str, Any]:
+    """Return how an engine had configured the container, in its own words.
+
+    Raises:
+        ArchiveError: if the archive is damaged, hostile, or does not have it.
+    """
+    for member in read_members(path):
+        if member.name == "config.dump" and member.data is not None:
+            return _document(member, path)
+    raise ArchiveError(f"{path} is not a checkpoint archive: it has no config.dump")
+
+
 def _engine_by_members(names: set[str]) -> str:
     if "status.dump" in names:
         return "containerd"
@@ -278,6 +291,22 @@ def content_digest(path: Path, progress: Callable[[int], object]) -> str:
             progress(file.tell() - reported)
             reported = file.tell()
     return f"sha256:{hasher.hexdigest()}"
+
+
+def decompress(path: Path, target: Path, max_bytes: int) -> Path:
+    """Write a compressed file anew without its compression; return the new one.
+
+    Raises:
+        ArchiveError: if it is damaged, or takes more bytes than it may.
+        OSError: from the file system, a full one included.
+    """
+    with path.open("rb") as file, target.open("xb") as plain, _errors_told(str(path)):
+        stream = _decompressed(file, compression_of(path))
+        while piece := stream.read(1 << 20):
+            if plain.tell() + len(piece) > max_bytes:
+                raise ArchiveError(f"{path.name} takes more than {max_bytes} bytes without its compression")
+            plain.write(piece)
+    return target
 
 
 def _decompressed(file: IO[bytes], compression: str) -> IO[bytes]:

@@ -60,7 +60,7 @@ class Gpu(Participant):
 
     def needs_processes(self, restore: Restore) -> bool:
         """Return whether memory went past CRIU."""
-        return bool(restore.checkpoint and restore.checkpoint.region_processes)
+        return bool(restore.checkpoint and restore.checkpoint.region_spans)
 
     def processes_made(self, restore: Restore) -> None:
         """Note the first process, which all others will descend from: should CRIU be killed, they go."""

@@ -94,7 +94,11 @@ def read_mappings(pid: int) -> list[Mapping]:
     except OSError:
         return []
     rows = filter(None, map(_LINE.fullmatch, text.splitlines()))
-    return [Mapping(Span(int(r[1], 16), int(r[2], 16)), r[3], int(r[4], 16), int(r[5]), r[6]) for r in rows]
+    return list(map(_mapping, rows))
+
+
+def _mapping(row: re.Match[str]) -> Mapping:
+    return Mapping(Span(int(row[1], 16), int(row[2], 16)), row[3], int(row[4], 16), int(row[5]), row[6])
 
 
 class DetailedMapping(NamedTuple):
@@ -116,7 +120,7 @@ def read_detailed_mappings(pid: int) -> list[DetailedMapping]:
     for line in Path(f"/proc/{pid}/smaps").read_text(errors="surrogateescape").splitlines():
         name, _, value = line.partition(":")
         if row := _LINE.fullmatch(line):
-            mapping = Mapping(Span(int(row[1], 16), int(row[2], 16)), row[3], int(row[4]), row[5])
+            mapping = _mapping(row)
         elif name in ("Anonymous", "Swap"):
             size = (size if name == "Swap" else 0) + (int(value.split()[0]) << 10)
         elif name == "VmFlags" and mapping is not None:

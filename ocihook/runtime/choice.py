@@ -1,12 +1,15 @@
 """Which checkpoint a new container resumes from: the one that is named, or the newest of its member."""
 
+import calendar
 import contextlib
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
-from ocihook.errors import IntegrityError, NoCheckpoint, RemoteError, UnsupportedError
+from ocihook.errors import IdentificationError, IntegrityError, NoCheckpoint, RemoteError, StoreError, UnsupportedError
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
@@ -14,13 +17,15 @@ from ocihook.packs.cipher import Keyring, KeySource
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.stop_record import is_stopping
 from ocihook.store.domain import Domain
-from ocihook.store.lineage import has_identity, lineage
+from ocihook.store.lineage import domain_name, has_identity, lineage
 from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import Thin
 
 STOP_S = 60.0  # that a checkpoint which is being made is waited for
 REMOTE_S = 60.0  # that a remote may take to say what it has: engines wait two minutes for the whole of `create`
+ARCHIVES_S = 60.0  # that the archives of engines are read for
+_SKEW_S = 3600.0  # by which the clocks of nodes may differ, between which archives are copied
 
 _NEXT = 1 << 62  # sequence of what waits to be stored: it has none yet, and is behind all that have
 
@@ -32,6 +37,7 @@ class Known(NamedTuple):
     container: ContainerRef
     created: str
     sequence: int = 0  # in its store, which tells of one second what was made later
+    archive: Path | None = None  # of an engine; None: in a store
 
 
 class Chosen(NamedTuple):
@@ -39,10 +45,13 @@ class Chosen(NamedTuple):
 
     thin: Thin
     is_restart: bool  # it is of the same container, or pod: this one was restarted, and not made again
+    archive: Path | None = None  # of an engine, that it is in; None: it is in the store, or at the remote
 
 
 def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience) -> Chosen:
-    """Return the checkpoint that is named, or the newest of the container's member, here or at the remote.
+    """Return the checkpoint that is named, or the newest of the container's member.
+
+    It is in this node's store, at the remote, or in an archive that an engine has written on this node.
 
     Raises:
         NoCheckpoint: if there is none.
@@ -64,12 +73,16 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience) -
         found = _find(_here(store, name), wanted, kept)
         if settings.remote and (found is None or wanted == LATEST):
             found = _find([*([found] if found else ()), *_ask_remote(settings, name, patience)], wanted, kept)
+        if found is None or wanted == LATEST:
+            archived = _archived(name, wanted, found.created if found else "", settings, patience)
+            found = _find([*([found] if found else ()), *archived], wanted, kept)
         if found is not None:
-            return Chosen(Thin(name, found.id), is_restart(kept.container, found.container))
+            return Chosen(Thin(name, found.id), is_restart(kept.container, found.container), found.archive)
     of = lineage(kept.container) if wanted == LATEST else wanted
     remote = f", nor at {settings.remote}" if settings.remote else ""
+    where = f"in domain {', '.join(names)} of this node's store{remote}, nor in an engine's archive here"
     raise NoCheckpoint(
-        f"there is no checkpoint {of} of a stopped container in domain {', '.join(names)} of this node's store{remote}",
+        f"there is no checkpoint {of} of a stopped container {where}",
         hint="one is made when a container is stopped that has ocihook.io/checkpoint-on-stop",
     )
 
@@ -87,6 +100,17 @@ def newest(known: Iterable[Known], of: str) -> Known | None:
         key=lambda one: (one.created, one.sequence, one.id),
         default=None,
     )
+
+
+def known_checkpoints(name: str, settings: Settings, patience: Patience) -> list[Known]:
+    """Return all checkpoints of a domain that a container can resume from: here, at the remote and in archives.
+
+    Raises:
+        OcihookError: if the store or the remote cannot be read.
+    """
+    remote = _ask_remote(settings, name, patience) if settings.remote else []
+    archived = _archived(name, LATEST, "", settings, patience)
+    return [*_here(Store.of(settings, patience), name), *remote, *archived]
 
 
 def domains_of(own: str, there: Iterable[str], settings: Settings) -> list[str]:
@@ -114,6 +138,56 @@ def _known(manifest: StoredManifest) -> Known:
     return Known(manifest.id, manifest.container, manifest.created, manifest.sequence)
 
 
+def _archived(name: str, wanted: str, after: str, settings: Settings, patience: Patience) -> list[Known]:
+    """Return the checkpoints of a domain in archives of engines; for `latest` those that were made after a time.
+
+    An archive was written after its checkpoint was made, so older files need not be read. A process of its own reads
+    the others: a directory of another machine may hang, and compressed archives are read whole.
+    """
+    from ocihook.archive.restorable import archive_files, find_archives  # late: most nodes have none
+
+    since_s = _seconds(after if wanted == LATEST else _time_of(wanted)) - _SKEW_S
+    files = archive_files(settings, since_s)
+    if not files:
+        return []
+
+    def read(paths: list[Path]) -> list[Known]:
+        return [
+            Known(archived.id, archived.origin.container, archived.origin.created, archive=archived.path)
+            for archived in find_archives(paths)
+            if _domain_of(archived.origin.container) == name and archived.origin.created >= after
+        ]
+
+    (outcome,) = call_each(read, [files], patience.within(ARCHIVES_S))
+    if isinstance(outcome, TimeoutError):
+        raise StoreError(
+            f"the {len(files)} archives in {files[0].parent} were not read in {ARCHIVES_S:g} s",
+            hint="remove those that nobody needs, or have engines write them without compression",
+        ) from outcome
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _time_of(checkpoint_id: str) -> str:
+    """Return when a checkpoint was made, by its id."""
+    when = checkpoint_id.partition("-")[0]
+    return f"{when[:4]}-{when[4:6]}-{when[6:11]}:{when[11:13]}:{when[13:]}"
+
+
+def _seconds(when: str) -> float:
+    try:
+        return float(calendar.timegm(time.strptime(when, "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:  # none
+        return 0.0
+
+
+def _domain_of(container: ContainerRef) -> str:
+    with contextlib.suppress(IdentificationError):
+        return domain_name(container)
+    return ""
+
+
 def _ask_remote(settings: Settings, name: str, patience: Patience) -> list[Known]:
     """Return the stops' checkpoints of a domain at the remote. A process of its own asks: that may take any time."""
     from ocihook.checkpoints.remote_listing import RemoteCheckpoints  # takes long to load, as the next two
@@ -130,8 +204,12 @@ def _ask_remote(settings: Settings, name: str, patience: Patience) -> list[Known
     return outcome
 
 
-def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain, StoredManifest]:
+def fetch(
+    chosen: Thin, settings: Settings, patience: Patience, *, with_belongings: bool = True
+) -> tuple[Domain, StoredManifest]:
     """Have a checkpoint in this node's store, complete: pull it, or wait until it is stored; it stays in use.
+
+    Without belongings, an engine's archive has what is not memory.
 
     Raises:
         OcihookError: if it cannot be had.
@@ -156,10 +234,10 @@ def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain,
         wait_complete(domain, chosen.checkpoint_id, workers=store_workers(settings), settings=settings)
     domain.settle()  # the process that completed it may have been killed before it did
     manifest = domain.read(chosen.checkpoint_id)
-    if not manifest.belongings_bytes:
+    if with_belongings and not manifest.belongings_bytes:
         raise UnsupportedError(
             f"checkpoint {manifest.id} was made by an engine, whose archive has the rest of it",
-            hint="restore it by its engine, or name one that was made when its container was stopped",
+            hint="have the archive in archive_dir, or name one that was made when its container was stopped",
         )
     return domain, manifest
 

@@ -59,7 +59,7 @@ def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Poli
         if chosen.is_restart and not policy.restore_on_restart:
             call.say(f"container {kept.container} was restarted in its pod, and starts from scratch", "info")
             return False
-        restore(call, kept, config, chosen.thin, settings)
+        restore(call, kept, config, chosen, settings)
     except GivenUp:
         raise
     except (OcihookError, OSError) as error:

@@ -15,37 +15,42 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ocihook.belongings.bringing import bring_reversibly, take_out
 from ocihook.belongings.filesystems import places_of
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
+from ocihook.checkpoints.origin import Origin
 from ocihook.config import Settings
+from ocihook.container.spec import SpecFacts, spec_facts
 from ocihook.criu.conf import options
 from ocihook.criu.files import content_at
 from ocihook.errors import IntegrityError, OcihookError, RestoreError, UnsupportedError, plain, printable
 from ocihook.images.compatibility import check_host
+from ocihook.images.image_set import verify_image_set
 from ocihook.linux.files import make_directory, replace_file, try_lock
 from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, descendants, parent_pid, pid_below
-from ocihook.linux.workers import adopt_orphans, die_with_parent
-from ocihook.model import short_id
+from ocihook.linux.workers import adopt_orphans, call_each, die_with_parent
+from ocihook.model import ContainerRef, short_id
 from ocihook.packs.frame import load_json
+from ocihook.packs.packed_manifest import read_manifest
 from ocihook.packs.pages import no_progress
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
 from ocihook.runtime.cgroups import cgroup_to_be, cgroups_of, hold, mend, remove_frozen
-from ocihook.runtime.choice import fetch
-from ocihook.runtime.gate import SpecFacts, check_spec, spec_facts
+from ocihook.runtime.choice import Chosen, fetch
+from ocihook.runtime.gate import check_spec
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.session.record import from_json, to_json
 from ocihook.session.undo import Recovery
 from ocihook.store.domain import Domain
 from ocihook.store.store import store_workers
 from ocihook.store.stored_manifest import BELONGINGS_NAME, StoredManifest
-from ocihook.store.thin import Thin
+from ocihook.store.thin import Thin, read_thin
 from ocihook.store.verify import verify_checkpoint
 from ocihook.wire import RESTORING_NAME
 
@@ -77,7 +82,15 @@ class Restoring:
         return any(worker.is_alive() for worker in self.workers if worker.pid not in (os.getpid(), os.getppid()))
 
 
-def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, settings: Settings) -> None:
+class LaidOut(NamedTuple):
+    """A checkpoint as a runtime restores it."""
+
+    container: ContainerRef  # that was checkpointed
+    host: Mapping[str, str]  # where
+    verify: Callable[[], object]  # reads every byte of its memory
+
+
+def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings) -> None:
     """Restore a container; it is held then. If that fails, all is as if nothing had been tried.
 
     Args:
@@ -90,8 +103,8 @@ def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen
     Raises:
         OcihookError: if it cannot be restored.
     """
-    with _claimed(kept, chosen, settings):
-        _check_attempts(chosen, settings)
+    with _claimed(kept, chosen.thin, settings):
+        _check_attempts(chosen.thin, settings)
         adopt_orphans(wanted=True)
         try:
             failure = _watch(call, kept, config, chosen, settings)
@@ -102,7 +115,7 @@ def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen
 
 
 def _watch(
-    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, settings: Settings
+    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings
 ) -> str | None:
     """Have a worker restore; return why it could not. What a killed worker has left is undone here."""
     caller = Process.find(os.getpid())
@@ -150,52 +163,86 @@ def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: c
 
 
 def _restore(
-    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, settings: Settings, patience: Patience
+    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings, patience: Patience
 ) -> None:
     place = place_of(settings, kept.container.id)
-    domain, manifest = fetch(chosen, settings, patience)
+    stored = None if chosen.archive else fetch(chosen.thin, settings, patience)
     shutil.rmtree(place, ignore_errors=True)
     make_directory(place / _UNDO, within=Path(settings.store_dir))
     noted = _read(kept.container.id)
     assert noted is not None
     places = places_of(config, call.bundle)
     _note(kept, replace(noted, place=place, places=places, cgroup=cgroup_to_be(call, config)))
-    lay_out(domain, manifest, place, workers=store_workers(settings))
-    _check(call, config, domain, manifest, place)
+    laid_out = (
+        _lay_out_stored(*stored, place, settings) if stored else _lay_out_archived(chosen, place, settings, patience)
+    )
+    _check(call, config, chosen.thin, laid_out, place)
     patience.check()
-    _count_attempt(chosen, settings)
+    _count_attempt(chosen.thin, settings)
     bring_reversibly(place / BELONGINGS_NAME, places, place / _UNDO, lambda _: patience.check())
     patience.check()
     _use_own_criu_settings(call, kept, config)
     init = _run(call, config, place, patience)
     mend(init, cgroups_of(call))
     freezer = hold(call)
-    containers.keep(replace(kept, checkpoint=chosen.checkpoint_id, init=init))
+    containers.keep(replace(kept, checkpoint=chosen.thin.checkpoint_id, init=init))
     directory = containers.directory_of(kept.container.id)
     mark = f"{init.pid} {init.start_ticks} {freezer.thawed} {freezer.switch}\n"  # hook/handler starts it by that
     replace_file(directory / containers.HELD_NAME, mark.encode(), mode=0o600, durable=False)
     patience.check()
-    attempts_path(settings, chosen).unlink(missing_ok=True)
+    attempts_path(settings, chosen.thin).unlink(missing_ok=True)
     (directory / RESTORING_NAME).unlink()
     shutil.rmtree(place, ignore_errors=True)
 
 
-def _check(call: Call, config: Mapping[str, Any], domain: Domain, manifest: StoredManifest, place: Path) -> None:
+def _lay_out_stored(domain: Domain, manifest: StoredManifest, place: Path, settings: Settings) -> LaidOut:
+    lay_out(domain, manifest, place, workers=store_workers(settings))
+    return LaidOut(manifest.container, manifest.host, partial(_verify_stored, domain, manifest))
+
+
+def _lay_out_archived(chosen: Chosen, place: Path, settings: Settings, patience: Patience) -> LaidOut:
+    """Lay out what is in an engine's archive; of a thin one the memory comes into the store."""
+    from ocihook.archive.restorable import lay_out_archive  # late: few are restored from archives
+
+    def extract(path: Path) -> Origin:
+        return lay_out_archive(path, chosen.thin.checkpoint_id, place, settings.max_rootfs_bytes)
+
+    assert chosen.archive is not None
+    (origin,) = call_each(extract, [chosen.archive], patience)
+    if isinstance(origin, Exception):
+        raise origin
+    images = place / IMAGES_DIR
+    thin = read_thin(images)
+    if thin is not None:
+        domain, stored = fetch(thin, settings, patience, with_belongings=False)
+        return LaidOut(origin.container, stored.host, partial(_verify_stored, domain, stored))
+    packed = read_manifest(images)
+    verify = partial(verify_image_set, images, workers=store_workers(settings))
+    return LaidOut(origin.container, packed.host if packed else {}, verify)
+
+
+def _verify_stored(domain: Domain, manifest: StoredManifest) -> None:
+    with domain.shared():
+        verify_checkpoint(domain, manifest)
+
+
+def _check(call: Call, config: Mapping[str, Any], chosen: Thin, laid_out: LaidOut, place: Path) -> None:
     """Refuse what cannot be restored here, before anything of the container is changed.
 
     A runtime that was given a terminal has used its socket up when its restore fails, and the container cannot start
     from scratch: then every byte is read twice, first here.
     """
-    if manifest.container.runtime != call.runtime:
+    if laid_out.container.runtime != call.runtime:
         raise UnsupportedError(
-            f"checkpoint {manifest.id} was made by {manifest.container.runtime}, this container is {call.runtime}'s"
+            f"checkpoint {chosen.checkpoint_id} was made by {laid_out.container.runtime}, "
+            f"this container is {call.runtime}'s"
         )
     now = spec_facts(config, call.bundle)
     check_spec(_read_facts(place / FACTS_NAME), now)
-    check_host(manifest.host, "")
+    if laid_out.host:
+        check_host(laid_out.host, "")
     if now.has_terminal:
-        with domain.shared():
-            verify_checkpoint(domain, manifest)
+        laid_out.verify()
 
 
 def _read_facts(path: Path) -> SpecFacts:

@@ -22,6 +22,7 @@ from ocihook.checkpoints.complete import claimed
 from ocihook.checkpoints.pending import directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
+from ocihook.container.spec import spec_facts
 from ocihook.criu.explain import explain
 from ocihook.errors import OcihookError, UnsupportedError, plain, printable
 from ocihook.linux.files import make_directory, replace_file
@@ -29,7 +30,6 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, descendants
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.gate import spec_facts
 from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,

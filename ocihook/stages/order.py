@@ -6,6 +6,7 @@ from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
 from ocihook.session.participant import Participant
+from ocihook.stages.noted_origin import NotedOrigin
 from ocihook.stages.page_images import PageImages
 from ocihook.stages.quiesce import Quiesce
 from ocihook.stages.stored_pages import StoredPages
@@ -16,6 +17,7 @@ _ORDER: tuple[type[Participant], ...] = (
     Membership,  # the other containers of the job come to the same moment, or none does
     Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
     Quiesce,  # the application quiesces itself
+    NotedOrigin,  # what the container was made with is noted beside CRIU's images
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
     Network,  # no packet moves any more; sockets move to where the container is restored

@@ -494,10 +494,10 @@ def test_progress_of_verifying_a_plain_archive_adds_up(plain: Path) -> None:
 
 
 def test_one_unreadable_file_does_not_end_a_list(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> object:
+    def refuse(path: Path, visit: Callable[[Member], object]) -> object:
         if path == plain:
             raise PermissionError(13, "Permission denied", str(path))
-        return read_facts(path)
+        return read_facts(path, visit)
 
     pack(plain, tmp_path / "packed.tar")
     monkeypatch.setattr(ops, "read_facts", refuse)

@@ -102,3 +102,7 @@ def test_gpus_need_cdi(node: Node) -> None:
     (node.root / "cdi").mkdir()
     (node.root / "cdi/nvidia.yaml").touch()
     assert [finding.status for finding in node.found()] == [Status.OK]
+    node.add("containerd")
+    assert [finding.status for finding in node.found()] == [Status.OK]
+    node.dumped += "\nenable_cdi = false\n"  # the default of containerd 1.7
+    assert "containerd does not use CDI" in node.found()[-1].detail

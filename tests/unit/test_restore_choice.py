@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ocihook.config import Settings
+from ocihook.container.spec import spec_facts
 from ocihook.errors import AdmissionError, ConfigError, OcihookError, UnsupportedError
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
@@ -13,7 +14,7 @@ from ocihook.runtime import cgroups
 from ocihook.runtime.call import Call
 from ocihook.runtime.choice import Known, domains_of, is_restart, newest
 from ocihook.runtime.create import read_policy
-from ocihook.runtime.gate import check_spec, spec_facts
+from ocihook.runtime.gate import check_spec
 from ocihook.runtime.restoring import restore_words
 from ocihook.store.lineage import has_identity, lineage
 

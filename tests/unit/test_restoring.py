@@ -14,6 +14,7 @@ from ocihook import wire
 from ocihook.belongings.saving import Writer
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.config import Settings
+from ocihook.container.spec import spec_facts
 from ocihook.errors import RestoreError
 from ocihook.linux.cgroup import Freezer
 from ocihook.linux.patience import Patience
@@ -22,7 +23,7 @@ from ocihook.model import ContainerRef
 from ocihook.packs.pages import no_progress
 from ocihook.runtime import cgroups, containers, restoring
 from ocihook.runtime.call import Call
-from ocihook.runtime.gate import spec_facts
+from ocihook.runtime.choice import Chosen
 from ocihook.session.record import to_json
 from ocihook.store.stored_manifest import BELONGINGS_NAME
 from ocihook.store.thin import Thin
@@ -105,7 +106,7 @@ class Node:
             writer.end()
 
     def restore(self) -> None:
-        restoring.restore(self.call, self.kept, self.config, CHECKPOINT, self.settings)
+        restoring.restore(self.call, self.kept, self.config, Chosen(CHECKPOINT, is_restart=False), self.settings)
 
     def processes(self) -> list[int]:
         """Return the container's processes, which are called as no others are."""
@@ -164,7 +165,7 @@ def test_two_never_run_from_one_checkpoint(node: Node) -> None:
         container=ContainerRef(id="d" * 64), bundle=node.bundle, program=node.program, prefix=(), domain="_node"
     )
     with pytest.raises(RestoreError, match=rf"{CHECKPOINT.checkpoint_id} runs already, as container c{{12}}"):
-        restoring.restore(node.call, again, node.config, CHECKPOINT, node.settings)
+        restoring.restore(node.call, again, node.config, Chosen(CHECKPOINT, is_restart=False), node.settings)
     assert Patience(timeout_s=60).until(lambda: len(node.processes()) == 1)
 
 

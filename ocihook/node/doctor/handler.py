@@ -87,6 +87,9 @@ def _check_gpus() -> Iterator[Finding]:
         detail = "no CDI specification: a container that is restored has none of its GPU's devices"
         remedy = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, and have the device plugin use CDI"
         yield Finding(_CHECK, Status.WARN, detail, remedy)
+    if DROP_INS["containerd"].exists() and "enable_cdi = false" in run_output("containerd", "config", "dump"):
+        detail = "containerd does not use CDI: its pods get GPUs by NVIDIA's own runtime alone, and not when restored"
+        yield Finding(_CHECK, Status.WARN, detail, "set enable_cdi = true in containerd's CRI plugin, and restart it")
 
 
 def _check_grace() -> Iterator[Finding]:
