@@ -1,7 +1,9 @@
 """Which checkpoint a new container resumes from: the one that is named, or the newest of its member."""
 
 import contextlib
+import signal
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from ocihook.checkpoints.complete import store_workers, wait_complete
@@ -24,6 +26,8 @@ from ocihook.store.thin import Thin
 
 STOP_S = 60.0  # that a checkpoint which is being made is waited for
 REMOTE_S = 60.0  # that a remote may take to say what it has: engines wait two minutes for the whole of `create`
+STALL_S = 90.0  # that a remote may send nothing of a checkpoint: a connection that is dead was made anew by then
+COMPLETE_S = 600.0  # that a checkpoint which another process stores is waited for
 
 _NEXT = 1 << 62  # sequence of what waits to be stored: it has none yet, and is behind all that have
 
@@ -143,14 +147,10 @@ def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain,
     store = Store.of(settings, patience)
     keep_in_use(store, chosen, is_pulled=bool(settings.remote))
     if not is_here(store, chosen):
-
-        def bring(checkpoint_id: str) -> object:
-            return pull(store, chosen.domain, checkpoint_id, settings.remote)
-
-        (outcome,) = call_each(bring, [chosen.checkpoint_id], patience)
+        (outcome,) = call_each(partial(_bring, store, chosen.domain, settings.remote), [chosen.checkpoint_id], patience)
         if isinstance(outcome, Exception):
             raise outcome
-    domain = store.open(chosen.domain)
+    domain = Store.of(settings, patience.within(COMPLETE_S)).open(chosen.domain)
     manifest = wait_complete(domain, chosen.checkpoint_id, workers=store_workers(settings), settings=settings)
     if not manifest.belongings_bytes:
         raise UnsupportedError(
@@ -158,6 +158,25 @@ def fetch(chosen: Thin, settings: Settings, patience: Patience) -> tuple[Domain,
             hint="restore it by its engine, or name one that was made when its container was stopped",
         )
     return domain, manifest
+
+
+def _bring(store: Store, domain: str, remote: str, checkpoint_id: str) -> None:
+    """Pull a checkpoint, in a process of its own, as long as some of it arrives.
+
+    Raises:
+        OcihookError: as `pull`; also if nothing arrives for too long.
+    """
+
+    def give_up(*_: object) -> None:
+        raise RemoteError(f"{remote} has sent nothing of checkpoint {checkpoint_id} for {STALL_S:g} s")
+
+    def wait_on(_bytes: int) -> None:
+        signal.setitimer(signal.ITIMER_REAL, STALL_S)
+
+    signal.signal(signal.SIGALRM, give_up)
+    wait_on(0)
+    pull(store, domain, checkpoint_id, remote, progress=wait_on)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def is_restart(now: ContainerRef, then: ContainerRef) -> bool:
