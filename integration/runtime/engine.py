@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from integration import fake_driver
 from integration.containerd.engine import Containerd
@@ -15,6 +15,9 @@ from integration.namespace import Namespace, wait_for
 from integration.podman.engine import IMAGE, SITE, Podman
 from ocihook.linux.procfs import descendants, parent_pid
 from ocihook.node.install import render
+
+if TYPE_CHECKING:
+    import subprocess
 
 # On a machine with hybrid cgroups crun's CRIU is to see the cgroup2 hierarchy alone, which is all that there is here.
 _PREFIX = "/usr/local/bin/ocihook-"
@@ -145,14 +148,16 @@ class HandledPodman(Stalling, Podman):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
 
+    def spawn_run(self, name: str, log: Path, **annotations: str) -> "subprocess.Popen[bytes]":
+        """Run a container as `make` does, without waiting for podman."""
+        notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
+        command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0", *notes, IMAGE]
+        return self.namespace.spawn("podman", *self.options(), *command, "/workload", "4", log=log)
+
     def restore_killing(self, who: str, stage: str, name: str, **annotations: str) -> None:
         """Run a container, and kill what restores it when CRIU has reached a stage."""
         self.stall_at(stage)
-        notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
-        command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0", *notes, IMAGE]
-        running = self.namespace.spawn(
-            "podman", *self.options(), *command, "/workload", "4", log=self.scratch / "killed"
-        )
+        running = self.spawn_run(name, self.scratch / "killed", **annotations)
         self.wait_for_stall()
         os.kill(self.restorer(who), signal.SIGKILL)
         self.go_on()

@@ -142,6 +142,8 @@ def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: c
         try:
             _end_descendants()
             settle(kept.container.id)
+            if not caller.is_alive():  # its engine has not heard of it, and deletes nothing
+                containers.forget(kept.container.id)
         except (OcihookError, OSError) as undo_error:
             report += f". What was done could not be undone: {plain(undo_error)}".encode()
     finally:
