@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from integration import fake_driver
 from integration.containerd.engine import Containerd
 from integration.cri.engine import CONTAINER_PID, NODE_NETWORK
@@ -222,7 +224,14 @@ class HandledContainerd(Stalling, Containerd):
         return sandbox
 
     def add(
-        self, sandbox: str, pod: str, name: str, *words: str, volumes: Sequence[str] = (), gpus: Sequence[int] = ()
+        self,
+        sandbox: str,
+        pod: str,
+        name: str,
+        *words: str,
+        volumes: Sequence[str] = (),
+        gpus: Sequence[int] = (),
+        memory_mib: int = 0,
     ) -> str:
         """Create a container in a pod, which is not started; return its id.
 
@@ -233,6 +242,7 @@ class HandledContainerd(Stalling, Containerd):
             words: of the workload; of the CUDA one, with GPUs.
             volumes: of the pod, an emptyDir for each, by where the container has them.
             gpus: minors of those that it gets.
+            memory_mib: that it may have; 0: any.
         """
         volume = "/var/lib/kubelet/pods/{}/volumes/kubernetes.io~empty-dir/{}"
         places = {path: volume.format(pod, Path(path).name) for path in volumes}
@@ -247,7 +257,10 @@ class HandledContainerd(Stalling, Containerd):
             "labels": {f"io.kubernetes.{key}": value for key, value in labels.items()},
             "mounts": [{"container_path": path, "host_path": place} for path, place in places.items()],
             "log_path": f"{name}.log",
-            "linux": {"security_context": {"namespace_options": _OWN_PIDS}},
+            "linux": {
+                "resources": {"memory_limit_in_bytes": memory_mib << 20},
+                "security_context": {"namespace_options": _OWN_PIDS},
+            },
             "devices": fake_driver.devices(gpus),
         }
         made = self.call("CreateContainer", pod_sandbox_id=sandbox, config=config, sandbox_config=self._configs[pod])
@@ -271,3 +284,16 @@ class HandledContainerd(Stalling, Containerd):
     def shim_pid(self, container: str) -> int:
         """Return the shim of a container's pod."""
         return self.namespace.pid_of(f"containerd-shim-runc-v2 -namespace k8s.io -id {self._pods[container]}")
+
+    def remove(self, container: str) -> None:
+        """Remove a container with its pod; ask again, as a kubelet does, where its shim was just killed."""
+        sandbox = self._pods.pop(container)
+
+        def is_removed() -> bool:
+            try:
+                self._remove_pod(sandbox)
+            except grpc.RpcError:
+                return False
+            return True
+
+        wait_for(f"the pod of {container} to be removed", is_removed)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from integration.cri.engine import POD_NETWORK
-from integration.namespace import wait_for
+from integration.namespace import CommandError, wait_for
 from integration.runtime.engine import HandledContainerd
 
 STOPPED: dict[str, Any] = {"checkpoint_on_stop": "true", "member": "job"}
@@ -106,6 +106,31 @@ def test_a_pod_of_two_containers(node: HandledContainerd) -> None:
     wait_for("all to be forgotten", lambda: not [*node.namespace.path("/run/ocihook/containers").iterdir()])
 
 
+def test_the_memory_limit_counts_for_what_was_restored(
+    scratch: Path, forky_root: Path, wheels: Path, workload: Path
+) -> None:
+    node = HandledContainerd(scratch, forky_root, wheels, workload, cgroup_version=1)
+    try:
+        node.install()
+        saved = 0
+        for pod in ("first", "second"):
+            sandbox = node.make_pod(pod, **AGAIN)
+            container = node.add(sandbox, pod, "main", "4", memory_mib=64)
+            node.call("StartContainer", container_id=container)
+            wait_for("it to count", lambda: len(node.counts(container)) > 2)  # noqa: B023
+            assert node.counts(container)[0] == saved + 1
+            if not saved:
+                saved = node.stop(container)
+        (cgroup,) = Path("/sys/fs/cgroup/memory").glob(f"**/{container}")
+        assert node.init_pid(container) in map(int, (cgroup / "cgroup.procs").read_text().split())
+        assert int((cgroup / "memory.limit_in_bytes").read_text()) == 64 << 20
+        with pytest.raises(CommandError, match="137"):
+            node.ctr("tasks", "exec", "--exec-id", "large", container, "/workload", "200")
+        node.assert_counts(container)
+    finally:
+        node.close()
+
+
 # In the order in which CI takes some of them; a nightly run takes all.
 RESTORES = [
     *[("post-resume", "caller"), ("post-restore", "shim"), ("setup-namespaces", "agent"), ("post-resume", "worker")],
@@ -149,7 +174,7 @@ class Pods:
         self.node.remove(container)
         wait_for("its processes to be gone", lambda: not self.node.processes(container))
         kept = self.node.namespace.path(f"/run/ocihook/containers/{container}")
-        wait_for("it to be forgotten", lambda: not kept.exists())
+        wait_for(f"{container} to be forgotten", lambda: not kept.exists())
 
     def start(self, container: str) -> int:
         """Start a container; return the first count that it has printed."""

@@ -17,6 +17,7 @@ from ocihook.linux.procfs import Process, descendants
 from ocihook.runtime.call import Call
 
 _MOUNT = Path("/sys/fs/cgroup")
+_V1 = "freezer.state"
 _MOST_ROUNDS = 20  # processes may fork meanwhile, unless they are frozen
 
 
@@ -92,11 +93,12 @@ def hold(call: Call) -> None:
         FreezeError: if it does not stand still in time.
         OcihookError: if it has no cgroup that can be frozen.
     """
-    freezer = freezer_of(call)
-    freezer.freeze(ENDLESS)
-    for path, names, _ in [*os.walk(freezer.directory)]:
-        if HELD in names:  # where it stood still while CRIU was at work
-            Freezer(Path(path, HELD), freezer.version).dissolve()
+    freezer_of(call).freeze(ENDLESS)
+    for cgroup in cgroups_of(call):  # on a hybrid machine it may have stood still in the other hierarchy
+        for path, names, _ in [*os.walk(cgroup)]:
+            if HELD in names:  # where it stood still while CRIU was at work
+                held = Path(path, HELD)
+                Freezer(held, 1 if (held / _V1).exists() else 2).dissolve()
 
 
 def freezer_of(call: Call) -> Freezer:
@@ -105,8 +107,8 @@ def freezer_of(call: Call) -> Freezer:
     Raises:
         OcihookError: if there is none.
     """
-    for directory in cgroups_of(call):
-        for version, name in ((2, "cgroup.freeze"), (1, "freezer.state")):
+    for version, name in ((1, _V1), (2, "cgroup.freeze")):  # on a hybrid machine that of its runtime
+        for directory in cgroups_of(call):
             if (directory / name).exists():
                 return Freezer(directory, version)
     raise OcihookError(f"container {call.container_id} is in no cgroup that can be frozen", hint="see `ocihook doctor`")
