@@ -14,7 +14,7 @@ from ocihook.config import apply_annotations, load_settings
 from ocihook.errors import OcihookError, plain
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.stop_record import Stop, is_stop_signal, note_deletion, read_config, read_stop, write_stop
+from ocihook.runtime.stop_record import Stop, is_stop_signal, read_config, read_stop, write_stop
 
 Ask = Callable[[bytes], tuple[int, str]]  # sends a request to the agent, and returns its verdict
 _KILL = frozenset(("9", "KILL"))
@@ -116,7 +116,6 @@ def delete(call: Call, ask: Ask) -> int:
 
         settle(call.container_id)
     if _is_under_way(call.container_id):
-        note_deletion(call.container_id)
         _is_gone(call, ask)
     is_ended = (containers.directory_of(call.container_id) / containers.ENDED_NAME).exists()
     words = ["delete", "--force", call.container_id] if is_ended else call.words[len(call.prefix) :]

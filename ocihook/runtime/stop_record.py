@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from ocihook.session.record import from_json, to_json
 from ocihook.store.lineage import lineage
 
 STOP_NAME = "stop.json"  # in the directory of a container
-_DELETION_NAME = "deletion"
 CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
 _TERM = frozenset(("15", "TERM"))
 _STOP_SIGNAL = "org.opencontainers.image.stopSignal"  # an annotation that podman writes
@@ -61,23 +59,6 @@ def stops_under_way() -> Iterator[str]:
         stop = read_stop(path.parent.name)
         if stop is not None and not stop.is_over:
             yield path.parent.name
-
-
-def note_deletion(container_id: str) -> None:
-    """Record that an engine deletes the container, by this process, which it may kill when it has waited enough."""
-    me = Process.find(os.getpid())
-    assert me is not None
-    path = containers.directory_of(container_id) / _DELETION_NAME
-    replace_file(path, json.dumps(list(me)).encode(), mode=0o600, durable=False)
-
-
-def is_left_to_delete(container_id: str) -> bool:
-    """Return whether an engine has wanted it deleted, and has killed the process that was to do it."""
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return not Process(
-            *json.loads((containers.directory_of(container_id) / _DELETION_NAME).read_bytes())
-        ).is_alive()
-    return False
 
 
 def is_stopping(domain: str, member: str) -> bool:

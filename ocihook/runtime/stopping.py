@@ -33,7 +33,6 @@ from ocihook.runtime.gate import spec_facts
 from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
-    is_left_to_delete,
     read_config,
     read_stop,
     write_stop,
@@ -88,13 +87,13 @@ class Stopping:
         return int(self._stop.outcome != CHECKPOINTED), self._stop.message
 
     def delete_if_left(self) -> None:
-        """Delete the container if its engine has wanted that and no longer waits, as when its shim was killed.
+        """Delete the container if its engine has removed the bundle: its shim was killed, and nobody else deletes it.
 
         Raises:
             OSError: from the system.
         """
-        if is_left_to_delete(self._id):
-            log.warning("container %s is deleted: its engine has not waited for it", self._kept.container)
+        if not self._kept.bundle.exists():
+            log.warning("container %s is deleted: its engine has given it up", self._kept.container)
             self._call("delete", "--force", self._id)
             containers.forget(self._id)
 

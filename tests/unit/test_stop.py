@@ -24,7 +24,6 @@ from ocihook.runtime.stop_record import (
     Stop,
     is_stop_signal,
     is_stopping,
-    note_deletion,
     read_stop,
     record_of,
     stops_under_way,
@@ -204,17 +203,12 @@ def test_the_agent_delivers_the_signal_if_it_cannot_checkpoint(node: Path) -> No
 
 
 def test_a_container_whose_engine_does_not_wait_is_deleted_when_its_stop_is_over(node: Path) -> None:
-    """A shim was killed: its engine has tried to delete the container, and has removed the bundle, with its log."""
+    """A shim was killed: its engine has removed the bundle, with the runtime's log."""
     words = ("--log", str(node / "bundle/log"), "kill", ID, "15")
     kept = containers.read(ID)
     assert kept is not None
     containers.keep(replace(kept, prefix=words[:2]))
     write_stop(ID, Stop(words=words))
-    deleter = os.fork()
-    if deleter == 0:
-        note_deletion(ID)
-        os._exit(0)
-    os.waitpid(deleter, 0)
     shutil.rmtree(node / "bundle")
     stopping = Stopping(ID, lambda: settings(node))
     stopping.finish()
@@ -227,7 +221,6 @@ def test_one_whose_engine_waits_is_deleted_by_it(node: Path) -> None:
     write_stop(ID, Stop(words=("kill", ID, "15")))
     stopping = Stopping(ID, lambda: settings(node))
     stopping.finish()
-    note_deletion(ID)
     stopping.delete_if_left()
     assert containers.read(ID) is not None
 
