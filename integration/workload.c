@@ -1,6 +1,7 @@
 /* The container of the integration tests: holds mixed memory, counts, and says a checksum of all of it.
  *
  * workload pause   just waits (a pod's sandbox)
+ * workload say WORD  prints a word and ends
  * workload FILE    the same with a file's content as its memory (FILE begins with /)
  * workload beat FILE  holds a file's content and prints `gap N ms` when it was not run for more than 30 ms
  * workload MIB     prints `count N checksum H` every 50 ms; on USR1 it touches /run/ocihook-quiesced and prints
@@ -30,6 +31,8 @@ int main(int argc, char **argv)
     if (argc < 2 || !strcmp(argv[1], "pause"))
         for (;;)
             pause();
+    if (!strcmp(argv[1], "say"))
+        return argc < 3 || puts(argv[2]) < 0;
     signal(SIGUSR1, on_usr1);
     signal(SIGUSR2, on_usr2);
     int beats = !strcmp(argv[1], "beat");

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from integration.namespace import Namespace, wait_for
 from integration.packages.engine import PIVOTED
-from integration.podman.engine import IMAGE, Podman
+from integration.podman.engine import IMAGE, SITE, Podman
 
 INTEGRATION = Path(__file__).parents[1]
 BRIDGE = "bridge"  # the namespace that the bridge is in: the network between the nodes
@@ -144,6 +144,10 @@ class NetPodman(Podman):
         for name in names:
             self.run("ip", "-n", BRIDGE, "link", "set", f"v-{name}", "up")
 
+    def unplug(self, name: str) -> None:
+        """Keep a node from being reached."""
+        self.run("ip", "-n", BRIDGE, "link", "set", f"v-{name}", "down")
+
     def kept_out(self, name: str) -> int:
         """Return how many packets a node that is held has not let in."""
         found = re.search(r"counter packets (\d+)", self.inside(name, "nft", "list", "table", "inet", "node"))
@@ -204,3 +208,20 @@ class NetPodman(Podman):
         """Return what holds traffic in a node's network: rules that drop everything, of ocihook, and locks of CRIU."""
         rules = self.inside(place, "nft", "list", "ruleset")
         return re.findall(r"^table .*CRIU.*$|^.*nfproto @held drop$|^\s*chain CRIU.*$", rules, re.MULTILINE)
+
+
+class HandledNetPodman(NetPodman):
+    """The same with the runtime handler before its runtime."""
+
+    def __init__(self, scratch: Path, root: Path, wheels: Path, peer: Path) -> None:
+        super().__init__(scratch, root, wheels, peer)
+        handler = scratch / "ocihook-runc"
+        text = (SITE / "ocihook/hook/handler").read_text().replace("@PYTHONS@", "/usr/bin/python3")
+        handler.write_text(text.replace("@RUNTIME@", self.runtime).replace("@SITE@", "/opt/ocihook"))
+        handler.chmod(0o755)
+        self.runtime = str(handler)
+        self.install()
+
+    def options(self) -> list[str]:
+        """Keep containers by overlayfs: what one has changed is known then."""
+        return ["overlay" if option == "vfs" else option for option in super().options()]

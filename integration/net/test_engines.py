@@ -14,7 +14,7 @@ from integration.journals import sessions
 from integration.namespace import wait_for
 from integration.net.conftest import MakeNode
 from integration.net.containerd import NetContainerd
-from integration.net.engine import Place
+from integration.net.engine import HandledNetPodman, Place
 from integration.net.pair import Pair, endpoints
 from integration.net.traffic import CONNECTIONS, assert_flows
 
@@ -50,6 +50,28 @@ def test_pods_of_containerd_at_new_addresses(containerd: NetContainerd) -> None:
     restored = {name: containerd.start_peer(f"{name}2", new[name], image=f"/scratch/{name}.tar") for name in ids}
     containerd.plug(*(f"{name}2" for name in restored))
     assert_flows({name: partial(containerd.said, container) for name, container in restored.items()})
+
+
+def test_a_container_that_is_stopped_and_made_again(scratch: Path, forky_root: Path, wheels: Path, peer: Path) -> None:
+    """By the runtime handler, in a new network namespace; the other end sees a pause."""
+    node = HandledNetPodman(scratch, forky_root, wheels, peer)
+    try:
+        notes = {"checkpoint_on_stop": "true", "restore_from": "latest", "on_restore_error": "fail"}
+        pair = Pair(node, tcp="established", **notes)
+        words = endpoints(pair.places["server"])["server"]
+        for _ in range(2):
+            node.unplug("server")
+            node("stop", "--time", "60", "server")
+            node("rm", "server")
+            node.remove_place("server")
+            node.make_place("server", pair.places["server"], is_plugged=False)
+            again = {**notes, "tcp": "established", "on_no_checkpoint": "fail"}
+            node.start_peer("server", "server", "server", *words, says="", **again)
+            node.plug("server")
+            pair.assert_flows()
+            pair.assert_nothing_is_left()
+    finally:
+        node.close()
 
 
 def test_a_container_of_podmans_own_network(make_node: MakeNode) -> None:

@@ -6,12 +6,20 @@ import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import grpc
+
+from integration import fake_driver
 from integration.containerd.engine import Containerd
-from integration.namespace import wait_for
+from integration.cri.engine import CONTAINER_PID, NODE_NETWORK
+from integration.namespace import Namespace, wait_for
 from integration.podman.engine import IMAGE, SITE, Podman
-from ocihook.linux.procfs import parent_pid
+from ocihook.linux.procfs import descendants, parent_pid
 from ocihook.node.install import render
+
+if TYPE_CHECKING:
+    import subprocess
 
 # On a machine with hybrid cgroups crun's CRIU is to see the cgroup2 hierarchy alone, which is all that there is here.
 _PREFIX = "/usr/local/bin/ocihook-"
@@ -20,10 +28,54 @@ _STALL = """#!/bin/sh
 touch /run/stall.there
 while [ -e /run/stall ]; do sleep 0.02; done
 """
+_OWN_PIDS = {"network": NODE_NETWORK, "pid": CONTAINER_PID}
 _CRUN_CONF = "cgroup-dump-controller unified\n"
 
 
-class HandledPodman(Podman):
+class Stalling:
+    """A node on which CRIU waits where a test wants it to."""
+
+    namespace: Namespace
+
+    def stall(self) -> None:
+        """Have CRIU wait at the stage that /run/stall names, as long as it does."""
+        script = self.namespace.path("/etc/ocihook/stall")
+        script.write_text(_STALL)
+        script.chmod(0o755)
+        for conf in self.namespace.path("/etc/criu").glob("*.conf"):
+            conf.write_text(f"{conf.read_text()}action-script /etc/ocihook/stall\n")
+
+    def stall_at(self, stage: str) -> None:
+        """Have the next CRIU wait at a stage."""
+        self.namespace.path("/run/stall.there").unlink(missing_ok=True)
+        self.namespace.path("/run/stall").write_text(stage)
+
+    def wait_for_stall(self) -> None:
+        """Wait until CRIU is there."""
+        wait_for("CRIU to be at its stage", self.namespace.path("/run/stall.there").exists)
+
+    def go_on(self) -> None:
+        """Let CRIU continue."""
+        self.namespace.path("/run/stall").unlink(missing_ok=True)
+
+    def restorer(self, who: str) -> int:
+        """Return one of those who restore a container now: caller, worker, agent, criu, or else the runtime."""
+        if who in ("worker", "caller"):
+            handlers = self.namespace.pids("ocihook.hook.handler")
+            return next(pid for pid in handlers if (parent_pid(pid) in handlers) == (who == "worker"))
+        words = {"criu": "criu: restore", "agent": "ocihook.agent.server"}
+        return self.namespace.pid_of(words.get(who, " restore --detach "))
+
+    def stopper(self, who: str) -> int:
+        """Return one of those who checkpoint a container that is stopped: wrapper, agent, criu, or else the runtime."""
+        runtime = self.namespace.pid_of(" checkpoint --image-path ")
+        if who == "criu":
+            return next(p for p in descendants(runtime) if Path(f"/proc/{p}/comm").read_text().strip() == "criu")
+        words = {"wrapper": "ocihook.hook.handler", "agent": "ocihook.agent.server"}
+        return self.namespace.pid_of(words[who]) if who in words else runtime
+
+
+class HandledPodman(Stalling, Podman):
     """One podman, whose containers are the handler's if an annotation says so."""
 
     def __init__(self, scratch: Path, runtime: str, workload: Path) -> None:
@@ -108,39 +160,29 @@ class HandledPodman(Podman):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
 
-    def stall(self) -> None:
-        """Have CRIU wait at the stage that /run/stall names, as long as it does."""
-        script = self.namespace.path("/etc/ocihook/stall")
-        script.write_text(_STALL)
-        script.chmod(0o755)
-        for conf in self.namespace.path("/etc/criu").glob("*.conf"):
-            conf.write_text(f"{conf.read_text()}action-script /etc/ocihook/stall\n")
+    def spawn_run(self, name: str, log: Path, **annotations: str) -> "subprocess.Popen[bytes]":
+        """Run a container as `make` does, without waiting for podman."""
+        notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
+        command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0", *notes, IMAGE]
+        return self.namespace.spawn("podman", *self.options(), *command, "/workload", "4", log=log)
 
     def restore_killing(self, who: str, stage: str, name: str, **annotations: str) -> None:
         """Run a container, and kill what restores it when CRIU has reached a stage."""
-        stalled, there = self.namespace.path("/run/stall"), self.namespace.path("/run/stall.there")
-        there.unlink(missing_ok=True)
-        stalled.write_text(stage)
-        notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
-        command = ["run", "--detach", "--name", name, "--network", "host", "--pids-limit", "0", *notes, IMAGE]
-        running = self.namespace.spawn(
-            "podman", *self.options(), *command, "/workload", "4", log=self.scratch / "killed"
-        )
-        wait_for("CRIU to be there", there.exists)
-        os.kill(self._who(who), signal.SIGKILL)
-        stalled.unlink()
+        self.stall_at(stage)
+        running = self.spawn_run(name, self.scratch / "killed", **annotations)
+        self.wait_for_stall()
+        os.kill(self.restorer(who), signal.SIGKILL)
+        self.go_on()
         wait_for("podman to end", lambda: running.poll() is not None)
         wait_for("the restore to be over", lambda: not self.namespace.pids("ocihook.hook.handler"))
 
-    def _who(self, who: str) -> int:
-        if who in ("worker", "caller"):
-            handlers = self.namespace.pids("ocihook.hook.handler")
-            return next(pid for pid in handlers if (parent_pid(pid) in handlers) == (who == "worker"))
-        return self.namespace.pid_of("criu: restore" if who == "criu" else " restore --detach ")
 
-
-class HandledContainerd(Containerd):
+class HandledContainerd(Stalling, Containerd):
     """One containerd, whose runtimes the handler stands before."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as of a containerd
+        self._configs: dict[str, dict[str, object]] = {}  # of pods, by their names
+        super().__init__(*arguments, **options)
 
     def command(self) -> Sequence[str]:
         """Put the handler before the runtimes; return what starts it."""
@@ -177,3 +219,91 @@ class HandledContainerd(Containerd):
         place = self.file(container, path)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
+
+    def make_pod(self, name: str, runtime: str = "runc", **annotations: str) -> str:
+        """Make a pod on the node's network; return its sandbox's id."""
+        self._configs[name] = {
+            "metadata": {"name": name, "uid": name, "namespace": "default"},
+            "log_directory": f"/scratch/logs/{name}",
+            "annotations": {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()},
+            "linux": {"cgroup_parent": "/ocihook-test", "security_context": {"namespace_options": _OWN_PIDS}},
+        }
+        self.call("PullImage", image={"image": self.image})
+        made = self.call("RunPodSandbox", config=self._configs[name], runtime_handler=runtime)
+        sandbox: str = made.pod_sandbox_id
+        return sandbox
+
+    def add(
+        self,
+        sandbox: str,
+        pod: str,
+        name: str,
+        *words: str,
+        volumes: Sequence[str] = (),
+        gpus: Sequence[int] = (),
+        memory_mib: int = 0,
+    ) -> str:
+        """Create a container in a pod, which is not started; return its id.
+
+        Args:
+            sandbox: of the pod.
+            pod: its name.
+            name: of the container.
+            words: of the workload; of the CUDA one, with GPUs.
+            volumes: of the pod, an emptyDir for each, by where the container has them.
+            gpus: minors of those that it gets.
+            memory_mib: that it may have; 0: any.
+        """
+        volume = "/var/lib/kubelet/pods/{}/volumes/kubernetes.io~empty-dir/{}"
+        places = {path: volume.format(pod, Path(path).name) for path in volumes}
+        for place in places.values():
+            self.namespace.path(place).mkdir(parents=True, exist_ok=True)
+        labels = {"container.name": name, "pod.name": pod, "pod.namespace": "default"}
+        config = {
+            "metadata": {"name": name},
+            "image": {"image": self.image, "user_specified_image": self.image},
+            "command": ["/cuda_workload" if gpus else "/workload"],
+            "args": list(words),
+            "labels": {f"io.kubernetes.{key}": value for key, value in labels.items()},
+            "mounts": [{"container_path": path, "host_path": place} for path, place in places.items()],
+            "log_path": f"{name}.log",
+            "linux": {
+                "resources": {"memory_limit_in_bytes": memory_mib << 20},
+                "security_context": {"namespace_options": _OWN_PIDS},
+            },
+            "devices": fake_driver.devices(gpus),
+        }
+        made = self.call("CreateContainer", pod_sandbox_id=sandbox, config=config, sandbox_config=self._configs[pod])
+        container: str = made.container_id
+        self._pods[container] = sandbox
+        return container
+
+    def ctr(self, *words: str) -> str:
+        """Call containerd by its own client."""
+        return self.namespace.run("ctr", "--address", self.socket, "--namespace", "k8s.io", *words)
+
+    def processes(self, container: str) -> list[int]:
+        """Return the processes in a container's cgroup, whatever its engine knows of it."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if container in (process / "cgroup").read_text():
+                    found.append(int(process.name))
+        return found
+
+    def shim_pid(self, container: str) -> int:
+        """Return the shim of a container's pod."""
+        return self.namespace.pid_of(f"containerd-shim-runc-v2 -namespace k8s.io -id {self._pods[container]}")
+
+    def remove(self, container: str) -> None:
+        """Remove a container with its pod; ask again, as a kubelet does, where its shim was just killed."""
+        sandbox = self._pods.pop(container)
+
+        def is_removed() -> bool:
+            try:
+                self._remove_pod(sandbox)
+            except grpc.RpcError:
+                return False
+            return True
+
+        wait_for(f"the pod of {container} to be removed", is_removed)

@@ -13,15 +13,13 @@ import pytest
 from integration.namespace import wait_for
 from integration.runtime.conftest import MakeHandled
 from integration.runtime.engine import HandledPodman
-from ocihook.linux.procfs import Process, descendants
+from ocihook.linux.procfs import Process
 
 if TYPE_CHECKING:
     import subprocess
 
 STOPPED = {"checkpoint_on_stop": "true"}
 AGAIN = {"restore_from": "latest", **STOPPED}
-WORDS = {"wrapper": "ocihook.hook.handler", "agent": "ocihook.agent.server"}
-_DUMPING = " checkpoint --image-path "
 
 
 class Stop:
@@ -29,25 +27,18 @@ class Stop:
 
     def __init__(self, podman: HandledPodman, stage: str, *, time_s: int = 60) -> None:
         self.podman, self.init = podman, Process.find(podman.init_pid("job"))
-        self.stalled, there = (podman.namespace.path(f"/run/{name}") for name in ("stall", "stall.there"))
-        there.unlink(missing_ok=True)
-        self.stalled.write_text(stage)
+        podman.stall_at(stage)
         command = ["podman", *podman.options(), "stop", "--time", str(time_s), "job"]
         self.running: subprocess.Popen[bytes] = podman.namespace.spawn(*command, log=podman.scratch / "stop.log")
-        wait_for(f"CRIU to be at {stage}", there.exists)
+        podman.wait_for_stall()
 
     def kill(self, who: str) -> None:
         """Kill one of those who are at it."""
-        runtime = self.podman.namespace.pid_of(_DUMPING)
-        if who == "criu":
-            pid = next(p for p in descendants(runtime) if Path(f"/proc/{p}/comm").read_text().strip() == "criu")
-        else:
-            pid = self.podman.namespace.pid_of(WORDS[who]) if who in WORDS else runtime
-        os.kill(pid, signal.SIGKILL)
+        os.kill(self.podman.stopper(who), signal.SIGKILL)
 
     def end(self) -> None:
         """Let CRIU continue, and wait until the container is gone."""
-        self.stalled.unlink()
+        self.podman.go_on()
         wait_for("podman to end", lambda: self.running.poll() is not None)
         if self.podman.is_running("job"):  # its own call was killed: an engine asks again
             self.podman("stop", "--time", "60", "job")

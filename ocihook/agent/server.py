@@ -433,6 +433,7 @@ def _serve_stop(stopping: Stopping, control: socket.socket) -> None:
             _, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)  # waits: no, it does not block
             with socket.socket(fileno=fds[0]) as connection, contextlib.suppress(OSError):
                 connection.send(wire.encode_verdict(*verdict))
+    stopping.delete_if_left()
 
 
 def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> None:

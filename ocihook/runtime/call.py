@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -99,6 +99,10 @@ class Call:
         return subprocess.run(  # waits: as its engine would for the runtime alone
             [self.program, *self.prefix, *words], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
         )
+
+    def logging_to(self, path: Path) -> "Call":
+        """Return the same call with another log: the engine's is in the bundle, which it may remove at any time."""
+        return replace(self, prefix=tuple(self.prefix_with_log(path)))
 
     def global_option(self, name: str) -> str:
         """Return the value of an option before the command; "" if it is not there."""

@@ -95,9 +95,11 @@ def hold(call: Call) -> Freezer:
     """
     freezer = freezer_of(call)
     freezer.freeze(ENDLESS)
-    for path, names, _ in [*os.walk(freezer.directory)]:
-        if HELD in names:  # where it stood still while CRIU was at work
-            Freezer(Path(path, HELD), freezer.version).dissolve()
+    for cgroup in cgroups_of(call):  # on a hybrid machine it may have stood still in the other hierarchy
+        for path, names, _ in [*os.walk(cgroup)]:
+            if HELD in names:  # where it stood still while CRIU was at work
+                held = Path(path, HELD)
+                Freezer(held, 1 if Freezer(held, 1).switch.exists() else 2).dissolve()
     caller = find_freezer(os.getpid())  # in whose cgroup crun has CRIU at work
     if caller is not None:
         with contextlib.suppress(OSError):  # there is none, or another restore uses it
@@ -131,8 +133,8 @@ def freezer_of(call: Call) -> Freezer:
     Raises:
         OcihookError: if there is none.
     """
-    for directory in cgroups_of(call):
-        for version in (2, 1):
+    for version in (1, 2):  # on a hybrid machine that of its runtime
+        for directory in cgroups_of(call):
             if (freezer := Freezer(directory, version)).switch.exists():
                 return freezer
     raise OcihookError(f"container {call.container_id} is in no cgroup that can be frozen", hint="see `ocihook doctor`")

@@ -2,8 +2,10 @@
 
 import calendar
 import contextlib
+import signal
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,8 @@ STOP_S = 60.0  # that a checkpoint which is being made is waited for
 REMOTE_S = 60.0  # that a remote may take to say what it has: engines wait two minutes for the whole of `create`
 ARCHIVES_S = 60.0  # that the archives of engines are read for
 _SKEW_S = 3600.0  # by which the clocks of nodes may differ, between which archives are copied
+STALL_S = 90.0  # that a remote may send nothing of a checkpoint: a connection that is dead was made anew by then
+COMPLETE_S = 600.0  # that a checkpoint which another process stores is waited for
 
 _NEXT = 1 << 62  # sequence of what waits to be stored: it has none yet, and is behind all that have
 
@@ -219,15 +223,10 @@ def fetch(
     store = Store.of(settings, patience)
     keep_in_use(store, chosen, is_pulled=bool(settings.remote))
     if not is_here(store, chosen):
-        from ocihook.checkpoints.pulling import pull
-
-        def bring(checkpoint_id: str) -> object:
-            return pull(store, chosen.domain, checkpoint_id, settings.remote)
-
-        (outcome,) = call_each(bring, [chosen.checkpoint_id], patience)
+        (outcome,) = call_each(partial(_bring, store, chosen.domain, settings.remote), [chosen.checkpoint_id], patience)
         if isinstance(outcome, Exception):
             raise outcome
-    domain = store.open(chosen.domain)
+    domain = Store.of(settings, patience.within(COMPLETE_S)).open(chosen.domain)
     if chosen.checkpoint_id not in domain.checkpoint_ids():
         from ocihook.checkpoints.complete import wait_complete
 
@@ -240,6 +239,26 @@ def fetch(
             hint="have the archive in archive_dir, or name one that was made when its container was stopped",
         )
     return domain, manifest
+
+
+def _bring(store: Store, domain: str, remote: str, checkpoint_id: str) -> None:
+    """Pull a checkpoint, in a process of its own, as long as some of it arrives.
+
+    Raises:
+        OcihookError: as `pull`; also if nothing arrives for too long.
+    """
+    from ocihook.checkpoints.pulling import pull
+
+    def give_up(*_: object) -> None:
+        raise RemoteError(f"{remote} has sent nothing of checkpoint {checkpoint_id} for {STALL_S:g} s")
+
+    def wait_on(_bytes: int) -> None:
+        signal.setitimer(signal.ITIMER_REAL, STALL_S)
+
+    signal.signal(signal.SIGALRM, give_up)
+    wait_on(0)
+    pull(store, domain, checkpoint_id, remote, progress=wait_on)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def is_restart(now: ContainerRef, then: ContainerRef) -> bool:

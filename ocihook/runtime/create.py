@@ -9,13 +9,13 @@ from typing import Any
 from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
 from ocihook.container.identity import container_ref
-from ocihook.errors import ConfigError, GivenUp, NoCheckpoint, OcihookError, plain
+from ocihook.errors import ConfigError, GivenUp, NoCheckpoint, OcihookError, RestoreError, plain
 from ocihook.linux.patience import ENDLESS
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
 from ocihook.runtime.choice import choose
 from ocihook.runtime.containers import Kept
-from ocihook.runtime.restoring import restore, settle
+from ocihook.runtime.restoring import discard, is_unsettled, restore, settle
 from ocihook.store.lineage import domain_name
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def create(call: Call) -> int:
     config = _read_config(call)
     notes = annotations_of(config)
     settle(call.container_id)  # an earlier `create` may have been killed
-    containers.forget(call.container_id)
+    discard(call.container_id)  # or its engine, which has not heard that it was done
     if any(notes.get(name) == "sandbox" for name in _KINDS):
         call.pass_on()
     settings = load_settings()
@@ -45,7 +45,8 @@ def create(call: Call) -> int:
         if policy.restore_from and _is_restored(call, kept, config, policy, settings):
             return 0
     except OcihookError:
-        containers.forget(call.container_id)
+        if not is_unsettled(call.container_id):  # else `delete`, or whoever creates it again, undoes the rest
+            containers.forget(call.container_id)
         raise
     if not policy.checkpoint_on_stop:
         containers.forget(call.container_id)
@@ -63,6 +64,11 @@ def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Poli
     except GivenUp:
         raise
     except (OcihookError, OSError) as error:
+        if is_unsettled(call.container_id):  # its rootfs may be half the other one's
+            raise RestoreError(
+                f"container {kept.container} is neither restored nor started: {plain(error).rstrip('.')}",
+                hint="remove it, or run `ocihook recover`",
+            ) from error
         is_to_fail = (policy.on_no_checkpoint if isinstance(error, NoCheckpoint) else policy.on_restore_error) == "fail"
         why = plain(error).rstrip(".")
         if is_to_fail:

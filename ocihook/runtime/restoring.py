@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -154,6 +155,8 @@ def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: c
         try:
             _end_descendants()
             settle(kept.container.id)
+            if not caller.is_alive():  # its engine has not heard of it, and deletes nothing
+                containers.forget(kept.container.id)
         except (OcihookError, OSError) as undo_error:
             report += f". What was done could not be undone: {plain(undo_error)}".encode()
     finally:
@@ -354,7 +357,7 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
     if found.is_attended():
         raise RestoreError(f"container {kept.container} is being restored", hint="wait, or end that process")
     _end_sessions(container_id)
-    _delete(Call.parse(kept.program, [*kept.prefix, "delete", container_id]))
+    _delete(kept)
     directory = containers.directory_of(container_id)
     (directory / containers.HELD_NAME).unlink(missing_ok=True)
     containers.keep(replace(kept, checkpoint="", init=None))
@@ -373,8 +376,28 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
     (directory / RESTORING_NAME).unlink(missing_ok=True)
 
 
-def _delete(call: Call) -> None:
+def is_unsettled(container_id: str) -> bool:
+    """Return whether something is left of a restore, which was not undone."""
+    return (containers.directory_of(container_id) / RESTORING_NAME).exists()
+
+
+def discard(container_id: str) -> None:
+    """Forget a container; end it if it was restored, runs, and its engine creates it again. May run any time.
+
+    Raises:
+        RestoreError: if it does not end.
+    """
+    kept = containers.read(container_id)
+    if kept is not None and kept.init is not None and kept.init.is_alive():
+        _delete(kept)
+    containers.forget(container_id)
+
+
+def _delete(kept: containers.Kept) -> None:
     """Have the runtime delete a container, which may be busy until its last process is gone."""
+    directory = containers.directory_of(kept.container.id)
+    call = Call.parse(kept.program, [*kept.prefix, "delete", kept.container.id])
+    call = call.logging_to(directory / containers.LOG_NAME)
 
     def is_gone() -> bool:
         unmount(call.state_directory / "criu-root")  # which a killed runc leaves mounted
@@ -382,7 +405,8 @@ def _delete(call: Call) -> None:
         return not call.state_directory.exists()
 
     if not Patience(timeout_s=_ENDING_S).until(is_gone):
-        raise RestoreError(f"{call.runtime} does not delete container {call.container_id}", hint="see its log")
+        said = printable(call.run("delete", "--force", call.container_id).stderr.strip()[-_TAIL:])
+        raise RestoreError(f"{call.runtime} does not delete container {call.container_id}: {said}")
 
 
 def recover_restores() -> list[Recovery]:
@@ -498,9 +522,19 @@ def _check_attempts(chosen: Thin, settings: Settings) -> None:
 
 
 def _attempts(path: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    return 0
+    """Return how many are on record.
+
+    Raises:
+        RestoreError: if the record is damaged: whether the checkpoint may be tried is not known.
+        OSError: if it cannot be read.
+    """
+    try:
+        made = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    if not re.fullmatch(rb"[0-9]{1,9}", made):
+        raise RestoreError(f"{path}, which counts failed restores of a checkpoint, is damaged", hint=f"remove {path}")
+    return int(made)
 
 
 def _count_attempt(chosen: Thin, settings: Settings) -> None:

@@ -86,6 +86,17 @@ class Stopping:
                 return self._deliver(f"{type(error).__name__}: {error} (a defect in ocihook)")
         return int(self._stop.outcome != CHECKPOINTED), self._stop.message
 
+    def delete_if_left(self) -> None:
+        """Delete the container if its engine has removed the bundle: its shim was killed, and nobody else deletes it.
+
+        Raises:
+            OSError: from the system.
+        """
+        if not self._kept.bundle.exists():
+            log.warning("container %s is deleted: its engine has given it up", self._kept.container)
+            self._call("delete", "--force", self._id)
+            containers.forget(self._id)
+
     def _note(self, **changes: Any) -> None:  # noqa: ANN401 - fields of a stop
         self._stop = replace(self._stop, **changes)
         write_stop(self._id, self._stop)
@@ -196,21 +207,17 @@ class Stopping:
         message = f"container {self._kept.container} is stopped without a checkpoint: {why}"
         log.error("%s", message)
         self._wait_for_end([])
-        done = subprocess.run(
-            [str(self._kept.program), *self._stop.words],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-            env={"PATH": _PATH},
-        )
+        call = Call.parse(self._kept.program, self._stop.words)
+        done = self._call(*call.words[len(call.prefix) :])
         self._note(outcome=SIGNALLED, message=message)
         with contextlib.suppress(OcihookError):
             shutil.rmtree(stopping_dir(Path(self._load().store_dir), self._id), ignore_errors=True)
         return 1, message if done.returncode == 0 else f"{message}. {done.stderr.strip()}"
 
     def _call(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(self._kept.program), *self._kept.prefix, *words]
+        call = Call.parse(self._kept.program, [*self._kept.prefix, *words])
+        prefix = call.prefix_with_log(containers.directory_of(self._id) / containers.LOG_NAME)
+        command = [str(call.program), *prefix, *words]
         return subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, env={"PATH": _PATH}
         )

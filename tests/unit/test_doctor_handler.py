@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from ocihook.config import Settings
 from ocihook.criu.version import Program
 from ocihook.node.doctor import handler
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.handlers import DROP_INS, ContainerdConfig
+from ocihook.session import history
 
 
 class Node:
@@ -24,6 +26,8 @@ class Node:
         monkeypatch.setattr(handler, "default_libexec", lambda: root)
         monkeypatch.setattr(handler, "run_output", lambda *_: self.dumped)
         monkeypatch.setattr(handler, "read_containerd", lambda _: ContainerdConfig(3, self.systemd, True))
+        self.settings = Settings(history_dir=str(root / "history"))
+        monkeypatch.setattr(handler, "load_settings", lambda: self.settings)
         for name in ("_KUBELET_CONFIG", "_NVIDIA"):
             monkeypatch.setattr(handler, name, root / name)
         monkeypatch.setattr(handler, "_CDI_DIRS", (root / "cdi",))
@@ -92,6 +96,25 @@ def test_what_keeps_containerd_from_it(node: Node) -> None:
         "the kubelet's cgroup driver is cgroupfs, and containerd's handlers have SystemdCgroup = true",
         "the kubelet has no shutdownGracePeriod: a node that shuts down checkpoints nothing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("grace", "is_enough"),
+    [("1m30s", True), ("0h1m5.5s", True), ("65000ms", True), ("1m", False), ("30s", False), ("500us", False)],
+)
+def test_a_node_that_shuts_down_waits_for_the_longest_dump(node: Node, grace: str, *, is_enough: bool) -> None:
+    node.add("podman")
+    node.install()
+    directory = Path(node.settings.history_dir)
+    for number, (stage, status, seconds) in enumerate(
+        [("post-dump", 0, 12.0), ("post-dump", 0, 65.0), ("post-dump", 1, 400.0), ("post-resume", 0, 500.0)]
+    ):
+        record = {"began": 1000.0, "ended": 1000.0 + seconds, "stages": {stage: {"status": status}}}
+        history.keep(directory, str(number), {**record, "phases": [], "facts": {}}, limit=10)
+    node.kubelet(f'shutdownGracePeriod: "{grace}"\n')
+    warned = [finding.detail for finding in node.found() if finding.status != Status.OK]
+    words = f"the kubelet's shutdownGracePeriod is {grace}, and a dump on this node has taken 65.0 s"
+    assert warned == ([] if is_enough else [words])
 
 
 def test_gpus_need_cdi(node: Node) -> None:

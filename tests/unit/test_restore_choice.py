@@ -1,22 +1,41 @@
 """Whether a new container continues from a checkpoint, and from which: decisions alone."""
 
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ocihook.checkpoints import pulling
+from ocihook.checkpoints.complete import claimed
+from ocihook.checkpoints.pending import Job, directory_of, write_job
+from ocihook.checkpoints.remote_listing import RemoteCheckpoints
 from ocihook.config import Settings
 from ocihook.container.spec import spec_facts
-from ocihook.errors import AdmissionError, ConfigError, OcihookError, UnsupportedError
+from ocihook.errors import (
+    AdmissionError,
+    ConfigError,
+    NoCheckpoint,
+    OcihookError,
+    RemoteError,
+    StoreError,
+    UnsupportedError,
+)
+from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
-from ocihook.runtime import cgroups
+from ocihook.runtime import cgroups, choice
 from ocihook.runtime.call import Call
-from ocihook.runtime.choice import Known, domains_of, is_restart, newest
+from ocihook.runtime.choice import Known, choose, domains_of, fetch, is_restart, newest
+from ocihook.runtime.containers import Kept
 from ocihook.runtime.create import read_policy
 from ocihook.runtime.gate import check_spec
 from ocihook.runtime.restoring import restore_words
 from ocihook.store.lineage import has_identity, lineage
+from ocihook.store.store import Store
+from ocihook.store.thin import Thin
 
 ID = "20261123T120000Z-0123abcd"
 
@@ -168,3 +187,55 @@ def test_processes_are_brought_into_the_container_s_own_cgroup(tmp_path: Path, m
     monkeypatch.setattr(cgroups, "descendants", lambda _pid: [13])
     with pytest.raises(OcihookError, match="keep leaving"):
         cgroups.mend(Process(13, 1), [tmp_path])
+
+
+def here(tmp_path: Path) -> Kept:
+    return Kept(container=pod("train-0"), bundle=tmp_path, program=tmp_path, prefix=(), domain="team")
+
+
+def test_a_remote_that_does_not_answer_is_waited_for_no_longer_than_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "remote").mkdir()
+    settings = Settings(store_dir=str(tmp_path / "store"), remote=str(tmp_path / "remote"))
+    policy = read_policy(settings, {"ocihook.io/restore-from": "latest"}, in_pod=False)
+    with pytest.raises(NoCheckpoint, match="nor at"):
+        choose(here(tmp_path), policy, settings, ENDLESS)
+    monkeypatch.setattr(choice, "REMOTE_S", 0.2)
+    monkeypatch.setattr(RemoteCheckpoints, "all", lambda _: time.sleep(1000))
+    with pytest.raises(RemoteError, match=r"has not said in 0.2 s which checkpoints it has"):
+        choose(here(tmp_path), policy, settings, ENDLESS)
+
+
+def test_a_pull_is_waited_for_as_long_as_something_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(store_dir=str(tmp_path / "store"), remote="/remote")
+    arrived = tmp_path / "arrived"
+
+    def send(_store: object, _domain: str, _id: str, _remote: str, *, progress: Callable[[int], None]) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 10 * choice.STALL_S)
+        progress(1)
+        if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= choice.STALL_S:  # it begins again with what arrives
+            arrived.touch()
+        signal.raise_signal(signal.SIGALRM)
+
+    monkeypatch.setattr(pulling, "pull", send)
+    with pytest.raises(RemoteError, match=rf"/remote has sent nothing of checkpoint {ID} for 90 s"):
+        fetch(Thin("team", ID), settings, ENDLESS)
+    assert arrived.exists()
+
+
+def test_a_checkpoint_that_another_process_stores_is_waited_for_no_longer_than_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(store_dir=str(tmp_path / "store"))
+    domain = Store.of(settings).open("team", create=True)
+    pending = directory_of(domain, ID)
+    pending.mkdir()
+    write_job(
+        domain,
+        Job(id=ID, created="", container=pod("a"), host={}, images={}, sizes={}, other_images=(), boot_id=""),
+        durable=False,
+    )
+    monkeypatch.setattr(choice, "COMPLETE_S", 0.2)
+    with claimed(pending), pytest.raises(StoreError, match=f"checkpoint {ID} is not complete yet"):
+        fetch(Thin("team", ID), settings, ENDLESS)

@@ -1,7 +1,9 @@
 """A restore of which anybody may be killed at any step: what is left is a held container, or nothing at all."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +23,7 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line
 from ocihook.model import ContainerRef
 from ocihook.packs.pages import no_progress
-from ocihook.runtime import cgroups, containers, restoring
+from ocihook.runtime import cgroups, containers, create, restoring
 from ocihook.runtime.call import Call
 from ocihook.runtime.choice import Chosen
 from ocihook.session.record import to_json
@@ -32,7 +34,11 @@ ID = "c" * 64
 CHECKPOINT = Thin("_node", "20261123T120000Z-0123abcd")
 # Its container is a `sleep` that nobody waits for, whose pid is its state.
 RUNTIME = """#!/bin/sh
-state=@STATE@
+state=@STATE@ before=''
+for word; do
+    case $before$word in --log*) : >> "${word#--log=}" || exit 1 ;; esac
+    before=''; [ "$word" != --log ] || before=--log
+done
 case " $* " in
     *" restore "*) [ ! -e $state.fails ] || { sleep 1000 & exit 1; }; sleep 1000 & echo $! > $state ;;
     *" state "*) [ -e $state ] || exit 1; echo "{\\"pid\\": $(cat $state)}" ;;
@@ -72,7 +78,17 @@ class Node:
         self.program.chmod(0o755)
         self.settings = Settings(store_dir=str(path / "store"))
         self.call = Call.parse(
-            self.program, ["--root", str(path / "runc-root"), "create", "--bundle", str(self.bundle), ID]
+            self.program,
+            [
+                "--root",
+                str(path / "runc-root"),
+                "--log",
+                f"{self.bundle}/log",
+                "create",
+                "--bundle",
+                str(self.bundle),
+                ID,
+            ],
         )
         container = ContainerRef(id=ID, runtime="runc")
         self.kept = containers.Kept(
@@ -119,10 +135,10 @@ class Node:
         except OSError:
             return False
 
-    def assert_as_before(self) -> None:
+    def assert_as_before(self, config: object = {"root": {"path": "rootfs"}}) -> None:
         assert Patience(timeout_s=60).until(lambda: not self.processes())
         assert {path.name: path.read_text() for path in self.rootfs.iterdir()} == {"kept": "of the image"}
-        assert self.config == {"root": {"path": "rootfs"}}
+        assert self.config == config
         assert not restoring.place_of(self.settings, ID).exists()
         assert not (containers.directory_of(ID) / wire.RESTORING_NAME).exists()
         assert not (containers.directory_of(ID) / containers.HELD_NAME).exists()
@@ -181,6 +197,56 @@ def test_a_checkpoint_that_failed_twice_is_not_tried_again(node: Node) -> None:
     assert node.attempts() == 2
 
 
+def test_damaged_attempts_are_one_error(node: Node) -> None:
+    path = restoring.attempts_path(node.settings, CHECKPOINT)
+    path.parent.mkdir(parents=True)
+    for damaged in (b"", b"one", b"-1", b"1\n", b"9" * 5000):
+        path.write_bytes(damaged)
+        with pytest.raises(RestoreError, match=rf"{path}, which counts .* is damaged") as failure:
+            node.restore()
+        assert failure.value.hint == f"remove {path}"
+        node.assert_as_before()
+    path.unlink()
+    node.restore()
+
+
+def test_what_cannot_be_undone_starts_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rootfs is half the other one's: what the policy says does not count, and who removes it undoes the rest."""
+    monkeypatch.setattr(create, "load_settings", lambda: node.settings)
+    monkeypatch.setattr(create, "choose", lambda *_: Chosen(CHECKPOINT, is_restart=False))
+    monkeypatch.setattr(Call, "pass_on", lambda _: 77)
+    config = {**node.config, "annotations": {"ocihook.io/restore-from": "latest"}}
+    (node.bundle / "config.json").write_text(json.dumps(config))
+    (node.path / "state.fails").touch()
+    assert create.create(node.call) == 77  # from scratch, by policy
+    node.assert_as_before(config)
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(restoring, "take_out", no_space)
+        with pytest.raises(RestoreError, match=r"neither restored nor started.*could not be undone: No space"):
+            create.create(node.call)
+    assert (node.rootfs / "new").exists()
+    assert recovered() == ["undone"]
+    node.assert_as_before(config)
+
+
+def test_an_engine_that_creates_it_again_does_not_know_of_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was restored, and the call that was to report it was killed. The engine's bundle has been removed since."""
+    node.restore()
+    kept = containers.read(ID)
+    assert kept is not None
+    assert kept.init is not None
+    for path in (node.bundle / "log", node.bundle / "config.json"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(node.bundle)
+    restoring.discard(ID)
+    assert Patience(timeout_s=60).until(lambda: not node.processes())
+    assert containers.read(ID) is None
+
+
 def die(who: str, caller: int) -> None:
     """Kill the worker, the engine's call, or both, from within the worker."""
     if who != "worker":
@@ -223,7 +289,7 @@ def test_whoever_is_killed_nothing_is_left(
     assert status == (3 << 8 if who == "worker" else signal.SIGKILL)
     record = containers.directory_of(ID) / wire.RESTORING_NAME
     if who == "caller":
-        assert Patience(timeout_s=60).until(lambda: not record.exists())
+        assert Patience(timeout_s=60).until(lambda: not record.parent.exists())  # nobody else removes it
     if who == "both":
         assert Patience(timeout_s=60).until(lambda: recovered() == ["undone"])
         assert recovered() == []

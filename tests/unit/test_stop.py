@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,6 +39,14 @@ ID = "c" * 64
 CONTAINER = ContainerRef(id=ID, engine="podman", runtime="runc", name="job")
 
 
+# As a runtime does, it fails if it cannot write its log.
+RUNTIME = """#!/bin/sh
+case $1 in --log=*) : > "${1#--log=}" || exit 1; shift ;; esac
+echo "$*" >> @CALLED@
+[ "$1" != state ] || exit 1
+"""
+
+
 class PassedOn(Exception):
     """The runtime itself was called."""
 
@@ -52,7 +62,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(Call, "pass_on", pass_on)
     program = tmp_path / "runc"
-    program.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/called\n[ "$1" != state ] || exit 1\n')
+    program.write_text(RUNTIME.replace("@CALLED@", str(tmp_path / "called")))
     program.chmod(0o755)
     bundle = tmp_path / "bundle"
     bundle.mkdir()
@@ -190,6 +200,29 @@ def test_the_agent_delivers_the_signal_if_it_cannot_checkpoint(node: Path) -> No
     assert Stopping(ID, lambda: settings(node)).finish() == (1, message)  # asked again, nothing is done twice
     assert len(called(node)) == 2
     assert not stopping_dir(node / "store", ID).exists()
+
+
+def test_a_container_whose_engine_does_not_wait_is_deleted_when_its_stop_is_over(node: Path) -> None:
+    """A shim was killed: its engine has removed the bundle, with the runtime's log."""
+    words = ("--log", str(node / "bundle/log"), "kill", ID, "15")
+    kept = containers.read(ID)
+    assert kept is not None
+    containers.keep(replace(kept, prefix=words[:2]))
+    write_stop(ID, Stop(words=words))
+    shutil.rmtree(node / "bundle")
+    stopping = Stopping(ID, lambda: settings(node))
+    stopping.finish()
+    stopping.delete_if_left()
+    assert called(node) == [f"state {ID}", f"kill {ID} 15", f"delete --force {ID}"]
+    assert containers.read(ID) is None
+
+
+def test_one_whose_engine_waits_is_deleted_by_it(node: Path) -> None:
+    write_stop(ID, Stop(words=("kill", ID, "15")))
+    stopping = Stopping(ID, lambda: settings(node))
+    stopping.finish()
+    stopping.delete_if_left()
+    assert containers.read(ID) is not None
 
 
 def test_a_stop_that_is_over_is_told_again(node: Path) -> None:

@@ -5,11 +5,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ocihook.config import load_settings
 from ocihook.criu.version import find_program, run_output
-from ocihook.errors import ConfigError
+from ocihook.errors import ConfigError, OcihookError
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.handlers import DROP_INS, HANDLER, RUNTIMES, program_of, read_containerd
 from ocihook.node.install import NODE, PACKAGE_LIBEXEC, default_libexec
+from ocihook.session import history
 
 _CHECK = "runtime handler"
 _INSTALL = "ocihook install --runtime"
@@ -17,6 +19,7 @@ _KUBELET_CONFIG = Path("/var/lib/kubelet/config.yaml")
 _NVIDIA = Path("/proc/driver/nvidia")
 _CDI_DIRS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 _TIMEOUT_S = 10
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def _check_handler() -> Iterator[Finding]:
@@ -97,10 +100,34 @@ def _check_grace() -> Iterator[Finding]:
     if not any(path.exists() for path in DROP_INS.values()) or not _KUBELET_CONFIG.exists():
         return
     grace = _kubelet_setting("shutdownGracePeriod")
-    if not re.search(r"[1-9]", grace):
+    grace_s, longest_s = _seconds(grace), _longest_dump_s()
+    remedy = f"set shutdownGracePeriod in {_KUBELET_CONFIG} to what the largest checkpoint takes"
+    if not grace_s:
         detail = "the kubelet has no shutdownGracePeriod: a node that shuts down checkpoints nothing"
-        remedy = f"set shutdownGracePeriod in {_KUBELET_CONFIG} to what the largest checkpoint takes"
         yield Finding(_CHECK, Status.WARN, detail, remedy)
+    elif grace_s < longest_s:
+        detail = f"the kubelet's shutdownGracePeriod is {grace}, and a dump on this node has taken {longest_s:.1f} s"
+        yield Finding(_CHECK, Status.WARN, detail, remedy)
+
+
+def _seconds(duration: str) -> float:
+    """Return a duration in seconds, 0 if it is none: as Go writes one (time.ParseDuration), which the kubelet reads."""
+    if not re.fullmatch(r"([0-9.]+(h|m|s|ms|us|µs|ns))+", duration):
+        return 0.0
+    parts = re.findall(r"([0-9]+\.?[0-9]*|\.[0-9]+)(h|ms|m|us|µs|ns|s)", duration)
+    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+
+
+def _longest_dump_s() -> float:
+    """Return how long the longest dump in the history has taken, 0 if there is none."""
+    try:
+        records = history.read(Path(load_settings().history_dir))
+        done = [
+            record for record in records if history.act_of(record) == "dump" and history.outcome_of(record) == "done"
+        ]
+        return max((float(record["ended"]) - float(record["began"]) for record in done), default=0.0)
+    except (OcihookError, OSError):  # which other checks report
+        return 0.0
 
 
 def _kubelet_setting(name: str) -> str:
