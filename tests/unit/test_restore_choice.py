@@ -197,7 +197,7 @@ def test_a_remote_that_does_not_answer_is_waited_for_no_longer_than_a_bound(
     with pytest.raises(NoCheckpoint, match="nor at"):
         choose(here(tmp_path), policy, settings, ENDLESS)
     monkeypatch.setattr(choice, "REMOTE_S", 0.2)
-    monkeypatch.setattr(choice.RemoteCheckpoints, "all", lambda _: time.sleep(1000))
+    monkeypatch.setattr("ocihook.runtime.choice.RemoteCheckpoints.all", lambda _: time.sleep(1000))
     with pytest.raises(RemoteError, match=r"has not said in 0.2 s which checkpoints it has"):
         choose(here(tmp_path), policy, settings, ENDLESS)
 
