@@ -194,7 +194,7 @@ def test_whoever_is_killed(node: HandledContainerd, runtime: str) -> None:
     node.write_in(container, "/state/file", "kept")
     saved = node.stop(container)
     node.stall()
-    for stage, who in RESTORES[: None if IS_NIGHTLY else 4]:
+    for stage, who in RESTORES[: None if IS_NIGHTLY else 2]:
         container = pods.make()
         pods.kill_in(
             stage,
@@ -217,7 +217,7 @@ def test_whoever_is_killed(node: HandledContainerd, runtime: str) -> None:
     container = pods.make()
     first = pods.start(container)
     assert first == saved + 1
-    for stage, who in STOPS[: None if IS_NIGHTLY else 3]:
+    for stage, who in STOPS[: None if IS_NIGHTLY else 2]:
         pods.kill_in(
             stage,
             partial(node.shim_pid, container) if who == "shim" else partial(node.stopper, who),
