@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from integration.gang.nodes import assert_ended
+from integration.namespace import wait_for
 from integration.net.engine import NetPodman, Place
-from integration.net.traffic import assert_flows
+from integration.net.traffic import assert_flows, progress
 from ocihook.linux.cgroup import find_freezer
 
 _SKEW_S = 0.5  # between the first and the last that is asked for its dump or restore
@@ -153,6 +154,18 @@ class Mesh(Members):
         """Check that all connections continue in both directions, with the bytes that they must have."""
         peers = {name: partial(self.said, name) for name in self.names}
         assert_flows(peers, connections=len(self.names) - 1, enough_bytes=int(5000 * self._rate))
+
+    def assert_received(self) -> None:
+        """Wait until each has received all that the others have sent up to now, and more."""
+        ends = {name: progress(self.said(name)) for name in self.names}
+        for name, has in ends.items():
+            for key, (sent, _) in has.items():
+                peer = next(other for other in self.names if other != name and key in ends[other])
+
+                def has_more(peer: str = peer, key: int = key, sent: int = sent) -> bool:
+                    return progress(self.said(peer))[key][1] > sent
+
+                wait_for(f"all that {name} has sent to {peer}", has_more)
 
 
 def failures(results: dict[str, str | Exception]) -> dict[str, str]:

@@ -18,7 +18,8 @@ from integration.podman.engine import IMAGE
 IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
 _RANKS = 4
 _STEPS = 400
-_PAUSE_MS = 20
+_PAUSE_MS = 50  # it lasts as long as it is to be preempted, whatever else this machine does
+_FIRST_STEPS = 20  # between one move and the next
 _MOVES = 8 if IS_NIGHTLY else 2
 _AGAIN = {"checkpoint_on_stop": "true", "restore_from": "latest", "on_restore_error": "fail"}
 
@@ -77,13 +78,15 @@ def test_a_training_is_preempted_and_continues_elsewhere(make_node: MakeNode) ->
     alone = [node.spawn_peer("alone", *words(rank, ends[rank], ends[(rank + 1) % _RANKS], 0)) for rank in range(_RANKS)]
     training = Preempted(node)
     for number in range(1, _MOVES + 1):
-        step = number * _STEPS // (_MOVES + 2)
+        step = number * _FIRST_STEPS
         for name in training.names:
             wait_for(f"step {step} of {name}", lambda name=name, step=step: len(losses(training.said(name))) > step)  # type: ignore[misc]
         training.preempt()
         assert all("done" not in node("logs", name) for name in training.names)
         training.move(number)
         training.run()
+    for name in training.names:
+        node("kill", "--signal", "USR1", name)
     for name in training.names:
         wait_for(f"the end of {name}", lambda name=name: "done" in training.said(name))  # type: ignore[misc]
     wait_for("the end of the other", lambda: all("done" in log.read_text() for log in alone))
