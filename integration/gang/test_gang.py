@@ -5,42 +5,22 @@ import os
 import shlex
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
+from integration.gang.nodes import LIMIT_S, assert_ended, attempt, limit_members, open_journals, serve_nodes
 from integration.namespace import CommandError, wait_for
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman
 from integration.net.pair import NAMES, Pair
-from tests.fakes.authority import Authority
 
 IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
-_LIMIT_S = 60.0  # of a meeting; a loaded machine takes its time
-_PORT = 7443
 _KILL_ONE = "mkdir /run/one-killed 2>/dev/null && kill -9 $PPID"  # CRIU, of whoever comes first
 
 
 def make_pair(node: NetPodman) -> Pair:
-    limit_members(node, _LIMIT_S)
+    limit_members(node)
     return Pair(node, gang="job", gang_size="2")
-
-
-def limit_members(node: NetPodman, timeout_s: float) -> None:
-    """Say how long members wait for one another."""
-    node.configure(f"[agent]\nidle_timeout_s = 2\n[policy]\ngang_timeout_s = {timeout_s}\n")
-
-
-def serve_nodes(node: NetPodman) -> None:
-    """Start a coordinator that serves several nodes, and name it in the node's configuration."""
-    tls = Authority().give(node.scratch / "tls", "node")
-    text = f'coordinator = "https://127.0.0.1:{_PORT}"\ntls_dir = "{tls}"\n'
-    node.configure(f"[agent]\nidle_timeout_s = 2\n{text}[policy]\ngang_timeout_s = {_LIMIT_S}\n")
-    log = node.scratch / "coordinator.log"
-    listen = f"127.0.0.1:{_PORT}"
-    python = ("python3", "-m", "ocihook", "coordinator", "--listen", listen)
-    node.namespace.spawn(*python, log=log, PYTHONPATH="/opt/ocihook")
-    wait_for("the coordinator to listen", lambda: "listening" in log.read_text())
 
 
 def gang(node: NetPodman, command: str, *arguments: str) -> str:
@@ -48,23 +28,8 @@ def gang(node: NetPodman, command: str, *arguments: str) -> str:
     return node.ocihook("gang", command, *arguments, "--podman", shlex.join(["podman", *node.options()]))
 
 
-def open_journals(node: NetPodman) -> list[Path]:
-    """Return the journals of sessions that have not ended."""
-    return list(node.namespace.path("/run/ocihook/sessions").glob("*.json"))
-
-
-def attempt(node: NetPodman) -> dict[str, object]:
-    """Return what is known of the last attempt."""
-    (found,) = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
-    last: dict[str, object] = found.get("attempt", {"state": "none"})
-    return last
-
-
 def assert_nothing_left(node: NetPodman) -> None:
-    try:
-        wait_for("all sessions to end", lambda: not open_journals(node))
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{node.agent_log()}") from error
+    assert_ended(node)
     assert node.holds("client") + node.holds("server") == []
 
 
@@ -73,7 +38,7 @@ def test_both_members_move_to_new_addresses(make_node: MakeNode) -> None:
     pair = make_pair(node)
     for number in range(1, 100 if IS_NIGHTLY else 3):
         if number == 2:  # from here on as on several nodes
-            serve_nodes(node)
+            serve_nodes([node])
         directory = node.scratch / f"epoch{number}"
         assert "members client, server; 4 connections" in gang(node, "checkpoint", "job", str(directory))
         pair.remove()
@@ -94,14 +59,14 @@ def test_one_fails_and_all_run_on(make_node: MakeNode) -> None:
     limit_members(node, 1)
     with pytest.raises(CommandError, match=r"1 that never joined did not reach 'arrived' within 1 s"):
         node.checkpoint("client", pair.archives["client"])
-    limit_members(node, _LIMIT_S)
+    limit_members(node)
     with ThreadPoolExecutor() as pool:  # one whose CRIU is killed while it waits
         waiting = pool.submit(node.checkpoint, "client", pair.archives["client"])
         wait_for("the client to arrive", lambda: attempt(node)["state"] == "open")
         (journal,) = open_journals(node)
         os.kill(json.loads(journal.read_bytes())["criu"][0], signal.SIGKILL)
         with pytest.raises(CommandError):
-            waiting.result(_LIMIT_S)
+            waiting.result(LIMIT_S)
     pair.assert_flows()
     for stage in ("network-lock", "post-dump"):
         node.act_at(stage, _KILL_ONE)

@@ -20,7 +20,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_peer(binary: Path) -> Path:
     """Build the program whose connections are dumped."""
-    sources = [HERE / "peer.c", HERE / "kinds.c"]
+    sources = [HERE / "peer.c", HERE / "kinds.c", HERE / "rank.c"]
     strict = ["-O2", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-static", "-s"]
     subprocess.run(["gcc", *strict, "-o", binary, *sources], check=True, timeout=120)
     return binary
@@ -31,8 +31,10 @@ def make_node(scratch: Path, forky_root: Path, wheels: Path, peer: Path) -> Iter
     """Return a function that makes a podman with a network and ocihook; all are removed."""
     made: list[NetPodman] = []
 
-    def make(runtime: str = "runc", *, cuda_files: Path | None = None) -> NetPodman:
-        made.append(NetPodman(scratch, forky_root, wheels, peer, runtime, cuda_files=cuda_files))
+    def make(runtime: str = "runc", *, cuda_files: Path | None = None, kind: type[NetPodman] = NetPodman) -> NetPodman:
+        directory = scratch / str(len(made)) if made else scratch
+        directory.mkdir(exist_ok=True)
+        made.append(kind(directory, forky_root, wheels, peer, runtime, cuda_files=cuda_files))
         made[-1].install()
         return made[-1]
 

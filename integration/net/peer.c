@@ -5,19 +5,25 @@
  * peer client [-k KEY] [-r KB] ADDRESS/PORT...  connects to each, with a key of its own from KEY on, and sends datagrams
  *      Both ends send without end, at random times and in random amounts, from an eighth of KB a millisecond to eight times
  *      that: each connection changes its pace now and then. Each byte is given by the key, the direction and its offset, so
- *      one that is lost, doubled, changed or moved is known at once.
+ *      one that is lost, doubled, changed or moved is known at once. A socket that is not to block must not begin to.
  *      Prints every 100 ms `connection KEY sent N received N` and `datagrams N`, and `connection KEY silent N ms until S`
  *      (in s since 1970) after a longer wait than that for a byte of the peer's. What breaks is said once: `broken KEY: ...`.
  * peer asks ADDRESS/PORT             asks there and waits for the answer, over and over; prints what a client does
+ * peer member [-k KEY] [-r KB] [-m MB] [-o FILE] OWN/PORT ADDRESS/PORT...  is a server at the first address, and a client
+ *      of the others; holds so many MB of memory. With FILE it says nothing but writes that anew each time: a log that
+ *      grows while podman archives it makes an archive that ends early (podman < 6, `--leave-running`).
  * peer stranger ADDRESS...           what `kinds` connects to (kinds.c)
  * peer kinds OWN PEER OWN6 PEER6 [KIND...]   holds sockets (kinds.c)
  * peer many COUNT ADDRESS            holds COUNT bound datagram sockets, then prints `ready`
+ * peer rank RANK SIZE STEPS PAUSE_MS OWN PORT NEXT PORT  trains (rank.c)
  * peer beside PROGRAM WORD ROLE...   runs a program with one word, and is what ROLE says at the same time
  */
 #include "peer.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <signal.h>
@@ -41,6 +47,7 @@ struct connection {
     double next_ms;      /* when to send again */
     double pace;         /* times `kb_per_ms` */
     size_t left;         /* how much then */
+    const char *broken;  /* why */
 };
 
 static struct pollfd polled[MOST];
@@ -49,6 +56,7 @@ static enum { LISTENS, ANSWERS, ASKS, CONNECTED } kinds[MOST];
 static int count;
 static unsigned long datagrams;
 static double kb_per_ms = 1;
+static const char *file; /* that reports are written to */
 
 static double clock_ms(clockid_t clock)
 {
@@ -131,9 +139,11 @@ static void add(int fd, int kind, unsigned key, int is_server)
 {
     if (count == MOST)
         fail("too many sockets");
+    if (kind == CONNECTED && fcntl(fd, F_SETFL, O_NONBLOCK))
+        fail("fcntl");
     kinds[count] = kind;
     polled[count] = (struct pollfd){fd, POLLIN, 0};
-    connections[count++] = (struct connection){fd, key, is_server, 0, 0, now_ms(), 0, 1, 0};
+    connections[count++] = (struct connection){fd, key, is_server, 0, 0, now_ms(), 0, 1, 0, NULL};
 }
 
 static void broken(int at, const char *what)
@@ -143,6 +153,7 @@ static void broken(int at, const char *what)
         (unsigned long long)c->received);
     close(c->fd);
     polled[at].fd = -1;
+    c->broken = what;
 }
 
 static void receive(int at)
@@ -157,7 +168,7 @@ static void receive(int at)
         return;
     }
     double now = now_ms();
-    if (c->key && now - c->heard_ms > REPORT_MS)
+    if (c->key && !file && now - c->heard_ms > REPORT_MS)
         say("connection %u silent %.0f ms until %.6f", c->key, now - c->heard_ms, clock_ms(CLOCK_REALTIME) / 1e3);
     c->heard_ms = now;
     if (!c->key)
@@ -208,8 +219,34 @@ static void answer(int at)
         sendto(polled[at].fd, buffer, (size_t)got, MSG_DONTWAIT, (void *)&from, length);
 }
 
+static void write_report(void)
+{
+    char written[PATH_MAX];
+    snprintf(written, sizeof written, "%s.new", file);
+    FILE *out = fopen(written, "w");
+    if (!out)
+        return;
+    for (int i = 0; i < count; i++) {
+        struct connection *c = &connections[i];
+        if (c->broken)
+            fprintf(out, "broken %u: %s\n", c->key, c->broken);
+        else if (kinds[i] == CONNECTED && c->key)
+            fprintf(out, "connection %u sent %llu received %llu\n", c->key, (unsigned long long)c->sent,
+                    (unsigned long long)c->received);
+    }
+    fclose(out);
+    rename(written, file);
+}
+
 static void report(void)
 {
+    for (int i = 0; i < count; i++)
+        if (kinds[i] == CONNECTED && polled[i].fd >= 0 && !(fcntl(polled[i].fd, F_GETFL) & O_NONBLOCK))
+            broken(i, "it blocks now");
+    if (file) {
+        write_report();
+        return;
+    }
     for (int i = 0; i < count; i++) {
         struct connection *c = &connections[i];
         if (kinds[i] == CONNECTED && polled[i].fd >= 0 && c->key)
@@ -259,43 +296,58 @@ static int port_of(char *text)
     return atoi(slash + 1);
 }
 
-/* -k and -r; returns what follows them */
+static void hold_memory(size_t bytes)
+{
+    uint64_t *words = malloc(bytes + 1), number = 0;
+    if (!words)
+        fail("malloc");
+    for (size_t i = 0; i < bytes / sizeof *words; i++)
+        words[i] = number = mix(number + i);
+}
+
+/* -k, -r, -m and -o; returns what follows them */
 static char **options(char **arguments, unsigned *key)
 {
     for (; *arguments && **arguments == '-'; arguments += 2)
         if (arguments[0][1] == 'k')
             *key = (unsigned)atoi(arguments[1]);
+        else if (arguments[0][1] == 'm')
+            hold_memory((size_t)atoi(arguments[1]) << 20);
+        else if (arguments[0][1] == 'o')
+            file = arguments[1];
         else
             kb_per_ms = atof(arguments[1]);
     return arguments;
 }
 
-static void serve(char **endpoints)
+static void listen_at(char *endpoint)
 {
-    unsigned none;
-    for (endpoints = options(endpoints, &none); *endpoints; endpoints++) {
-        int port = port_of(*endpoints);
-        add(make_socket(*endpoints, port, SOCK_STREAM, BIND | LISTEN), LISTENS, 0, 1);
-        add(make_socket(*endpoints, port, SOCK_DGRAM, BIND), ANSWERS, 0, 1);
-    }
-    say("ready");
-    traffic();
+    int port = port_of(endpoint);
+    add(make_socket(endpoint, port, SOCK_STREAM, BIND | LISTEN), LISTENS, 0, 1);
+    add(make_socket(endpoint, port, SOCK_DGRAM, BIND), ANSWERS, 0, 1);
 }
 
-static void ask(char **arguments)
+static void connect_to(char *endpoint, unsigned key)
+{
+    int one = 1, port = port_of(endpoint);
+    int fd = make_socket(endpoint, port, SOCK_STREAM, CONNECT);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    uint8_t hello = (uint8_t)key;
+    if (send(fd, &hello, 1, MSG_NOSIGNAL) != 1)
+        fail("send");
+    add(fd, CONNECTED, key, 0);
+    add(make_socket(endpoint, port, SOCK_DGRAM, CONNECT), ASKS, 0, 0);
+}
+
+/* Listens at the first so many endpoints, and connects to the rest. */
+static void take_part(char **arguments, int listeners)
 {
     unsigned key = 1;
-    int one = 1;
-    for (arguments = options(arguments, &key); *arguments; arguments++, key++) {
-        int port = port_of(*arguments);
-        int fd = make_socket(*arguments, port, SOCK_STREAM, CONNECT);
-        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-        uint8_t hello = (uint8_t)key;
-        if (send(fd, &hello, 1, MSG_NOSIGNAL) != 1)
-            fail("send");
-        add(fd, CONNECTED, key, 0);
-        add(make_socket(*arguments, port, SOCK_DGRAM, CONNECT), ASKS, 0, 0);
-    }
+    for (arguments = options(arguments, &key); *arguments; arguments++, listeners--)
+        if (listeners > 0)
+            listen_at(*arguments);
+        else
+            connect_to(*arguments, key++);
     say("ready");
     traffic();
 }
@@ -345,15 +397,19 @@ int main(int argc, char **argv)
     }
     const char *role = argc > 1 ? argv[1] : "pause";
     if (!strcmp(role, "server"))
-        serve(argv + 2);
+        take_part(argv + 2, argc);
     else if (!strcmp(role, "client"))
-        ask(argv + 2);
+        take_part(argv + 2, 0);
+    else if (!strcmp(role, "member"))
+        take_part(argv + 2, 1);
     else if (!strcmp(role, "asks") && argc > 2)
         ask_and_wait(argv[2]);
     else if (!strcmp(role, "stranger"))
         stranger(argv + 2);
     else if (!strcmp(role, "kinds") && argc > 5)
         hold_kinds(argv + 2);
+    else if (!strcmp(role, "rank") && argc > 9)
+        train(argv + 2);
     else if (!strcmp(role, "many") && argc > 3)
         hold_many(atoi(argv[2]), argv[3]);
     else

@@ -1,4 +1,4 @@
-/* What peer.c and kinds.c share. */
+/* What peer.c, kinds.c and rank.c share. */
 #include <sys/socket.h>
 
 enum { BIND = 1, LISTEN = 2, CONNECT = 4 };
@@ -9,3 +9,4 @@ socklen_t address_of(const char *text, int port, struct sockaddr_storage *addres
 int make_socket(const char *text, int port, int type, int flags);
 void stranger(char **addresses);
 void hold_kinds(char **arguments);
+void train(char **words) __attribute__((noreturn));

@@ -22,19 +22,23 @@ def progress(said: str) -> dict[int, tuple[int, int]]:
     return {int(key): (int(sent), int(received)) for key, sent, received in _PROGRESS.findall(said)}
 
 
-def assert_flows(peers: Mapping[str, Callable[[], str]]) -> None:
+def assert_flows(
+    peers: Mapping[str, Callable[[], str]], *, connections: int = CONNECTIONS, enough_bytes: int = _ENOUGH_BYTES
+) -> None:
     """Check that all connections of all peers continue in both directions.
 
     Args:
         peers: what returns all that one has said since it was started or restored.
+        connections: of each.
+        enough_bytes: of each in both directions, to be seen from now on.
     """
     for name, said in peers.items():
-        wait_for(f"connections of {name}", lambda said=said: len(progress(said())) == CONNECTIONS)  # type: ignore[misc]
+        wait_for(f"connections of {name}", lambda said=said: len(progress(said())) == connections)  # type: ignore[misc]
     before = {name: progress(said()) for name, said in peers.items()}
 
     def goes_on(name: str) -> bool:
         now = progress(peers[name]())
-        return all(now[key][way] > done[way] + _ENOUGH_BYTES for key, done in before[name].items() for way in (0, 1))
+        return all(now[key][way] > done[way] + enough_bytes for key, done in before[name].items() for way in (0, 1))
 
     for name in peers:
         wait_for(f"traffic of {name}", lambda name=name: goes_on(name))  # type: ignore[misc]

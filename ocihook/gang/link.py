@@ -40,7 +40,7 @@ class Link(NamedTuple):
         """Send a member's request, or without one ask about all gangs; return the answer.
 
         Raises:
-            GangError: if the coordinator refuses.
+            GangError: if the coordinator refuses, or is not the one that the certificates name.
             OSError: if it cannot be reached, or does not answer; it can be asked again.
             GivenUp: as soon as nobody waits for it any more.
         """
@@ -70,6 +70,8 @@ class Link(NamedTuple):
         from http.client import HTTPConnection, HTTPSConnection
 
         if self.url:
+            import ssl
+
             from ocihook.gang.certificates import client_tls
 
             parts = urlsplit(self.url)
@@ -77,7 +79,10 @@ class Link(NamedTuple):
             connection: HTTPConnection = HTTPSConnection(
                 parts.hostname or "", parts.port, timeout=_TIMEOUT_S, context=tls
             )
-            connection.connect()
+            try:
+                connection.connect()
+            except ssl.SSLCertVerificationError as error:  # to ask again would not change it
+                raise unreachable(self, error) from error
             return connection
         connection = HTTPConnection("localhost", timeout=_TIMEOUT_S)
         connection.sock = socket.socket(socket.AF_UNIX)

@@ -184,7 +184,8 @@ class Gang:
     def join(self, claim: Claim, wanted: Join) -> Answer:
         """Let a member take part in the attempt that is open, or open one.
 
-        A member that does not fit the open attempt shows that this can no longer succeed: it ends.
+        A member that does not fit the open attempt shows that this can no longer succeed: it ends. Another one is open
+        then, but for members that are restored from different epochs: all of them fail.
 
         Raises:
             ValueError: if it is not possible at all.
@@ -198,6 +199,9 @@ class Gang:
         attempt = self._open
         if attempt is not None and (reason := _contradiction(attempt, claim, wanted)):
             self._end(attempt, reason)
+            if attempt.join.act == wanted.act and attempt.join.source != wanted.source:  # nobody knows which is stale
+                self._over[claim.session] = attempt.reason
+                return Answer(State.OVER, reason=attempt.reason)
             attempt = None
         if attempt is not None and len(attempt.seats) == wanted.size:
             others = ", ".join(sorted(attempt.seats)[:_SHOWN])

@@ -4,6 +4,7 @@ A socket is reached through a copy of its descriptor, which changes nothing for 
 """
 
 import contextlib
+import os
 import re
 import socket
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,14 @@ def tcp_sockets(pids: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
                 seen.add(inode)
                 if sock.getsockopt(socket.SOL_SOCKET, _SO_PROTOCOL) == socket.IPPROTO_TCP:
                     yield inode, sock
+
+
+def keep(sock: socket.socket) -> socket.socket:
+    """Return another copy, which is open until it is closed.
+
+    Not by `dup`, which sets the copy's timeout: that takes O_NONBLOCK from the socket, also for its owner.
+    """
+    return socket.socket(fileno=os.dup(sock.fileno()))
 
 
 def read_options(sock: socket.socket) -> TcpOptions:

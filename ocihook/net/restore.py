@@ -23,7 +23,7 @@ from ocihook.linux.procfs import descendants
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
 from ocihook.net.hold import forget_hold, hold, release
 from ocihook.net.kick import Sender, wake
-from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
+from ocihook.net.lost_options import TcpOptions, keep, put_back, tcp_sockets
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket as NetlinkSocket
@@ -348,7 +348,7 @@ def _old_addresses(init_pid: int, facts: NetworkFacts) -> Iterator[str]:
 def _measure_stall(restore: Restore, facts: NetworkFacts) -> None:
     """Record how long connections have stalled since traffic passes."""
     places = {place for place, _ in facts.senders}
-    waiting = [sock.dup() for _, sock in tcp_sockets(descendants(restore.init_pid)) if _place_now(sock) in places]
+    waiting = [keep(sock) for _, sock in tcp_sockets(descendants(restore.init_pid)) if _place_now(sock) in places]
     try:
         is_going = restore.patience.within(_STALL_LIMIT_S).until(lambda: all(map(_goes_on, waiting)))
     finally:

@@ -13,14 +13,20 @@ from cryptography.x509.oid import NameOID
 class Authority:
     """Signs certificates."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """Make one.
+
+        Args:
+            host: address of all who get certificates.
+        """
+        self._host = host
         self.key = ec.generate_private_key(ec.SECP256R1())
         self.certificate = self._sign("authority", self.key, None)
 
     def _sign(self, name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate | None) -> x509.Certificate:
         named = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         now = dt.datetime.now(dt.UTC)
-        hosts = x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))])
+        hosts = x509.SubjectAlternativeName([x509.IPAddress(IPv4Address(self._host))])
         builder = (
             x509.CertificateBuilder()
             .subject_name(named)

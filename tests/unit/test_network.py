@@ -25,7 +25,7 @@ from ocihook.net import hold, netlink, nftables, repair
 from ocihook.net import restore as restore_half
 from ocihook.net.addresses import map_addresses
 from ocihook.net.kick import Sender, wake
-from ocihook.net.lost_options import TcpOptions, multicast_groups, put_back, read_options, tcp_sockets
+from ocihook.net.lost_options import TcpOptions, keep, multicast_groups, put_back, read_options, tcp_sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
 from ocihook.net.restore import NetworkFacts
@@ -161,6 +161,18 @@ def test_what_the_kernel_tells(workload: "subprocess.Popen[str]") -> None:
     assert options == {0, 12345}
     assert netlink.destroy(namespace, survey.connections[:1]) == 1  # whose reset ends the other one
     assert Patience(timeout_s=60).until(lambda: Survey.of([workload.pid]).connections == [])  # type: ignore[union-attr]
+
+
+def test_a_copy_that_is_kept_leaves_the_socket_as_it_is() -> None:
+    """A socket that was not to block, and does, lets the whole application stand still."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.setblocking(False)
+        inode = os.fstat(client.fileno()).st_ino
+        (copy,) = (keep(sock) for number, sock in tcp_sockets([os.getpid()]) if number == inode)
+        with copy:
+            assert copy.getpeername() == server.getsockname()
+            assert not os.get_blocking(client.fileno())
+        assert client.getpeername() == server.getsockname()
 
 
 def test_all_that_has_an_old_address_is_reported(tmp_path: Path) -> None:

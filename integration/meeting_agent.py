@@ -1,0 +1,46 @@
+"""An agent that is killed, or keeps a member waiting, at a meeting of a gang.
+
+meeting_agent.py kill PHASE before|behind    killed, once, when a member is about to reach the phase, or all have
+meeting_agent.py hold PHASE MEMBER           that member does not reach the phase before /run/ocihook/go is there
+"""
+
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from signal import SIGKILL
+
+from integration import patient_agent
+from ocihook import wire
+from ocihook.gang.membership import Attendance
+
+WHAT, PHASE, WHEN = sys.argv[1:]
+AGENT = os.getpid()  # sessions are processes of their own
+GO, KILLED = Path(wire.RUNTIME_DIR) / "go", Path(wire.RUNTIME_DIR) / "killed"
+
+_meet = Attendance.meet
+
+
+def _die() -> None:
+    KILLED.touch()
+    os.kill(AGENT, SIGKILL)
+    while True:  # a session ends with its agent
+        time.sleep(0.01)
+
+
+def meet(self: Attendance, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+    is_it = phase == PHASE
+    if is_it and (WHAT, WHEN) == ("kill", "before"):
+        _die()
+    while is_it and WHAT == "hold" and self.ref.member == WHEN and not GO.exists():
+        self._patience.check()
+        time.sleep(0.01)
+    met = _meet(self, phase, message, about)
+    if is_it and (WHAT, WHEN) == ("kill", "behind"):
+        _die()
+    return met
+
+
+Attendance.meet = meet  # type: ignore[method-assign]
+patient_agent.main()
