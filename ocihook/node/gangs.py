@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.checkpoints.gang_note import GANG_NAME, MAX_NOTE_BYTES, GangNote, read_note
 from ocihook.container.conmon import conmon_name
 from ocihook.container.engine_archive import Member, read_facts
 from ocihook.container.identity import container_ref, gang_ref
@@ -18,7 +19,6 @@ from ocihook.container.running import containers
 from ocihook.criu.socket_images import FILES_NAME
 from ocihook.errors import GangError, IntegrityError, OcihookError, OutputExists
 from ocihook.gang.cut import connection_ends, contradictions, described
-from ocihook.gang.note import GANG_NAME, MAX_NOTE_BYTES, GangNote, read_note
 from ocihook.linux.files import sync_directory
 from ocihook.model import GangRef
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ocihook.checkpoints.gang_note import GangNote, read_note, write_note
 from ocihook.cli import gang as command
 from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
@@ -24,7 +25,6 @@ from ocihook.gang.cut import End, contradictions
 from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, GangJoined, attendance, join
-from ocihook.gang.note import GangNote, read_note, write_note
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
