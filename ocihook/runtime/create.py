@@ -24,7 +24,7 @@ _KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType
 _KEYS = frozenset(
     (
         *("restore_from", "member", "checkpoint_on_stop", "on_no_checkpoint", "on_restore_error", "restore_on_restart"),
-        *("gang_timeout_s"),
+        *("gang_timeout_s", "on_member_stop"),
     )
 )
 
