@@ -64,6 +64,7 @@ class Policy:
     checkpoint_on_stop: bool = False  # runtime handler: a container that is stopped is checkpointed first
     on_no_checkpoint: str = "start"  # runtime handler, without that checkpoint: start afresh, or fail `create`
     on_restore_error: str = "start"  # runtime handler, where a restore fails: start afresh, or fail `create`
+    on_member_stop: str = "last"  # runtime handler, one of a gang stopped alone: last (epoch counts); checkpoint (all)
     restore_on_restart: bool = False  # runtime handler: restore a container that its own pod restarts, too
 
 
@@ -94,6 +95,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "checkpoint_on_stop": True,
         "on_no_checkpoint": ("start", "fail"),
         "on_restore_error": ("start", "fail"),
+        "on_member_stop": ("last", "checkpoint"),
         "restore_on_restart": True,
     }
 )
@@ -156,6 +158,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "push": ("never", "always"),
     "on_no_checkpoint": ("start", "fail"),
     "on_restore_error": ("start", "fail"),
+    "on_member_stop": ("last", "checkpoint"),
 }
 _ABSOLUTE = re.compile(r"(?:/.*)?", re.DOTALL), "an absolute path"
 _PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {

@@ -24,7 +24,10 @@ class ContainerRef:
     bundle: str = ""
     owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
     member: str = ""  # likewise, which of them are its own
-    gang: str = ""  # NAME/EPOCH of the dump of a gang that this is part of
+    gang: str = ""  # NAME/EPOCH/ATTEMPT of the dump of a gang that this is part of
+    gang_member: str = ""  # what it is called there
+    gang_size: str = ""  # a number: members of that dump
+    gang_here: str = ""  # a number: those of them that were on the same node
 
     @property
     def is_in_pod(self) -> bool:
@@ -64,6 +67,7 @@ class GangRef(NamedTuple):
     member: str  # what the container is called in it
     size: int  # members of the gang, with this one
     epoch: int = 0  # of the dump that is restored; 0: a dump
+    attempt: str = ""  # the id of that dump: another coordinator may have given it the same epoch
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}" if self.namespace else self.name

@@ -1,10 +1,12 @@
 """A stop that becomes a checkpoint: whatever is killed meanwhile, a full disk, a short grace period, what is saved."""
 
+import json
 import os
 import shutil
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,3 +149,28 @@ def test_what_a_container_had_beside_its_processes(make_handled: MakeHandled, ru
     assert [path.name for path in (top / "cache").iterdir()] == ["open"]
     for path in ("cache/open", "dev/shm/open", "open"):
         wait_for(path, lambda path=path: int.from_bytes((top / path).read_bytes(), sys.byteorder) > last)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("runtime", ["crun"])
+def test_a_member_of_a_gang_is_stopped_alone(make_handled: MakeHandled, runtime: str) -> None:
+    """All are checkpointed with it, and the others run on; made again, all resume from that, not from what is newer."""
+    podman = make_handled(runtime)
+    pair = {**AGAIN, "gang": "job", "gang_size": "2", "on_member_stop": "checkpoint", "gang_timeout_s": "60"}
+    run = podman.make
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda name: run("run", name, **pair), "ab")] == [None, None], "there is none: they start"
+    for name in "ab":
+        podman.wait_to_count(name)
+    last = podman.stop("a")
+    podman.wait_to_count("b")
+    (found,) = json.loads(podman.ocihook("gang", "status", "--json"))["gangs"]
+    rows = json.loads(podman.ocihook("store", "list", "--json"))["checkpoints"]
+    assert len(found["epochs"]) == 1
+    assert [row["gang"].split("/")[:2] for row in rows] == 2 * [["job", str(found["epochs"][0])]]
+    podman.remove("b")
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: run("run", name, **pair), "ab"))
+    for name in "ab":
+        podman.wait_to_count(name)
+    assert podman.counts("a")[0] == last + 1
+    assert podman.counts("b")[0] > 1

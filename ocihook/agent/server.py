@@ -41,6 +41,7 @@ REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOST_SCRAPES = 4  # at a time
+_ASK_AGAIN_S = 10.0  # members of a gang that wait ask every 2 s (gang/coordinator.py)
 _SCRAPE_TIMEOUT_S = 30
 _LEAST_WAIT_S = 1.0  # from one attempt to push to the next, whatever becomes of it
 _STOP = "stop of "  # what a child that stops a container is called, with the container's id
@@ -94,6 +95,8 @@ class Agent:
         self._coordinator: tuple[int, int] | None = None  # pidfd and pid of what answers members of gangs
         if gangs is not None:
             self._selector.register(gangs, selectors.EVENT_READ)
+        self._asked: int | None = None  # a pipe with a byte for each of their requests
+        self._asked_until_s = 0.0  # by the monotonic clock: whoever has asked may ask again
         self._push_at_s: float | None = None  # by the monotonic clock: what could not be pushed is tried again
         self._is_stopping = False
 
@@ -128,6 +131,11 @@ class Agent:
             self._accept_scrape()
         elif key.fileobj is self._gangs:
             self._start_coordinator()
+        elif key.fd == self._asked:
+            if os.read(key.fd, wire.PACKET_BYTES):
+                self._asked_until_s = time.monotonic() + _ASK_AGAIN_S
+            else:  # the coordinator has ended
+                self._selector.unregister(key.fd)
         elif self._coordinator is not None and key.fd == self._coordinator[0]:
             self._reap_coordinator()
         elif key.fd in self._scrapes:
@@ -141,7 +149,12 @@ class Agent:
     def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
         if self._is_stopping:
             return bool(self._children)  # what is pending stays so, for the next agent
-        return bool(self._children or self._background or self._metrics) or is_recent or self._push_at_s is not None
+        is_asked = time.monotonic() < self._asked_until_s
+        return (
+            bool(self._children or self._background or self._metrics or is_asked)
+            or is_recent
+            or self._push_at_s is not None
+        )
 
     def _stop(self) -> None:
         log.info("stopping; %d sessions will end first", len(self._children))
@@ -152,6 +165,8 @@ class Agent:
         with connection:
             try:
                 request = self._read_request(connection)
+                if request is None:
+                    return
                 control = self._session_for(request)
             except (OcihookError, wire.ProtocolError, OSError) as error:
                 log.error("request refused: %s", error)
@@ -272,24 +287,34 @@ class Agent:
         assert self._gangs is not None
         self._selector.unregister(self._gangs)
         parent = os.getpid()
+        asked, asking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
-            self._be_coordinator(self._gangs, parent)
+            os.close(asked)
+            self._be_coordinator(self._gangs, parent, asking)
+        os.close(asking)
+        self._asked = asked
+        self._selector.register(asked, selectors.EVENT_READ)
         pidfd = os.pidfd_open(pid)
         self._coordinator = pidfd, pid
         self._selector.register(pidfd, selectors.EVENT_READ)
 
-    def _be_coordinator(self, gangs: socket.socket, parent: int) -> None:
+    def _be_coordinator(self, gangs: socket.socket, parent: int, asking: int) -> None:
         """Body of the process that coordinates gangs; never returns."""
+
+        def note_request() -> None:
+            with contextlib.suppress(OSError):  # a full pipe says enough
+                os.write(asking, b"\0")
+
         try:
             die_with_parent(parent)
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # it ends with the agent, when all sessions have
-            self._gangs = None
+            self._gangs = self._asked = None
             self._let_go()
             from ocihook.gang.server import serve  # loaded only where there are gangs
 
-            serve(gangs, Path(_settings().gang_dir))
+            serve(gangs, Path(_settings().gang_dir), asked=note_request)
         except Exception:
             log.exception("the coordinator of gangs")
         finally:
@@ -304,6 +329,11 @@ class Agent:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         os.waitpid(pid, 0)
+        if self._asked is not None:
+            with contextlib.suppress(KeyError):  # its end was noticed before
+                self._selector.unregister(self._asked)
+            os.close(self._asked)
+            self._asked = None
         log.error("the coordinator of gangs has ended; open dumps and restores of gangs end, too")
         self._selector.register(self._gangs, selectors.EVENT_READ)
 
@@ -317,17 +347,23 @@ class Agent:
             self._metrics.close()
         if self._gangs is not None:
             self._gangs.close()
+        if self._asked is not None:
+            os.close(self._asked)
         if self._coordinator is not None:
             os.close(self._coordinator[0])
         for pidfd in [*self._children, *self._scrapes, *self._background]:
             os.close(pidfd)
 
-    def _read_request(self, connection: socket.socket) -> wire.Request:
+    def _read_request(self, connection: socket.socket) -> wire.Request | None:
+        """Return what is asked for; None if nothing is: an agent was to be here."""
         _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid != 0:
             raise AgentError(f"user {uid} is not root")
         connection.settimeout(REQUEST_TIMEOUT_S)
-        request = wire.Request.decode(connection.recv(wire.PACKET_BYTES))
+        packet = connection.recv(wire.PACKET_BYTES)
+        if not packet:
+            return None
+        request = wire.Request.decode(packet)
         known = (*wire.DUMP_STAGES, wire.DETACHED_STAGE, *wire.RESTORE_STAGES, wire.STOP_STAGE)
         if request.stage not in known:
             raise wire.ProtocolError(f"unknown stage {request.stage!r}")

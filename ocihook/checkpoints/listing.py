@@ -4,6 +4,7 @@ import errno
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ocihook.checkpoints.epochs import Epochs, find_epoch
 from ocihook.checkpoints.pending import (
     Failure,
     check_taken,
@@ -41,6 +42,8 @@ class Listed(NamedTuple):
     is_pinned: bool = False
     is_used: bool = False  # by a restore or a push
     push: Push | None = None  # that is due
+    gang: str = ""  # GANG/EPOCH/ATTEMPT of the dump of a gang that it is part of
+    gang_missing: int = 0  # members of that which are not complete here; of a gang on several nodes, they are elsewhere
 
 
 def failure_of(domain: Domain, error: OcihookError | OSError) -> Failure:
@@ -62,6 +65,31 @@ def find(store: Store, checkpoint_id: str) -> Domain:
         if checkpoint_id in pending_ids(domain) or checkpoint_id in domain.checkpoint_ids():  # complete at any moment
             return domain
     raise StoreError(f"the store in {store.root} has no checkpoint {checkpoint_id}")
+
+
+def find_gang(store: Store, name: str) -> tuple[Domain, list[str]]:
+    """Return the domain of a dump of a gang, GANG/EPOCH, and what of it is complete in a store.
+
+    Raises:
+        StoreError: if nothing is, or two dumps are called so.
+    """
+    known = ((domain.name, m.id, m.container) for domain in store.domains() for m in domain.checkpoints())
+    found, ids = find_epoch(name, f"the store in {store.root}", known)
+    return store.open(found), ids
+
+
+def unfinished_epochs(store: Store) -> list[str]:
+    """Return which dumps of gangs lack members that were on this node, a sentence each: they are not restored."""
+    said = []
+    for domain in store.domains():
+        containers = [m.container for m in domain.checkpoints() if m.container.gang and not domain.is_pulled(m.id)]
+        epochs = Epochs(containers)
+        torn = {c.gang: epochs.missing(c) for c in containers if not epochs.has_all_of_node(c)}
+        said += [
+            f"domain {domain.name}: {gang} lacks {missing} of its members, and is not restored"
+            for gang, missing in torn.items()
+        ]
+    return said
 
 
 def pin(store: Store, checkpoint_id: str, *, is_pinned: bool) -> None:
@@ -89,14 +117,18 @@ def list_checkpoints(store: Store) -> list[Listed]:
     rows = []
     for domain in store.domains():
         pending = list(pending_of(domain))  # read first: what is completed meanwhile is then among the others
+        manifests = domain.checkpoints()
+        epochs = Epochs(m.container for m in manifests)
         complete = [
             Listed(
                 *(domain.name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes),
                 is_pinned=domain.marks.is_pinned(m.id),
                 is_used=domain.marks.is_used(m.id),
                 push=domain.pushes.read(m.id),
+                gang=m.container.gang,
+                gang_missing=epochs.missing(m.container),
             )
-            for m in domain.checkpoints()
+            for m in manifests
         ]
         complete_ids = {row.id for row in complete}
         rows += [*complete, *(row for row in pending if row.id not in complete_ids)]
@@ -131,7 +163,8 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
             state, failure = "pending", read_failure(domain, checkpoint_id) or Failure("", "", "")
         container, created, size = (str(job.container), job.created, job.raw_bytes) if job else ("", "", 0)
         done = read_progress(domain, checkpoint_id)
-        yield Listed(domain.name, checkpoint_id, state, container, created, size, 0, done, *failure[:4])
+        gang = job.container.gang if job else ""
+        yield Listed(domain.name, checkpoint_id, state, container, created, size, 0, done, *failure[:4], gang=gang)
 
 
 def usage(store: Store) -> dict[str, garbage.Usage]:

@@ -2,6 +2,8 @@
 
 First each container keeps what it is to keep. If that exceeds a bound, the oldest go, whichever container's they are:
 all but the newest of the store. What is pinned or in use always stays. A prune blocks others for short steps only.
+
+The checkpoints of one dump of a gang stay or go together. A dump that lacks members does not count as one that is kept.
 """
 
 import calendar
@@ -9,18 +11,21 @@ import contextlib
 import logging
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, compress, repeat
 from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.checkpoints.complete import claimed
+from ocihook.checkpoints.epochs import Epochs
+from ocihook.checkpoints.gang_note import GANG_NAME, MAX_NOTE_BYTES, decode_note
 from ocihook.checkpoints.pending import check_taken, read_job
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
-from ocihook.container.engine_archive import read_facts
+from ocihook.container.engine_archive import Member, read_facts
 from ocihook.errors import IntegrityError, OcihookError, StoreError
+from ocihook.model import ContainerRef
 from ocihook.store.domain import LOCK_TIMEOUT_S, Domain
 from ocihook.store.garbage import AT_A_TIME, Needs, remove_rubbish
 from ocihook.store.lineage import lineage
@@ -74,6 +79,7 @@ class _Candidate(NamedTuple):
     container: str
     name: str
     epoch: str = ""  # of a gang: its checkpoints are removed together
+    is_whole: bool = True  # else a member of that epoch is missing
 
 
 class _Work:
@@ -91,7 +97,7 @@ class _Work:
 
     def remove(self, checkpoint_ids: Sequence[str]) -> None:
         """Remove checkpoints, except those that are held; or only note which would be removed."""
-        going = [checkpoint_id for checkpoint_id in checkpoint_ids if not self.domain.is_held(checkpoint_id)]
+        going = _unheld(checkpoint_ids, self.manifests(), self.domain.is_held)
         for at in range(0, len(going), AT_A_TIME):
             batch = going[at : at + AT_A_TIME]
             if not self._dry_run:
@@ -166,6 +172,14 @@ def _shrink(store: Store, works: Sequence[_Work], max_bytes: int, *, dry_run: bo
             return
 
 
+def _unheld(checkpoint_ids: Iterable[str], all_: Iterable[StoredManifest], is_held: Callable[[str], bool]) -> list[str]:
+    """Return those of some checkpoints that are not held, and of which no other of the same epoch is."""
+    wanted, manifests = {*checkpoint_ids}, list(all_)
+    epochs = {manifest.container.gang for manifest in manifests if manifest.id in wanted}
+    held = {m.container.gang for m in manifests if m.container.gang in epochs and is_held(m.id)} - {""}
+    return [m.id for m in manifests if m.id in wanted and m.container.gang not in held and not is_held(m.id)]
+
+
 class _Aged(NamedTuple):
     made_s: float  # since the epoch; in each domain later ones are no older, whatever clocks did
     place: int
@@ -178,22 +192,26 @@ def _paying(works: Sequence[_Work], max_bytes: int) -> list[_Aged]:
     rows = [checkpoint for work in works for checkpoint in _by_age(work)]
     rows.sort(key=lambda checkpoint: checkpoint[:2], reverse=True)
     estimates = {id(work): Estimate(work.domain) for work in works}
-    is_staying = [number == 0 or row.work.domain.is_held(row.manifest.id) for number, row in enumerate(rows)]
+    staying = [row for number, row in enumerate(rows) if number == 0 or row.work.domain.is_held(row.manifest.id)]
+    staying += _of_same_epochs(staying, rows)
+    is_staying = [row in staying for row in rows]
     for row in compress(rows, is_staying):
         estimates[id(row.work)].add(row.manifest)
     may_go = [row for row, stays in zip(rows, is_staying, strict=True) if not stays]
     for number, row in enumerate(may_go):
         estimates[id(row.work)].add(row.manifest)
         if sum(estimate.size_bytes for estimate in estimates.values()) > max_bytes:
-            return _with_their_epochs(may_go[number:], may_go)
-    return _with_their_epochs(may_go[-1:], may_go)
+            going = may_go[number:]
+            break
+    else:
+        going = may_go[-1:]
+    return [*_of_same_epochs(going, may_go), *going]
 
 
-def _with_their_epochs(going: Sequence[_Aged], may_go: Sequence[_Aged]) -> list[_Aged]:
-    """Return checkpoints to remove, with those of the same epoch, which are useless without them."""
-    epochs = {(id(row.work), row.manifest.container.gang) for row in going if row.manifest.container.gang}
-    others = [row for row in may_go if (id(row.work), row.manifest.container.gang) in epochs and row not in going]
-    return [*others, *going]
+def _of_same_epochs(some: Sequence[_Aged], rows: Sequence[_Aged]) -> list[_Aged]:
+    """Return what is of the same epochs as some checkpoints: these are useless without it."""
+    epochs = {(id(row.work), row.manifest.container.gang) for row in some if row.manifest.container.gang}
+    return [row for row in rows if (id(row.work), row.manifest.container.gang) in epochs and row not in some]
 
 
 def _by_age(work: _Work) -> list[_Aged]:
@@ -226,34 +244,64 @@ def _archives(directory: Path) -> list[tuple[float, int, Path]]:
 def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> Pruned:
     """Remove archives that nothing keeps from a directory; the kubelet never cleans its own.
 
-    What is not an archive, or was written to a moment ago, stays.
+    What is not an archive, or was written to a moment ago, stays; and so do the archives of the same epoch of a gang.
     """
     now_s = time.time() if now_s is None else now_s
     rows = _archives(directory)
     total = sum(size for _, size, _ in rows)
     if not keep.last and not keep.within_s and not 0 < keep.max_bytes < total:
         return Pruned(str(directory), (), 0)
-    candidates, sizes = [], {}
-    for changed_s, size, path in rows:
-        try:
-            if now_s - changed_s > _WRITTEN_WITHIN_S:
-                container = lineage(read_facts(path).container)
-                candidates.append(_Candidate(changed_s, changed_s, container, path.name))
-                sizes[path.name] = size
-        except (OcihookError, OSError) as error:
-            log.warning("%s stays: %s", path, error)
-    removed = _choose(candidates, keep, now_s)
+    sizes = {path.name: size for _, size, path in rows}
+    candidates, staying = [], {rows[0][2].name} if rows else set[str]()
+    archived = {path.name: (changed_s, found) for changed_s, _, path in rows if (found := _read_archive(path))}
+    epochs = Epochs(container for _, container in archived.values())
+    for name, (changed_s, container) in archived.items():
+        is_whole = epochs.has_all_of_node(container)
+        candidates.append(_Candidate(changed_s, changed_s, lineage(container), name, _epoch_key(container), is_whole))
+        if now_s - changed_s <= _WRITTEN_WITHIN_S:
+            staying.add(name)
+    staying = _with_epochs(staying, candidates)
+    kept = {name for name in archived if name not in _choose(candidates, keep, now_s)} | staying
+    kept = _with_epochs(kept, candidates)
+    removed = [candidate.name for candidate in candidates if candidate.name not in kept]
     total -= sum(sizes[name] for name in removed)
-    newest = rows[0][2].name if rows else ""
     for candidate in reversed(candidates):
-        if 0 < keep.max_bytes < total and candidate.name not in {newest, *removed}:
-            removed.append(candidate.name)
-            total -= sizes[candidate.name]
+        if 0 < keep.max_bytes < total and candidate.name not in {*staying, *removed}:
+            together = [name for name in _with_epochs({candidate.name}, candidates) if name not in removed]
+            removed += sorted(together)
+            total -= sum(sizes[name] for name in together)
     if 0 < keep.max_bytes < total:
         log.warning("%s takes %d bytes, %d more than max_archive_bytes", directory, total, total - keep.max_bytes)
     for name in () if dry_run else removed:
         (directory / name).unlink(missing_ok=True)
     return Pruned(str(directory), tuple(removed), 0 if dry_run else sum(sizes[name] for name in removed))
+
+
+def _read_archive(path: Path) -> ContainerRef | None:
+    """Return the container of an archive, with its gang; None if it is no archive, or damaged."""
+    notes = []
+
+    def visit(member: Member) -> None:
+        if member.image_name == GANG_NAME:
+            notes.append(decode_note(member.content(MAX_NOTE_BYTES)))
+
+    try:
+        container = read_facts(path, visit).container
+        return notes[0].on(container) if notes else container
+    except (OcihookError, OSError) as error:
+        log.warning("%s stays: %s", path, error)
+        return None
+
+
+def _epoch_key(container: ContainerRef) -> str:
+    return f"{container.pod_namespace}/{container.gang}" if container.gang else ""
+
+
+def _with_epochs(names: Collection[str], candidates: Iterable[_Candidate]) -> set[str]:
+    """Return names with those of the same epochs."""
+    rows = list(candidates)
+    epochs = {candidate.epoch for candidate in rows if candidate.name in names} - {""}
+    return {*names, *(candidate.name for candidate in rows if candidate.epoch in epochs)}
 
 
 def prune_by_policy(settings: Settings) -> None:
@@ -274,17 +322,27 @@ def prune_by_policy(settings: Settings) -> None:
             log.info("removed %s of %s, by the retention configured", name, pruned.where)
 
 
-def choose(manifests: Iterable[StoredManifest], keep: Keep, now_s: float) -> list[str]:
+def choose(manifests: Sequence[StoredManifest], keep: Keep, now_s: float, *, of_all_nodes: bool = False) -> list[str]:
     """Return which of all checkpoints, given in order, to remove. Of each container the newest always stays.
 
-    The checkpoints of one epoch of a gang are removed together, or stay.
+    The checkpoints of one epoch of a gang are removed together, or stay. An epoch that lacks members counts only beside
+    others that do, and only as long as there is no newer one that is complete.
+
+    Args:
+        manifests: of a domain.
+        keep: what stays.
+        now_s: since the epoch.
+        of_all_nodes: whether they are those of all nodes, as at a remote, and not of one.
     """
+    epochs = Epochs(manifest.container for manifest in manifests)
+    is_whole = epochs.is_whole if of_all_nodes else epochs.has_all_of_node
     candidates = [
-        _Candidate(order, _made_s(m), lineage(m.container), m.id, m.container.gang) for order, m in enumerate(manifests)
+        _Candidate(order, _made_s(m), lineage(m.container), m.id, m.container.gang, is_whole(m.container))
+        for order, m in enumerate(manifests)
     ]
     going = set(_choose(candidates, keep, now_s))
-    torn = {candidate.epoch for candidate in candidates if candidate.name not in going} - {""}
-    return [candidate.name for candidate in candidates if candidate.name in going and candidate.epoch not in torn]
+    kept = _with_epochs({candidate.name for candidate in candidates if candidate.name not in going}, candidates)
+    return [candidate.name for candidate in candidates if candidate.name not in kept]
 
 
 def _choose(candidates: Iterable[_Candidate], keep: Keep, now_s: float) -> list[str]:
@@ -296,9 +354,21 @@ def _choose(candidates: Iterable[_Candidate], keep: Keep, now_s: float) -> list[
     return [
         candidate.name
         for row in rows.values()
-        for candidate in row[max(1, keep.last) :]
+        for candidate in _beyond(row, max(1, keep.last))
         if not keep.within_s or now_s - candidate.made_s > keep.within_s  # whatever clocks did
     ]
+
+
+def _beyond(row: Sequence[_Candidate], last: int) -> list[_Candidate]:
+    """Return what is not among the last of a container's, given from the newest on.
+
+    What lacks members may be complete one day, but not once a newer one is.
+    """
+    whole = [candidate for candidate in row if candidate.is_whole]
+    unfinished = [candidate for candidate in row if not candidate.is_whole]
+    newer = [candidate for candidate in unfinished if not whole or candidate.order > whole[0].order]
+    kept = {*whole[:last], *newer[:last]}
+    return [candidate for candidate in row if candidate not in kept]
 
 
 def _made_s(manifest: StoredManifest) -> float:

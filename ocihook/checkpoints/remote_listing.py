@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ocihook.checkpoints.epochs import Epochs, find_epoch
 from ocihook.checkpoints.listing import Listed
 from ocihook.checkpoints.prune import Keep, Pruned, choose
 from ocihook.config import Settings
@@ -101,7 +102,7 @@ def _prune_domain(
     remote = open_remote(location, domain)
     checkpoints = RemoteCheckpoints(location, Keyring(keys, domain))
     checkpoints.packs()
-    removed = choose(checkpoints.all(), keep, time.time() if now_s is None else now_s)
+    removed = choose(checkpoints.all(), keep, time.time() if now_s is None else now_s, of_all_nodes=True)
     freed = 0
     if not dry_run:
         remote.remove(removed)
@@ -137,11 +138,19 @@ def list_remote(location: str, keys: KeySource = NO_KEYS) -> list[Listed]:
         RemoteError: if the remote cannot be reached.
         IntegrityError: if one is damaged.
     """
-    return [
-        Listed(name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes)
-        for name in remote_domains(location)
-        for m in RemoteCheckpoints(location, Keyring(keys, name)).all()
-    ]
+    rows = []
+    for name in remote_domains(location):
+        manifests = RemoteCheckpoints(location, Keyring(keys, name)).all()
+        epochs = Epochs(m.container for m in manifests)
+        rows += [
+            Listed(
+                *(name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes),
+                gang=m.container.gang,
+                gang_missing=epochs.missing(m.container),
+            )
+            for m in manifests
+        ]
+    return rows
 
 
 def find_remote(location: str, checkpoint_id: str) -> str:
@@ -154,6 +163,36 @@ def find_remote(location: str, checkpoint_id: str) -> str:
         if open_remote(location, name).manifest(checkpoint_id) is not None:
             return name
     raise RemoteError(f"{location} has no checkpoint {checkpoint_id}")
+
+
+def find_remote_gang(location: str, keys: KeySource, name: str, domain: str | None = None) -> tuple[str, list[str]]:
+    """Return domain and checkpoints of a dump of a gang, GANG/EPOCH, all of whose members are at a remote.
+
+    Args:
+        location: of the remote.
+        keys: of its domains.
+        name: of the dump.
+        domain: where it is; None: it is looked for.
+
+    Raises:
+        StoreError: if nothing of it is there, or two dumps are called so.
+        RemoteError: if the remote cannot be reached, or members are missing there.
+        IntegrityError: if one is damaged.
+    """
+    manifests = {
+        each: RemoteCheckpoints(location, Keyring(keys, each)).all()
+        for each in remote_domains(location)
+        if domain in (None, each)
+    }
+    known = [(each, m.id, m.container) for each, found in manifests.items() for m in found]
+    found, ids = find_epoch(name, location, known)
+    epochs = Epochs(m.container for m in manifests[found])
+    (missing,) = {epochs.missing(m.container) for m in manifests[found] if m.id in ids}
+    if missing:
+        raise RemoteError(
+            f"{location} lacks {missing} of the members of {name}", hint="each node pushes those that it has dumped"
+        )
+    return found, ids
 
 
 def remote_bytes(location: str, keyring: Keyring, checkpoint_id: str) -> int:

@@ -1,6 +1,8 @@
 """`ocihook gang` and `ocihook coordinator`: containers that are checkpointed and restored together."""
 
+import contextlib
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,14 @@ import click
 
 from ocihook.cli.render import json_option, print_json, print_table
 from ocihook.config import load_settings
-from ocihook.errors import ConfigError, printable
+from ocihook.errors import ConfigError, OcihookError, printable
 from ocihook.gang.certificates import server_tls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.link import Link, unreachable
 from ocihook.gang.server import serve
 from ocihook.linux.patience import Patience
 from ocihook.node import gangs
+from ocihook.node.gang_engines import Engine
 
 _STATUS_S = 10.0
 _podman = click.option("--podman", default="podman", show_default=True, help="The command, with global options.")
@@ -55,32 +58,108 @@ def _row(found: dict[str, Any]) -> list[str]:
 
 
 @gang.command()
-@click.argument("name")
+@click.argument("name", metavar="[NAMESPACE/]NAME")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--leave-running", is_flag=True, help="Let the containers run on.")
+@click.option("--leave-running", is_flag=True, help="Let the containers run on. By CRI they always do.")
+@click.option(
+    "--tries",
+    type=click.IntRange(1, 100),
+    default=1,
+    show_default=True,
+    help="Try so often, as long as all run on: a rank that was inside a collective is outside at another moment.",
+)
+@click.option(
+    "--node",
+    "nodes",
+    multiple=True,
+    metavar="NODE",
+    help="A node that runs members: ssh://root@HOST/run/podman/podman.sock, or a connection that podman knows; "
+    "'' is this one. May be repeated. [default: this node]",
+)
+@click.option("--cri", is_flag=True, help="The members are pods of this node's containerd or CRI-O.")
+@click.option("--crictl", default="crictl", show_default=True, help="The command for --cri, with global options.")
 @_podman
-def checkpoint(*, name: str, directory: Path, leave_running: bool, podman: str) -> None:
-    """Checkpoint all containers of a gang that podman runs here into archives in a new DIRECTORY."""
-    _tell(gangs.checkpoint(name, directory.absolute(), leave_running=leave_running, podman=podman), "checkpointed")
+@json_option
+def checkpoint(  # noqa: PLR0913 - one argument each option
+    *,
+    name: str,
+    directory: Path,
+    leave_running: bool,
+    tries: int,
+    nodes: tuple[str, ...],
+    cri: bool,
+    crictl: str,
+    podman: str,
+    as_json: bool,
+) -> None:
+    """Checkpoint all containers of a gang into archives in a new DIRECTORY: those of podman, here or on several nodes.
+
+    With --cri it is the gang NAMESPACE/NAME of pods on this node; an engine that has its own time limit ends it there.
+    """
+    if cri and nodes:
+        raise click.BadParameter("--cri is of this node alone; --node is podman's")
+    engines = [Engine.cri(crictl)] if cri else [Engine.podman(podman, node) for node in dict.fromkeys(nodes) or ("",)]
+    found = gangs.checkpoint(
+        name, directory.absolute(), engines, leave_running=leave_running, tries=tries, look=_Phases(name)
+    )
+    _report(found, "checkpointed", as_json=as_json)
 
 
 @gang.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--on", "moved", multiple=True, metavar="MEMBER=NODE", help="Restore a member on another node than it is from."
+)
 @_podman
-def restore(*, directory: Path, podman: str) -> None:
-    """Restore all containers of a gang with podman from the archives in a DIRECTORY."""
-    _tell(gangs.restore(directory.absolute(), podman=podman), "restored")
+@json_option
+def restore(*, directory: Path, moved: tuple[str, ...], podman: str, as_json: bool) -> None:
+    """Restore all containers of a gang with podman from the archives in a DIRECTORY, each on the node it is from."""
+    pairs = {member: node for member, _, node in (each.partition("=") for each in moved)}
+    if not all("=" in each for each in moved):
+        raise click.BadParameter("--on takes MEMBER=NODE")
+    found = gangs.restore(directory.absolute(), podman, pairs, look=_Phases())
+    _report(found, "restored", as_json=as_json)
 
 
 @gang.command()
 @click.argument("archives", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def verify(*, archives: tuple[Path, ...]) -> None:
+@json_option
+def verify(*, archives: tuple[Path, ...], as_json: bool) -> None:
     """Check that ARCHIVES are all members of one epoch of a gang, and that their connections fit together."""
-    _tell(gangs.verify(archives), "complete")
+    _report(gangs.verify(archives), "complete", as_json=as_json)
 
 
-def _tell(found: gangs.GangCheckpoint, what: str) -> None:
+class _Phases:
+    """Shows on a terminal, or in a log, which phases the members of a gang have reached."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name, self._shown = name, ""
+
+    def __call__(self) -> None:
+        """Look, and show what has changed; the coordinator may be on another node, or not there yet."""
+        with contextlib.suppress(OcihookError, OSError):
+            found = Link.of(load_settings()).ask(None, Patience(timeout_s=_STATUS_S))["gangs"]
+            for row in found:
+                attempt = row.get("attempt", {})
+                if attempt.get("state") == "open" and self._name in ("", row["gang"], _full_name(row)):
+                    members = ", ".join(f"{member} {phase}" for member, phase in attempt["members"].items())
+                    line = printable(f"{_full_name(row)}, {attempt['act']} {attempt['epoch']}: {members}")
+                    if line != self._shown:
+                        self._shown = line
+                        click.echo(line, err=True)
+
+
+def _full_name(row: Mapping[str, Any]) -> str:
+    return "/".join(filter(None, (row["namespace"], row["gang"])))
+
+
+def _report(found: gangs.GangCheckpoint, what: str, *, as_json: bool) -> None:
     ref = found.note.gang
+    if as_json:
+        archives = {member: str(path) for member, path in found.archives.items()}
+        facts = {"namespace": ref.namespace, "gang": ref.name, "epoch": ref.epoch, "attempt": ref.attempt}
+        print_json({"outcome": what, **facts, "archives": archives, "connections": found.connections})
+        return
     members = ", ".join(found.archives)
     text = f"gang {ref}, epoch {ref.epoch}: {what}; members {members}; {found.connections} connections between them"
     click.echo(printable(text))

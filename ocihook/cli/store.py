@@ -22,6 +22,7 @@ from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import CHECKPOINT_ID
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_GANG_EPOCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[0-9]+(?:/[0-9a-f]*)?")
 _UNITS_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -122,10 +123,13 @@ def _print_listed(rows: list[listing.Listed], *, as_json: bool) -> None:
         print_json({"checkpoints": values})
         return
     cells = [
-        [row.domain, row.id, row.container, row.created, _state(row), format_bytes(row.raw_bytes), _added(row)]
+        [
+            *(row.domain, row.id, row.container, row.created, _state(row), format_bytes(row.raw_bytes), _added(row)),
+            _gang(row),
+        ]
         for row in rows
     ]
-    print_table(["DOMAIN", "CHECKPOINT", "CONTAINER", "CREATED", "STATE", "RAW", "ADDED"], cells)
+    print_table(["DOMAIN", "CHECKPOINT", "CONTAINER", "CREATED", "STATE", "RAW", "ADDED", "GANG"], cells)
     for sentence in reasons(rows):
         click.echo(sentence)
 
@@ -146,6 +150,11 @@ def _state(row: listing.Listed) -> str:
     if row.push:
         marks.append(f"not pushed, {_attempts(row.push)}" if row.push.attempts else "to be pushed")
     return ", ".join([row.state, *marks])
+
+
+def _gang(row: listing.Listed) -> str:
+    name = "/".join(row.gang.split("/")[:2])
+    return f"{name}, lacks {row.gang_missing}" if row.gang_missing else name
 
 
 def percent(row: listing.Listed) -> str:
@@ -183,10 +192,11 @@ def verify(*, read_data: bool, as_json: bool) -> None:
 
     with progress_bar("verifying", total) as progress:
         wrong = maintenance.verify(found, read_data=read_data, progress=progress)
+    unfinished = [] if wrong else listing.unfinished_epochs(found)
     if as_json:
-        print_json({"ok": not wrong, "wrong": wrong})
+        print_json({"ok": not wrong, "wrong": wrong, "incomplete": unfinished})
     else:
-        for sentence in wrong:
+        for sentence in (*wrong, *unfinished):
             click.echo(sentence)
     if wrong:
         raise IntegrityError(f"the store in {found.root} is damaged, see above")
@@ -264,20 +274,21 @@ def _number(text: str, units: dict[str, int], key: str) -> float:
 
 
 @store.command()
-@click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...")
+@click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT|GANG/EPOCH]...")
 @click.option("--all", "is_all", is_flag=True, help="All complete checkpoints that the remote does not have.")
 @click.option("--to", "location", metavar="REMOTE", help="By default the remote configured.")
 @json_option
 def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as_json: bool) -> None:
     """Send checkpoints to a remote. What it has is not sent again.
 
-    Without CHECKPOINT or --all, what is to be pushed by policy and has not been.
+    Without CHECKPOINT or --all, what is to be pushed by policy and has not been. GANG/EPOCH stands for all checkpoints
+    of one dump of a gang; its other nodes push theirs, and it is there once all are.
     """
     found, location = _store(), _location(location)
     if is_all:
         chosen = [(row.domain, row.id) for row in listing.list_checkpoints(found) if row.state == "complete"]
     elif checkpoints:
-        chosen = [(listing.find(found, checkpoint_id).name, checkpoint_id) for checkpoint_id in checkpoints]
+        chosen = [each for name in checkpoints for each in _named(found, name)]
     else:
         chosen = [(name, waiting.checkpoint_id) for name, waiting in pushing.due(found)]
     moved = []
@@ -290,23 +301,38 @@ def push(*, checkpoints: tuple[str, ...], is_all: bool, location: str | None, as
     _print_moved(moved, "sent to", location, as_json=as_json)
 
 
+def _named(found: Store, name: str) -> list[tuple[str, str]]:
+    """Return domains and ids of what is named by the id of a checkpoint, or as GANG/EPOCH."""
+    if "/" not in name:
+        return [(listing.find(found, name).name, name)]
+    domain, ids = listing.find_gang(found, name)
+    return [(domain.name, checkpoint_id) for checkpoint_id in ids]
+
+
 @store.command()
-@click.argument("what", metavar="CHECKPOINT|ARCHIVE")
+@click.argument("what", metavar="CHECKPOINT|ARCHIVE|GANG/EPOCH")
 @click.option("--from", "location", metavar="REMOTE", help="By default the remote configured.")
 @click.option("--domain", metavar="DOMAIN", help="Where it is; by default it is looked for.")
 @json_option
 def pull(*, what: str, location: str | None, domain: str | None, as_json: bool) -> None:
-    """Fetch a checkpoint from a remote, by its id or by the thin archive that stands for it. All of it is verified."""
+    """Fetch a checkpoint from a remote, by its id or by the thin archive that stands for it. All of it is verified.
+
+    GANG/EPOCH stands for all checkpoints of one dump of a gang: they are fetched if all are there.
+    """
     found, location = _store(), _location(location)
     if CHECKPOINT_ID.fullmatch(what):
-        name, checkpoint_id = domain or remote_listing.find_remote(location, what), what
+        name, ids = domain or remote_listing.find_remote(location, what), [what]
+    elif _GANG_EPOCH.fullmatch(what) and not Path(what).exists():
+        name, ids = remote_listing.find_remote_gang(location, found.keys, what, domain)
     else:
         thin = read_thin_archive(Path(what))
-        name, checkpoint_id = thin.domain, thin.checkpoint_id
-    total = partial(remote_listing.remote_bytes, location, Keyring(found.keys, name), checkpoint_id)
-    with progress_bar(f"pulling {checkpoint_id}", total) as progress:
-        moved = pulling.pull(found, name, checkpoint_id, location, progress=progress)
-    _print_moved([moved], "fetched from", location, as_json=as_json)
+        name, ids = thin.domain, [thin.checkpoint_id]
+    moved = []
+    for checkpoint_id in ids:
+        total = partial(remote_listing.remote_bytes, location, Keyring(found.keys, name), checkpoint_id)
+        with progress_bar(f"pulling {checkpoint_id}", total) as progress:
+            moved.append(pulling.pull(found, name, checkpoint_id, location, progress=progress))
+    _print_moved(moved, "fetched from", location, as_json=as_json)
 
 
 def _print_moved(rows: list[transfer.Moved], how: str, location: str, *, as_json: bool) -> None:

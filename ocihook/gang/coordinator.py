@@ -10,7 +10,7 @@ from typing import Any
 from ocihook.errors import GangError, plain
 from ocihook.gang.cut import End, contradictions, described
 from ocihook.gang.epochs import Epochs, all_gangs
-from ocihook.gang.protocol import REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
+from ocihook.gang.protocol import CHOICE, REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
 from ocihook.packs.frame import as_object
 from ocihook.session.record import from_json, to_json
 
@@ -111,6 +111,8 @@ def _ask(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
 def _decide(epochs: Epochs, attempt: Attempt) -> str:
     """Store an attempt whose members have all reached its end; return why it is not valid."""
     said = attempt.messages
+    if attempt.join.act == "choose":
+        return _decide_choice(epochs, attempt)
     fitting = 0
     if attempt.join.act == "dump":
         try:
@@ -131,7 +133,32 @@ def _decide(epochs: Epochs, attempt: Attempt) -> str:
         }
     except _MALFORMED as error:
         return f"a member did not tell of its checkpoint: {error!r}"
-    record = {"act": attempt.join.act, "source": attempt.join.source, "connections": fitting, "members": members}
+    record = {
+        "act": attempt.join.act,
+        "attempt": attempt.id,
+        "source": attempt.join.source,
+        "connections": fitting,
+        "members": members,
+    }
+    return _keep(epochs, attempt, record)
+
+
+def _decide_choice(epochs: Epochs, attempt: Attempt) -> str:
+    """Choose the last dump that every member can be restored from, if there is one: what one lacks is not complete."""
+    offers: list[list[str]] = []
+    for name in sorted(attempt.seats):
+        dumps = attempt.messages.get(name)
+        if not isinstance(dumps, list) or not all(isinstance(dump, str) for dump in dumps):
+            return f"{name} did not tell what it can be restored from"
+        offers.append(dumps)
+    common = {*offers[0]}.intersection(*offers)
+    chosen = next((dump for dump in reversed(offers[0]) if dump in common), "")  # any member's order is as good
+    attempt.told[Phase.CHOSEN] = {CHOICE: chosen}
+    members = {name: {"session": seat.session, "node": seat.node} for name, seat in sorted(attempt.seats.items())}
+    return _keep(epochs, attempt, {"act": "choose", "attempt": attempt.id, "chosen": chosen, "members": members})
+
+
+def _keep(epochs: Epochs, attempt: Attempt, record: Mapping[str, Any]) -> str:
     try:
         epochs.keep(attempt.epoch, {**record, "decided": time.time()})
     except OSError as error:

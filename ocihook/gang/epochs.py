@@ -7,6 +7,7 @@ them learns that. docs/formats.md has its fields.
 
 import json
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,11 @@ class Epochs:
         except FileNotFoundError:
             return 0
 
-    def take(self, epoch: int) -> None:
-        """Make durable that an epoch is taken."""
+    def take(self, epoch: int) -> str:
+        """Make durable that an epoch is taken; return an id that no attempt of any coordinator has."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(self._directory / "last", b"%d\n" % epoch, mode=0o600)
+        return secrets.token_hex(8)
 
     def keep(self, epoch: int, record: Mapping[str, Any]) -> None:
         """Make durable what all members have reached."""

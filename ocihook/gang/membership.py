@@ -1,14 +1,15 @@
 """A member of a gang in its dump or restore: it joins, meets the others, votes, and leaves if it fails."""
 
 import logging
-from collections.abc import Collection, Mapping
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ocihook.errors import GangError, OcihookError, plain, printable
 from ocihook.gang.link import Link, unreachable
-from ocihook.gang.protocol import Answer, Join, Phase, State
+from ocihook.gang.protocol import CHOICE, Answer, Join, Phase, State
 from ocihook.linux.patience import Patience
 from ocihook.model import GangRef
 from ocihook.session.effect import Effect, Facts
@@ -43,6 +44,7 @@ class GangJoined(Effect, kind="gang-joined"):
     link: Link
     session: str
     epoch: int = 0  # 0: it was about to join
+    attempt: str = ""  # its id
     timeout_s: float = 60.0
 
     def undo(self, journal: Journal, _patience: Patience) -> None:
@@ -79,7 +81,7 @@ class GangJoined(Effect, kind="gang-joined"):
         limit = patience.within(timeout_s)
         while True:
             try:
-                answer = self.link.ask({**who, **request, "wait_s": limit.left_s}, patience)
+                answer = self.link.ask({**who, "wait_s": limit.left_s, **request}, patience)
                 return _read_answer(answer)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise GangError(f"{self.link} gave a malformed answer: {error!r}") from error
@@ -87,6 +89,41 @@ class GangJoined(Effect, kind="gang-joined"):
                 if limit.is_over:
                     raise unreachable(self.link, error) from error
             limit.sleep(_RETRY_S)
+
+    def wait(self, request: Mapping[str, Any], phase: str, patience: Patience) -> Answer:
+        """Ask until the answer is not to wait; if that takes too long, end the attempt.
+
+        Raises:
+            GangError: if the attempt is over.
+            GivenUp: as soon as nobody waits for it any more.
+        """
+        limit_s = max(self.timeout_s, _WORK_LIMIT_S) if phase in _AT_WORK else self.timeout_s
+        limit = patience.within(limit_s)
+        while True:
+            answer = self.ask(request, patience, limit.left_s)
+            if answer.state is State.WAIT and limit.is_over:  # all may arrive at this very moment
+                reason = f"within {limit_s:g} s" + ("" if phase in _AT_WORK else " (gang_timeout_s)")
+                answer = self.ask({"verb": "leave", "reason": reason, "waited_for": phase}, Patience(), _LEAVE_S)
+            if answer.state is State.OVER:
+                raise GangError(
+                    f"gang {self.gang}: attempt {self.epoch} is over for all members: {answer.reason}",
+                    hint="all of them are as they were before it",
+                )
+            if answer.state is not State.WAIT:
+                return answer
+
+    def enter(self, act: str, patience: Patience) -> None:
+        """Join an attempt.
+
+        Raises:
+            GangError: if it cannot be joined, or there is no coordinator.
+            GivenUp: as soon as nobody waits for it any more.
+        """
+        wanted = to_json(Join(act, self.gang.size, self.gang.epoch, self.gang.attempt))
+        answer = self.ask({"verb": "join", "join": wanted}, patience, self.timeout_s)
+        if answer.state is not State.MET:
+            raise GangError(f"gang {self.gang}: {answer.reason}")
+        self.epoch, self.attempt = answer.epoch, answer.attempt
 
 
 def _read_answer(answer: Mapping[str, Any]) -> Answer:
@@ -102,11 +139,17 @@ class Attendance:
     def __init__(self, journal: Journal, patience: Patience, effect: GangJoined) -> None:
         self._journal, self._patience, self._effect = journal, patience, effect
         self.ref = effect.gang
+        self.here = 0  # members of this node, once all have met
 
     @property
     def epoch(self) -> int:
         """The number of the attempt."""
         return self._effect.epoch
+
+    @property
+    def attempt(self) -> str:
+        """The id of the attempt."""
+        return self._effect.attempt
 
     def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
         """Reach a phase, and wait until all members have; return what they have published under the keys of `about`.
@@ -117,7 +160,9 @@ class Attendance:
         """
         request = {"verb": "meet", "phase": phase, "message": to_json(message), "about": list(about)}
         with self._journal.phase(f"gang {phase}"):
-            return self._wait(request, phase).told
+            answer = self._effect.wait(request, phase, self._patience)
+        self.here = answer.here
+        return answer.told
 
     def agree(self, attempt: int, *, is_locked: bool) -> bool:
         """Vote on whether all members are locked; return whether they are. Else all try again, at the same moment.
@@ -127,31 +172,11 @@ class Attendance:
             GivenUp: as soon as nobody waits for it any more.
         """
         request = {"verb": "vote", "ballot": attempt, "is_locked": is_locked}
-        return self._wait(request, Phase.LOCKED).state is State.MET
+        return self._effect.wait(request, Phase.LOCKED, self._patience).state is State.MET
 
     def end(self) -> None:
         """Stop taking part: all have reached the end, and nobody waits."""
         self._journal.forget(self._effect)
-
-    def _wait(self, request: Mapping[str, Any], phase: str) -> Answer:
-        limit_s = max(self._effect.timeout_s, _WORK_LIMIT_S) if phase in _AT_WORK else self._effect.timeout_s
-        limit = self._patience.within(limit_s)
-        while True:
-            answer = self._effect.ask(request, self._patience, limit.left_s)
-            if answer.state is State.WAIT and limit.is_over:
-                answer = self._give_up(phase, limit_s)
-            if answer.state is State.OVER:
-                raise GangError(
-                    f"gang {self.ref}: attempt {self.epoch} is over for all members: {answer.reason}",
-                    hint="all of them are as they were before it",
-                )
-            if answer.state is not State.WAIT:
-                return answer
-
-    def _give_up(self, phase: str, limit_s: float) -> Answer:
-        """End the attempt, unless all have arrived at this very moment."""
-        reason = f"within {limit_s:g} s" + ("" if phase in _AT_WORK else " (gang_timeout_s)")
-        return self._effect.ask({"verb": "leave", "reason": reason, "waited_for": phase}, Patience(), _LEAVE_S)
 
 
 def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link: Link, timeout_s: float) -> Attendance:
@@ -161,15 +186,38 @@ def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link:
         GangError: if the container cannot join it, or there is no coordinator.
         GivenUp: as soon as nobody waits for it any more.
     """
-    session = f"{_BOOT_ID.read_text().strip()}/{journal.session_id}"
+    session = _session(journal.session_id)
     effect = journal.add(GangJoined(gang=gang, link=link, session=session, timeout_s=timeout_s))
-    wanted = to_json(Join(act, gang.size, gang.epoch))
-    answer = effect.ask({"verb": "join", "join": wanted}, patience, timeout_s)
-    if answer.state is not State.MET:
-        raise GangError(f"gang {gang}: {answer.reason}")
-    effect.epoch = answer.epoch
-    journal.note(GangFacts(gang_ref=gang, gang_epoch=answer.epoch))
+    effect.enter(act, patience)
+    journal.note(GangFacts(gang_ref=gang, gang_epoch=effect.epoch))
     return Attendance(journal, patience, effect)
+
+
+def choose_dump(gang: GangRef, dumps: Sequence[str], patience: Patience, *, link: Link, timeout_s: float) -> str:
+    """Return which dump of a gang its members are restored from: the last that all of them have; "" if there is none.
+
+    Args:
+        gang: with the member that asks.
+        dumps: that it has, the oldest first, as GangNote names them. Without any it waits for nobody.
+        patience: with whoever waits for it.
+        link: to the coordinator.
+        timeout_s: for all members to ask.
+
+    Raises:
+        GangError: if not all members ask in time, or there is no coordinator.
+        GivenUp: as soon as nobody waits for it any more.
+    """
+    member = GangJoined(gang=gang, link=link, session=_session(secrets.token_hex(8)), timeout_s=timeout_s)
+    member.enter("choose", patience)
+    request = {"verb": "meet", "phase": Phase.CHOSEN, "message": list(dumps), "about": [CHOICE]}
+    if not dumps:
+        member.ask({**request, "wait_s": 0}, patience, timeout_s)
+        return ""
+    return member.wait(request, Phase.CHOSEN, patience).told.get(CHOICE, "")
+
+
+def _session(name: str) -> str:
+    return f"{_BOOT_ID.read_text().strip()}/{name}"
 
 
 def attendance(journal: Journal, patience: Patience) -> Attendance | None:

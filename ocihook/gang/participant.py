@@ -1,12 +1,11 @@
 """A gang's place in a dump and a restore: the outermost, so that all members reach the same moment, or none does."""
 
-from dataclasses import replace
 from ipaddress import ip_interface
 
+from ocihook.checkpoints.gang_note import GANG_NAME, GangNote, read_note, write_note
 from ocihook.gang.cut import connection_ends
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, attendance, join
-from ocihook.gang.note import GANG_NAME, GangNote, read_note, write_note
 from ocihook.gang.protocol import Phase
 from ocihook.linux.procfs import descendants
 from ocihook.model import GangRef
@@ -19,6 +18,7 @@ class Membership(Participant):
 
     def __init__(self) -> None:
         self._attendance: Attendance | None = None
+        self._note: GangNote | None = None
 
     def refuse(self, dump: Dump) -> None:
         """Wait until all members are here: nobody is touched before."""
@@ -27,19 +27,21 @@ class Membership(Participant):
         if gang is None:
             return
         self._attendance = dump.gang = _join(dump, gang, "dump")
-        named = replace(dump.container, gang=f"{gang.name}/{self._attendance.epoch}")
-        dump.journal.identify(named, dump.image_dir)  # by which checkpoints of one epoch are kept together
         survey = Survey.of(descendants(dump.init_pid))
         links = survey.links if survey is not None and not survey.namespace.is_ours else []
         mine = {str(ip_interface(text).ip): "here" for link in links for text in link.addresses}
         peers = {str(connection.remote) for connection in survey.connections} if survey is not None else set[str]()
         dump.gang_addresses = dump.gang.meet(Phase.ARRIVED, mine, peers).keys()
+        self._note = GangNote(
+            gang=gang._replace(epoch=self._attendance.epoch, attempt=self._attendance.attempt),
+            here=self._attendance.here,
+        )
+        dump.journal.identify(self._note.on(dump.container), dump.image_dir)
 
     def hold(self, dump: Dump) -> None:
         """Wait until no packet moves anywhere; note who was there."""
-        if self._attendance is not None:
-            ref = self._attendance.ref._replace(epoch=self._attendance.epoch)
-            write_note(dump.directory, GangNote(gang=ref))
+        if self._note is not None:
+            write_note(dump.directory, self._note)
             dump.gang.meet(Phase.HELD)
 
     def after_images(self, dump: Dump) -> str:

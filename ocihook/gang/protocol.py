@@ -9,6 +9,7 @@ Locks of GPUs are voted on. A rank inside a collective cannot be locked while an
 moment; the ballot is repeated until it is unanimous.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -33,12 +34,15 @@ class Phase(StrEnum):
     ADDRESSES = "addresses"  # each is in pre-restore, and has published its old and new addresses
     RESTORED = "restored"  # all sockets are made: each can answer
     RELEASED = "released"  # traffic passes everywhere
+    CHOSEN = "chosen"  # each has said which dumps it could be restored from
 
 
 PHASES: Mapping[str, Sequence[Phase]] = {
     "dump": (Phase.ARRIVED, Phase.LOCKED, Phase.DRAINED, Phase.HELD, Phase.DUMPED),
     "restore": (Phase.ADDRESSES, Phase.RESTORED, Phase.RELEASED),
+    "choose": (Phase.CHOSEN,),
 }
+CHOICE = "dump"  # the key by which the choice is told
 TOLD = (Phase.ARRIVED, Phase.ADDRESSES)  # phases in which members publish, by keys, what others may ask about
 _BALLOT = PHASES["dump"].index(Phase.LOCKED)
 
@@ -64,9 +68,10 @@ class Claim(NamedTuple):
 class Join(NamedTuple):
     """What a member wants to take part in."""
 
-    act: str  # dump, restore
+    act: str  # dump, restore, or choose: which dump is to be restored
     size: int  # of the gang
     source: int = 0  # the epoch that is restored
+    attempt: str = ""  # its id
 
 
 class Answer(NamedTuple):
@@ -77,6 +82,8 @@ class Answer(NamedTuple):
     reason: str = ""  # why the attempt is over
     told: Mapping[str, str] = {}  # of what was asked about
     ballot: int = 1
+    attempt: str = ""  # its id, which no other has, whoever coordinates
+    here: int = 0  # members of the same node, once all have joined
 
 
 @dataclass
@@ -105,6 +112,8 @@ class Attempt:
     skipped: int = 0  # members that have nothing to lock
     reason: str = ""  # why it is over
     is_decided: bool = False
+    id: str = ""
+    on_node: Counter[str] = field(default_factory=Counter)  # how many members, by node
 
     def __post_init__(self) -> None:
         self.reached = self.reached or [0] * len(self.phases)
@@ -159,7 +168,7 @@ class Attempt:
             self.reach(seat, _BALLOT)
 
 
-Begin = Callable[[int], None]
+Begin = Callable[[int], str]
 Decide = Callable[[Attempt], str]
 
 
@@ -170,7 +179,7 @@ class Gang:
         """Begin with what is durable.
 
         Args:
-            begin: makes durable that an epoch is taken.
+            begin: makes durable that an epoch is taken; returns an id for the attempt.
             decide: makes an attempt durable whose end all members have reached; returns why it cannot.
             epoch: the last that was taken.
             decided: sessions of the attempts that were decided before, by epoch.
@@ -180,6 +189,7 @@ class Gang:
         self.attempt: Attempt | None = None
         self._decided = dict(decided)
         self._over: dict[str, str] = {}  # why, by session
+        self._chosen: dict[int, Mapping[str, str]] = {}  # what was told of it, by epoch
 
     def join(self, claim: Claim, wanted: Join) -> Answer:
         """Let a member take part in the attempt that is open, or open one.
@@ -195,7 +205,7 @@ class Gang:
         if claim.session in self._over:
             return Answer(State.OVER, reason=self._over[claim.session])
         if self.attempt is not None and _has_seat(self.attempt, claim):  # it has asked before
-            return Answer(State.MET, self.attempt.epoch)
+            return Answer(State.MET, self.attempt.epoch, attempt=self.attempt.id)
         attempt = self._open
         if attempt is not None and (reason := _contradiction(attempt, claim, wanted)):
             self._end(attempt, reason)
@@ -207,12 +217,13 @@ class Gang:
             others = ", ".join(sorted(attempt.seats)[:_SHOWN])
             return Answer(State.OVER, reason=f"the gang has its {wanted.size} members without {claim.member}: {others}")
         if attempt is None:
-            self._begin(self.epoch + 1)
+            attempt_id = self._begin(self.epoch + 1)
             self.epoch += 1
             self._retire()
-            attempt = self.attempt = Attempt(self.epoch, wanted)
+            attempt = self.attempt = Attempt(self.epoch, wanted, id=attempt_id)
         attempt.seats[claim.member] = Seat(claim.session, claim.node)
-        return Answer(State.MET, attempt.epoch)
+        attempt.on_node[claim.node] += 1
+        return Answer(State.MET, attempt.epoch, attempt=attempt.id)
 
     def meet(self, claim: Claim, phase: Phase, message: object = None, about: Iterable[str] = ()) -> Answer:
         """Let a member reach a phase, or ask again whether all have.
@@ -241,7 +252,7 @@ class Gang:
                 attempt.count()
             if attempt.is_met(place) and place == len(attempt.phases) - 1:
                 self._settle(attempt)
-        return self._standing(attempt, place, about)
+        return self._standing(attempt, place, about)._replace(here=attempt.on_node[claim.node])
 
     def vote(self, claim: Claim, ballot: int, *, is_locked: bool) -> Answer:
         """Take a member's vote on whether all of it is locked, or return the ballot's result again."""
@@ -299,8 +310,11 @@ class Gang:
         else:
             attempt.is_decided = True
             self._decided[attempt.epoch] = [seat.session for seat in attempt.seats.values()]
+            if attempt.join.act == "choose":
+                self._chosen[attempt.epoch] = attempt.told.get(Phase.CHOSEN, {})
             for epoch in sorted(self._decided)[:-REMEMBERED]:
                 del self._decided[epoch]
+                self._chosen.pop(epoch, None)
 
     def _end(self, attempt: Attempt, reason: str) -> None:
         if not attempt.reason:
@@ -320,7 +334,7 @@ class Gang:
     def _earlier(self, claim: Claim) -> Answer:
         """Answer a member of an attempt that is not the one known: it was decided, or it is over."""
         if claim.session in self._decided.get(claim.epoch, ()):
-            return Answer(State.MET, claim.epoch)
+            return Answer(State.MET, claim.epoch, told=self._chosen.get(claim.epoch, {}))
         reason = (
             self._over.get(claim.session) or f"attempt {claim.epoch} is no longer known (its coordinator was restarted)"
         )
@@ -338,8 +352,11 @@ def _contradiction(attempt: Attempt, claim: Claim, wanted: Join) -> str:
         return f"{claim.member} has come for a {wanted.act} while others were at a {attempt.join.act}"
     if attempt.join.size != wanted.size:
         return f"{claim.member} says that the gang has {wanted.size} members, others say {attempt.join.size}"
-    if attempt.join.source != wanted.source:
-        return f"{claim.member} is restored from epoch {wanted.source}, others from epoch {attempt.join.source}"
+    if (attempt.join.source, attempt.join.attempt) != (wanted.source, wanted.attempt):
+        another = " of another coordinator" if attempt.join.source == wanted.source else ""
+        return (
+            f"{claim.member} is restored from epoch {wanted.source}, others from epoch {attempt.join.source}{another}"
+        )
     if claim.member in attempt.seats:
         return f"{claim.member} has come again: its earlier {wanted.act} has ended, or two containers have that name"
     return ""

@@ -11,6 +11,7 @@ import socket
 import socketserver
 import ssl
 import struct
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -35,12 +36,17 @@ class _Handler(BaseHTTPRequestHandler):
     server: socketserver.BaseServer
 
     @property
-    def _coordinator(self) -> Coordinator:
+    def _server(self) -> "_Server":
         assert isinstance(self.server, _Server)
-        return self.server.coordinator
+        return self.server
+
+    @property
+    def _coordinator(self) -> Coordinator:
+        return self._server.coordinator
 
     def do_POST(self) -> None:
         """Answer a member."""
+        self._server.asked()
         try:
             data = self._body()
             if data is None:
@@ -117,10 +123,16 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, listener: socket.socket, coordinator: Coordinator, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        coordinator: Coordinator,
+        tls: ssl.SSLContext | None,
+        asked: Callable[[], object],
+    ) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
         self.socket.close()
-        self.socket, self.coordinator, self._tls = listener, coordinator, tls
+        self.socket, self.coordinator, self._tls, self.asked = listener, coordinator, tls, asked
 
     def finish_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
         """Answer one; a handshake holds up nobody but its client."""
@@ -139,12 +151,22 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         log.warning("a request was not answered: %s", client_address or "this node", exc_info=log.isEnabledFor(10))
 
 
-def serve(listener: socket.socket, root: Path, tls: ssl.SSLContext | None = None) -> None:
+def _note_nothing() -> None:
+    pass
+
+
+def serve(
+    listener: socket.socket,
+    root: Path,
+    tls: ssl.SSLContext | None = None,
+    asked: Callable[[], object] = _note_nothing,
+) -> None:
     """Serve until the process ends.
 
     Args:
         listener: a Unix socket, or one of TCP with `tls`.
         root: directory of all gangs.
         tls: who is let in.
+        asked: is called for each request of a member, by any thread.
     """
-    _Server(listener, Coordinator(root), tls).serve_forever()
+    _Server(listener, Coordinator(root), tls, asked).serve_forever()

@@ -86,6 +86,15 @@ def ask(packet: bytes) -> tuple[int, str]:
     raise ConnectionError(f"the agent died {ATTEMPTS} times over this stage")
 
 
+def wake() -> None:
+    """Start an agent if none runs: members of gangs ask its coordinator.
+
+    Raises:
+        OSError: if none can be started.
+    """
+    _connect().close()
+
+
 def _connect() -> socket:
     """Return a connection to the agent; start one if nobody listens."""
     path = f"{wire.RUNTIME_DIR}/{wire.SOCKET_NAME}"

@@ -36,7 +36,7 @@ def _answer(call: Call) -> int:
         case "create":
             from ocihook.runtime.create import create
 
-            return create(call)
+            return create(call, client.wake)
         case "start" | "state" as name:
             from ocihook.runtime import held
 

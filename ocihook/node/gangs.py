@@ -1,30 +1,33 @@
-"""Gangs of this node's podman: all members checkpointed into one directory or restored from it, at the same time.
+"""Gangs whose members engines run: all checkpointed into one directory or restored from it, at the same time.
 
 A directory is a whole checkpoint or not there: archives are written beside it, under the same name with `.partial`, and
-that gets its name when all of them are complete and fit together.
+that gets its name when all of them are complete and fit together. `nodes.json` in it says which node each is from.
 """
 
-import shlex
+import json
+import random
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.container.conmon import conmon_name
+from ocihook.checkpoints.gang_note import GANG_NAME, MAX_NOTE_BYTES, GangNote, read_note
 from ocihook.container.engine_archive import Member, read_facts
-from ocihook.container.identity import container_ref, gang_ref
-from ocihook.container.running import containers
 from ocihook.criu.socket_images import FILES_NAME
-from ocihook.errors import GangError, IntegrityError, OcihookError, OutputExists
+from ocihook.errors import GangError, IntegrityError, OutputExists
 from ocihook.gang.cut import connection_ends, contradictions, described
-from ocihook.gang.note import GANG_NAME, MAX_NOTE_BYTES, GangNote, read_note
 from ocihook.linux.files import sync_directory
-from ocihook.model import GangRef
+from ocihook.node.gang_engines import Engine, find_members, last_lines
 
-_PODMAN = "podman"
 _MAX_IMAGE_BYTES = 128 << 20  # of one connection with all that is queued
-_LAST_LINES = 3  # of what podman says of a failure
+_NODES_NAME = "nodes.json"
+_LOOK_S = 0.5  # between looks at how far the members are
+_PAUSE_S = 2.0  # at most between two tries: a random time, so that a job is not caught in the same step again
+
+Look = Callable[[], object]
 
 
 class GangCheckpoint(NamedTuple):
@@ -35,48 +38,41 @@ class GangCheckpoint(NamedTuple):
     connections: int  # between members, of which both ends are there
 
 
-def running_members(name: str) -> dict[str, tuple[str, GangRef]]:
-    """Return ids and places of the containers on this node that are of a gang and in no pod, by member.
-
-    Raises:
-        GangError: if there are none.
-    """
-    found = {}
-    for container in containers():
-        named = conmon_name(container.init_pid, container.id)
-        known = {"container_id": container.id, "runtime": container.runtime, "bundle": container.bundle}
-        try:
-            ref = gang_ref(container.annotations, container_ref(container.annotations, name=named, **known))
-        except OcihookError:  # its annotations are wrong, so it is in no gang
-            continue
-        if ref is not None and (ref.namespace, ref.name) == ("", name):
-            found[ref.member] = container.id, ref
-    if not found:
-        raise GangError(
-            f"no container of gang {name} runs here", hint="containers say ocihook.io/gang and ocihook.io/gang-size"
-        )
-    return found
+def _look_at_nothing() -> None:
+    pass
 
 
-def checkpoint(name: str, directory: Path, *, leave_running: bool = False, podman: str = _PODMAN) -> GangCheckpoint:
+def checkpoint(
+    name: str,
+    directory: Path,
+    engines: Sequence[Engine],
+    *,
+    leave_running: bool = False,
+    tries: int = 1,
+    look: Look = _look_at_nothing,
+) -> GangCheckpoint:
     """Checkpoint all containers of a gang into archives in a new directory.
 
     Args:
-        name: of the gang.
+        name: of the gang: NAME, or NAMESPACE/NAME of pods.
         directory: is made; nothing of that name exists unless all succeed.
+        engines: that run the members.
         leave_running: let the containers run on.
-        podman: the command, with its global options.
+        tries: how often at most; again only if all of them run on. Where one rank of a job has begun a collective and
+            another has not, the GPU of one cannot be locked, and the next try meets the job at another step.
+        look: is called twice a second meanwhile.
 
     Raises:
         GangError: if it fails; all containers run on.
         OutputExists: if the directory is there.
     """
-    members = running_members(name)
-    size = next(ref.size for _, ref in members.values())
+    namespace, _, short = name.rpartition("/")
+    members = find_members(engines, namespace, short)
+    size = next(iter(members.values())).ref.size
     if len(members) != size:
         raise GangError(
-            f"{len(members)} of the {size} members of gang {name} run here: {', '.join(sorted(members))}",
-            hint="where members are on several nodes, let each node's engine checkpoint its own at the same time",
+            f"{len(members)} of the {size} members of gang {name} run there: {', '.join(sorted(members))}",
+            hint="name all nodes that run members with --node",
         )
     partial = directory.with_name(directory.name + ".partial")
     for path in (directory, partial):
@@ -84,44 +80,71 @@ def checkpoint(name: str, directory: Path, *, leave_running: bool = False, podma
             raise OutputExists(f"{path} is there already", hint="name another directory, or remove it")
     partial.mkdir(mode=0o700, parents=True)
     archives = {member: partial / f"{member.replace('/', '_')}.tar" for member in members}
-    options = ["--leave-running"] if leave_running else []
-    failures = _podman(
-        podman,
-        {
-            member: ["checkpoint", "--compress", "none", "--export", str(archives[member]), *options, container_id]
-            for member, (container_id, _) in members.items()
-        },
-    )
-    if failures:
-        _discard(partial, archives, failures)
-        raise GangError(f"gang {name} is not checkpointed: {_in_words(failures)}")
+    left = leave_running or any(engine.is_cri for engine in engines)  # CRI leaves them running always
+    commands = {
+        member: running.engine.checkpoint(running.container_id, archives[member], leave_running=leave_running)
+        for member, running in members.items()
+    }
+    for attempt in range(1, tries + 1):
+        failures = _run_all(commands, look)
+        if not failures:
+            break
+        run_on = left or len(failures) == len(members)
+        if run_on:  # else of a container that has ended its archive is all that is left
+            for archive in archives.values():
+                archive.unlink(missing_ok=True)
+        if not run_on or attempt == tries:
+            if run_on:
+                partial.rmdir()
+            tried = f" in {tries} tries" if tries > 1 else ""
+            raise GangError(f"gang {name} is not checkpointed{tried}: {_in_words(failures)}")
+        time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret
     found = verify(list(archives.values()))
+    nodes = {member: running.engine.node for member, running in members.items()}
+    (partial / _NODES_NAME).write_text(json.dumps({"version": 1, "nodes": nodes}, indent=1))
     partial.rename(directory)
     sync_directory(directory.parent)
     return found._replace(archives={member: directory / path.name for member, path in found.archives.items()})
 
 
-def _discard(partial: Path, archives: Mapping[str, Path], failures: Mapping[str, str]) -> None:
-    """Remove what there is of archives; of a container that has ended its archive is all that is left."""
-    if len(failures) == len(archives):
-        for archive in archives.values():
-            archive.unlink(missing_ok=True)
-        partial.rmdir()
+def restore(
+    directory: Path, podman: str, moved: Mapping[str, str] | None = None, look: Look = _look_at_nothing
+) -> GangCheckpoint:
+    """Restore all containers of a gang from the archives in a directory, each on the node that it is from.
 
-
-def restore(directory: Path, *, podman: str = _PODMAN) -> GangCheckpoint:
-    """Restore all containers of a gang from the archives in a directory.
+    Args:
+        directory: that `checkpoint` has made.
+        podman: the command, with its global options.
+        moved: nodes of members that are to be on others; as Engine.podman takes them.
+        look: is called twice a second meanwhile.
 
     Raises:
         IntegrityError: if it is not a whole checkpoint of a gang; nothing was started.
         GangError: if it fails; none of them runs.
     """
     found = verify(sorted(directory.glob("*.tar*")))
-    commands = {member: ["restore", "--import", str(path)] for member, path in found.archives.items()}
-    failures = _podman(podman, commands)
+    if unknown := ", ".join(sorted({*(moved or {})} - {*found.archives})):
+        members = ", ".join(found.archives)
+        raise GangError(f"{unknown}: not a member of gang {found.note.gang}", hint=f"its members are {members}")
+    nodes = {**_read_nodes(directory), **(moved or {})}
+    commands = {
+        member: Engine.podman(podman, nodes.get(member, "")).restore(path) for member, path in found.archives.items()
+    }
+    failures = _run_all(commands, look)
     if failures:
         raise GangError(f"gang {found.note.gang} is not restored: {_in_words(failures)}")
     return found
+
+
+def _read_nodes(directory: Path) -> dict[str, str]:
+    try:
+        nodes = json.loads((directory / _NODES_NAME).read_bytes())["nodes"]
+        return {str(member): str(node) for member, node in nodes.items()}
+    except FileNotFoundError:  # all are of this node
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        path = directory / _NODES_NAME
+        raise IntegrityError(f"{path} is damaged: {error!r}", hint="remove it, and name nodes with --on") from error
 
 
 def verify(archives: Sequence[Path]) -> GangCheckpoint:
@@ -171,20 +194,26 @@ def _take_sockets(archive: Path, scratch: Path) -> None:
     read_facts(archive, visit)
 
 
-def _podman(podman: str, commands: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Run podman for all members at once; return what it says of each that failed."""
-    running = {
-        member: subprocess.Popen(
-            [*shlex.split(podman), "container", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        for member, command in commands.items()
-    }
-    said = {member: process.communicate()[1] for member, process in running.items()}
-    return {member: said[member] for member, process in running.items() if process.returncode != 0}
+def _run_all(commands: Mapping[str, Sequence[str]], look: Look) -> dict[str, str]:
+    """Run a command for each member, all at once; return what those say that failed."""
+
+    def run(command: Sequence[str]) -> tuple[int, str]:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        except OSError as error:
+            return 1, str(error)
+        return done.returncode, done.stderr
+
+    with ThreadPoolExecutor(len(commands)) as pool:
+        running = {member: pool.submit(run, command) for member, command in commands.items()}
+        while wait(running.values(), _LOOK_S).not_done:
+            look()
+    ended = {member: one.result() for member, one in running.items()}
+    return {member: said for member, (status, said) in ended.items() if status != 0}
 
 
 def _in_words(failures: Mapping[str, str]) -> str:
     """Return in words what failed; the member whose failure ended it for all comes first."""
-    last = {member: " ".join(text.strip().splitlines()[-_LAST_LINES:]) for member, text in failures.items()}
+    last = {member: last_lines(text) for member, text in failures.items()}
     ordered = sorted(last.items(), key=lambda item: "is over for all members" in item[1])
     return "; ".join(f"{member}: {text}" for member, text in ordered)

@@ -4,17 +4,18 @@ import calendar
 import contextlib
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.checkpoints.epochs import Epochs
 from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
 from ocihook.errors import IdentificationError, IntegrityError, NoCheckpoint, RemoteError, StoreError, UnsupportedError
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
-from ocihook.model import ContainerRef
+from ocihook.model import ContainerRef, GangRef
 from ocihook.packs.cipher import Keyring, KeySource
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.stop_record import is_stopping
@@ -52,12 +53,22 @@ class Chosen(NamedTuple):
     archive: Path | None = None  # of an engine, that it is in; None: it is in the store, or at the remote
 
 
-def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience) -> Chosen:
+def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience, gang: GangRef | None = None) -> Chosen:
     """Return the checkpoint that is named, or the newest of the container's member.
 
     It is in this node's store, at the remote, or in an archive that an engine has written on this node.
 
+    What is of a dump of a gang that is not complete is none. The members of a gang come to the same dump.
+
+    Args:
+        kept: the container.
+        policy: of the container.
+        settings: the node's.
+        patience: with the engine's call.
+        gang: that it is in.
+
     Raises:
+        GangError: if the members of its gang do not all ask.
         NoCheckpoint: if there is none.
         UnsupportedError: if the container has no identity that says which checkpoints are its own.
         RemoteError: if the remote, which may have a newer one, does not answer in time.
@@ -73,13 +84,19 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience) -
     if wanted == LATEST:  # a new pod may be made before the old one has ended
         patience.within(STOP_S).until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
     names = [kept.domain] if wanted == LATEST else domains_of(kept.domain, store.names(), settings)
+    if gang is not None and wanted == LATEST:
+        _complete_own(store, kept, settings)  # what cannot be stored is not offered to the other members
     for name in names:
-        found = _find(_here(store, name), wanted, kept)
-        if settings.remote and (found is None or wanted == LATEST):
-            found = _find([*([found] if found else ()), *_ask_remote(settings, name, patience)], wanted, kept)
+        known = list(_here(store, name))
+        if settings.remote and (wanted == LATEST or all(one.id != wanted for one in known)):
+            known += _ask_remote(settings, name, patience)
+        found = _find(restorable(known), wanted, kept)
         if found is None or wanted == LATEST:
-            archived = _archived(name, wanted, found.created if found else "", settings, patience)
-            found = _find([*([found] if found else ()), *archived], wanted, kept)
+            known += _archived(name, wanted, found.created if found else "", settings, patience)
+        known = restorable(known)
+        found = _find(known, wanted, kept)
+        if gang is not None and wanted == LATEST and not _stays_alone(found, kept, policy):
+            found = _find_with_gang(known, kept, partial(_ask_gang, gang, policy, settings, patience))
         if found is not None:
             return Chosen(Thin(name, found.id), is_restart(kept.container, found.container), found.archive)
     of = lineage(kept.container) if wanted == LATEST else wanted
@@ -97,11 +114,55 @@ def _find(known: Iterable[Known], wanted: str, kept: Kept) -> Known | None:
     return next((one for one in known if one.id == wanted), None)
 
 
+def restorable(known: Sequence[Known]) -> list[Known]:
+    """Return what is not of a dump of a gang that lacks members which the same node, or the remote, should have."""
+    epochs = Epochs(one.container for one in known)
+    return [one for one in known if epochs.is_whole(one.container) or epochs.has_all_of_node(one.container)]
+
+
+def _stays_alone(found: Known | None, kept: Kept, policy: Policy) -> bool:
+    """Return whether the container's pod has restarted it, so that the other members run on."""
+    return found is not None and is_restart(kept.container, found.container) and not policy.restore_on_restart
+
+
+def _find_with_gang(known: Iterable[Known], kept: Kept, ask: Callable[[Sequence[str]], str]) -> Known | None:
+    """Return the member's part of the dump that all members are restored from."""
+    mine = [one for one in known if lineage(one.container) == lineage(kept.container) and one.container.gang]
+    mine.sort(key=_age)
+    dump = ask(list(dict.fromkeys(one.container.gang for one in mine)))
+    return next((one for one in reversed(mine) if dump and one.container.gang == dump), None)
+
+
+def _ask_gang(gang: GangRef, policy: Policy, settings: Settings, patience: Patience, dumps: Sequence[str]) -> str:
+    from ocihook.gang.link import Link  # for gangs alone
+    from ocihook.gang.membership import choose_dump
+
+    return choose_dump(gang, dumps, patience, link=Link.of(settings), timeout_s=policy.gang_timeout_s)
+
+
+def _complete_own(store: Store, kept: Kept, settings: Settings) -> None:
+    """Store what is pending of the container's member, as far as it can be."""
+    from ocihook.checkpoints.complete import wait_complete  # takes long to load
+
+    if kept.domain not in store.names():
+        return
+    domain = store.open(kept.domain)
+    for checkpoint_id in pending_ids(domain):
+        with contextlib.suppress(IntegrityError, StoreError, OSError):  # it is reported by whoever stores it
+            job = read_job(domain, checkpoint_id)
+            if job is not None and lineage(job.container) == lineage(kept.container):
+                wait_complete(domain, checkpoint_id, workers=store_workers(settings), settings=settings)
+
+
+def _age(one: Known) -> tuple[str, int, str]:
+    return one.created, one.sequence, one.id
+
+
 def newest(known: Iterable[Known], of: str) -> Known | None:
     """Return the newest checkpoint of a lineage, None if there is none."""
     return max(
         (one for one in known if lineage(one.container) == of),
-        key=lambda one: (one.created, one.sequence, one.id),
+        key=_age,
         default=None,
     )
 

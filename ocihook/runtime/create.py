@@ -3,12 +3,12 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
-from ocihook.container.identity import container_ref
+from ocihook.container.identity import container_ref, gang_ref
 from ocihook.errors import ConfigError, GivenUp, NoCheckpoint, OcihookError, RestoreError, plain
 from ocihook.linux.patience import ENDLESS
 from ocihook.runtime import containers
@@ -23,8 +23,12 @@ log = logging.getLogger(__name__)
 _KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
 
 
-def create(call: Call) -> int:
+def create(call: Call, wake: Callable[[], object]) -> int:
     """Restore the container, or have the runtime make it, which does not return.
+
+    Args:
+        call: `create`.
+        wake: starts an agent if none runs; members of a gang need it.
 
     Raises:
         OcihookError: if it must not be made: its annotations are wrong, or it was to be restored and nothing else.
@@ -42,7 +46,7 @@ def create(call: Call) -> int:
         call.pass_on()
     containers.keep(kept)
     try:
-        if policy.restore_from and _is_restored(call, kept, config, policy, settings):
+        if policy.restore_from and _is_restored(call, kept, config, policy, settings, wake):
             return 0
     except OcihookError:
         if not is_unsettled(call.container_id):  # else `delete`, or whoever creates it again, undoes the rest
@@ -53,10 +57,20 @@ def create(call: Call) -> int:
     return call.pass_on()
 
 
-def _is_restored(call: Call, kept: Kept, config: Mapping[str, Any], policy: Policy, settings: Settings) -> bool:
+def _is_restored(
+    call: Call,
+    kept: Kept,
+    config: Mapping[str, Any],
+    policy: Policy,
+    settings: Settings,
+    wake: Callable[[], object],
+) -> bool:
     """Restore, if there is something to restore; False: it starts from scratch, as if nothing had been tried."""
     try:
-        chosen = choose(kept, policy, settings, ENDLESS)
+        gang = gang_ref(annotations_of(config), kept.container)
+        if gang is not None and not settings.coordinator:
+            wake()
+        chosen = choose(kept, policy, settings, ENDLESS, gang)
         if chosen.is_restart and not policy.restore_on_restart:
             call.say(f"container {kept.container} was restarted in its pod, and starts from scratch", "info")
             return False

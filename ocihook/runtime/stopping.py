@@ -8,7 +8,6 @@ container gets its signal.
 import contextlib
 import json
 import logging
-import os
 import shutil
 import signal
 import subprocess
@@ -17,36 +16,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, Belongings, stopping_dir
+from ocihook.checkpoints.belongings import IMAGES_DIR, stopping_dir
 from ocihook.checkpoints.complete import claimed
 from ocihook.checkpoints.pending import directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
-from ocihook.container.spec import spec_facts
 from ocihook.criu.explain import explain
 from ocihook.errors import OcihookError, UnsupportedError, plain, printable
-from ocihook.linux.files import make_directory, replace_file
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, descendants
-from ocihook.runtime import containers
+from ocihook.runtime import containers, dumping
 from ocihook.runtime.call import Call
+from ocihook.runtime.dumping import LOG_NAME, PATH
+from ocihook.runtime.gang_stop import LEFT_NAME, STOPS_S, Others
 from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
-    read_config,
     read_stop,
     write_stop,
 )
 from ocihook.session.journal import open_journals, read_journal
-from ocihook.session.record import to_json
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin
 
 _ENDING_S = 60.0  # for CRIU to end once its runtime was killed
-_LOG_NAME = "runtime.log"
 _LOG_BYTES = 64 << 10  # of CRIU's log, at its end
 _TAIL_CHARACTERS = 400  # of the runtime's own words
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # runc finds CRIU by it
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +99,11 @@ class Stopping:
     def _checkpoint(self) -> None:
         settings = self._load()
         place = stopping_dir(Path(settings.store_dir), self._id)
+        if (place / LEFT_NAME).exists():  # it is being checkpointed as another member of its gang is stopped
+            over = Patience(timeout_s=settings.stop_timeout_s)
+            over.until(lambda: _dumping(place) is None)
+            over.within(_ENDING_S).until(lambda: not place.exists())
+            shutil.rmtree(place, ignore_errors=True)  # of an agent that was killed
         runtime = _dumping(place)  # that an agent before this one has called
         if runtime is not None:
             self._await(runtime, settings)
@@ -119,35 +119,23 @@ class Stopping:
         init = Process.find(int(state.get("pid") or 0))
         if state.get("status") != "running" or init is None:
             raise UnsupportedError(f"it is {state.get('status', 'not known to its runtime')}")
-        config = read_config(self._kept)
-        Belongings.of(config, self._kept.bundle, os.getpid()).check_sizes(settings)
+        dumping.check_sizes(self._kept, settings)
         self._note(init=init)
-        shutil.rmtree(place, ignore_errors=True)  # of an attempt whose agent was killed
-        make_directory(place / IMAGES_DIR, within=Path(settings.store_dir).parent)
-        facts = json.dumps(to_json(spec_facts(config, self._kept.bundle))).encode()
-        replace_file(place / FACTS_NAME, facts, mode=0o600, durable=False)
+        dumping.make_place(self._kept, settings, place)
 
     def _dump(self, settings: Settings, place: Path) -> None:
-        """Call the runtime.
+        """Call the runtime, and those of its gang's others that are to be dumped with it.
 
         Raises:
             OcihookError: if it does not end in time.
         """
-        call = Call.parse(self._kept.program, [*self._kept.prefix, "checkpoint"])
-        words = [
-            "--image-path",
-            str(place / IMAGES_DIR),
-            "--work-path",
-            str(place),
-            "--tcp-established",
-            "--file-locks",
-        ]
-        command = [str(call.program), *call.prefix_with_log(place / _LOG_NAME), "checkpoint", *words, self._id]
-        with (place / _LOG_NAME).open("ab") as output:
-            running = subprocess.Popen(  # which outlives an agent that is killed
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={"PATH": _PATH}
-            )
+        running = dumping.begin(self._kept, place)
+        others = Others.of(self._kept, settings)
         try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.wait(STOPS_S if others.members else 0)
+            if running.returncode is None:
+                others.dump()
             running.wait(settings.stop_timeout_s)
         except subprocess.TimeoutExpired:
             criu = descendants(running.pid)
@@ -157,6 +145,8 @@ class Stopping:
             raise OcihookError(
                 f"its checkpoint took longer than {settings.stop_timeout_s:g} s", hint="raise [agent] stop_timeout_s"
             ) from None
+        finally:
+            others.wait(settings.stop_timeout_s)
 
     def _wait_for_end(self, processes: list[Process]) -> None:
         """Wait until CRIU, whose runtime was killed, and the session that served it have ended."""
@@ -219,7 +209,7 @@ class Stopping:
         prefix = call.prefix_with_log(containers.directory_of(self._id) / containers.LOG_NAME)
         command = [str(call.program), *prefix, *words]
         return subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, env={"PATH": _PATH}
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, env={"PATH": PATH}
         )
 
 
@@ -227,7 +217,7 @@ def remove_stale(settings: Settings) -> None:
     """Remove the dumps of containers that nobody stops any more, as after a boot. For an agent that starts."""
     for place in stopping_dir(Path(settings.store_dir), "x").parent.glob("*"):
         stop = read_stop(place.name)
-        if stop is None or stop.is_over:
+        if (stop is None or stop.is_over) and _dumping(place) is None:
             shutil.rmtree(place, ignore_errors=True)
 
 
@@ -267,6 +257,6 @@ def _why(place: Path) -> str:
         if explanation is not None:
             return explanation.what
     with contextlib.suppress(OSError):
-        if words := (place / _LOG_NAME).read_text(errors="replace").strip():
+        if words := (place / LOG_NAME).read_text(errors="replace").strip():
             return printable(words[-_TAIL_CHARACTERS:])
     return "its runtime was killed"

@@ -54,7 +54,8 @@ def _read(kind: Any, value: Any) -> Any:  # noqa: ANN401, PLR0911 - one return a
     if origin in (dict, Mapping):
         return {str(key): _read(arguments[1], item) for key, item in value.items()}
     if hasattr(kind, "_fields"):  # a named tuple
-        return kind(*(_read(inner, item) for inner, item in zip(_fields(kind).values(), value, strict=True)))
+        kinds = tuple(_fields(kind).values())[: len(value)]
+        return kind(*(_read(inner, item) for inner, item in zip(kinds, value, strict=True)))
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = _fields(kind)
         return kind(**{name: _read(hints[name], item) for name, item in value.items() if name in hints})

@@ -44,7 +44,7 @@ class Meetings(NamedTuple):
 
 def simulate(members: int) -> Meetings:
     """Let a gang of so many members be dumped."""
-    gang = Gang(lambda _: None, lambda _: "", decided={})
+    gang = Gang(lambda _: "", lambda _: "", decided={})
     claims = [Claim(f"job-{number}/worker", f"session-{number}", f"node-{number}") for number in range(members)]
     wanted = Join("dump", members)
     for claim in claims:

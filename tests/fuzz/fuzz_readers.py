@@ -22,12 +22,12 @@ with atheris.instrument_imports(include=["ocihook"]):
     from ocihook.archive.repack import inspect_archive, verify_archive
     from ocihook.belongings.bringing import bring
     from ocihook.belongings.saving import Writer
+    from ocihook.checkpoints.gang_note import decode_note as decode_gang_note
     from ocihook.criu.images import parse_dump_stats, parse_pagemap, parse_processes
     from ocihook.criu.proto import message_class
     from ocihook.criu.socket_images import FilesImage
     from ocihook.errors import OcihookError
     from ocihook.gang.coordinator import Coordinator
-    from ocihook.gang.note import decode_note as decode_gang_note
     from ocihook.model import ContainerRef
     from ocihook.net.note import decode_note
     from ocihook.packs.frame import as_object, encode_frame, load_json

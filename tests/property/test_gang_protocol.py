@@ -64,7 +64,7 @@ class Model(NamedTuple):
 
 
 def make_gang(epoch: int = 0, decided: dict[int, list[str]] | None = None) -> Gang:
-    return Gang(lambda _: None, lambda _: "", epoch=epoch, decided=decided or {})
+    return Gang(lambda _: "", lambda _: "", epoch=epoch, decided=decided or {})
 
 
 def clone(gang: Gang) -> Gang:

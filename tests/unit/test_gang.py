@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ocihook.checkpoints.gang_note import GangNote, read_note, write_note
 from ocihook.cli import gang as command
 from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
@@ -25,12 +26,13 @@ from ocihook.gang.cut import End, contradictions
 from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, GangJoined, attendance, join
-from ocihook.gang.note import GangNote, read_note, write_note
+from ocihook.gang.participant import Membership
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef, GangRef
 from ocihook.session.journal import Journal
+from ocihook.session.participant import Restore
 from tests.fakes.authority import Authority
 
 LIMIT_S = 30.0
@@ -375,3 +377,43 @@ def test_the_command_shows_gangs(serving: Serving, journals: list[Journal], monk
     assert "attempt 1: a: its dump or restore has failed" in CliRunner().invoke(command.gang, ["status"]).output
     monkeypatch.setattr(Link, "of", lambda _: Link(socket=str(serving.root / "none")))
     assert json.loads(CliRunner().invoke(command.gang, ["status", "--json"]).output)["gangs"][0]["gang"] == "job"
+
+
+def test_a_restored_member_joins_the_gang_of_its_own_namespace(
+    tmp_path: Path, serving: Serving, journals: list[Journal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever namespace its checkpoint was made in, or says that it was: a gang of that name elsewhere is another."""
+    write_note(tmp_path, GangNote(gang=GangRef("victims", "job", "a", 2, 5, "0" * 16)))
+    joined = []
+
+    def note_join(_act: object, gang: GangRef, what: str) -> Attendance:
+        joined.append((gang, what))
+        return join(journals[0], Patience(), gang, what, link=serving.link, timeout_s=LIMIT_S)
+
+    monkeypatch.setattr("ocihook.gang.participant._join", note_join)
+    container = ContainerRef(id="c" * 64, pod_namespace="team", pod_name="p", name="main")
+    journals[0].identify(container, "")
+    restore = Restore(
+        journal=journals[0],
+        patience=Patience(),
+        criu_pid=0,
+        init_pid=0,
+        image_dir="",
+        directory=tmp_path,
+        settings=Settings(),
+    )
+    Membership().check(restore)
+    assert joined == [(GangRef("team", "job", "a", 2, 5, "0" * 16), "restore")]
+    theirs = GangRef("victims", "job", "b", 2, 5, "0" * 16)
+    other = join(journals[1], Patience(), theirs, "restore", link=serving.link, timeout_s=LIMIT_S)
+    assert other.epoch == 1, "the first of their gang"
+    shown = serving.link.ask(None, Patience(timeout_s=LIMIT_S))["gangs"]
+    assert {(row["namespace"], *row["attempt"]["members"]) for row in shown} == {("team", "a"), ("victims", "b")}
+
+
+def test_one_number_of_two_coordinators_is_not_one_dump(serving: Serving, journals: list[Journal]) -> None:
+    first, second = (GangRef("", "job", name, 2, 5, attempt * 16) for name, attempt in (("a", "0"), ("b", "f")))
+    alone = join(journals[0], Patience(), first, "restore", link=serving.link, timeout_s=LIMIT_S)
+    join(journals[1], Patience(), second, "restore", link=serving.link, timeout_s=LIMIT_S)
+    with pytest.raises(GangError, match="b is restored from epoch 5, others from epoch 5 of another coordinator"):
+        alone.meet("addresses")

@@ -218,7 +218,7 @@ def test_what_cannot_be_undone_starts_nothing(node: Node, monkeypatch: pytest.Mo
     config = {**node.config, "annotations": {"ocihook.io/restore-from": "latest"}}
     (node.bundle / "config.json").write_text(json.dumps(config))
     (node.path / "state.fails").touch()
-    assert create.create(node.call) == 77  # from scratch, by policy
+    assert create.create(node.call, lambda: None) == 77  # from scratch, by policy
     node.assert_as_before(config)
 
     def no_space(*_: object) -> None:
@@ -227,7 +227,7 @@ def test_what_cannot_be_undone_starts_nothing(node: Node, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(restoring, "take_out", no_space)
         with pytest.raises(RestoreError, match=r"neither restored nor started.*could not be undone: No space"):
-            create.create(node.call)
+            create.create(node.call, lambda: None)
     assert (node.rootfs / "new").exists()
     assert recovered() == ["undone"]
     node.assert_as_before(config)

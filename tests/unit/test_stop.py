@@ -256,3 +256,51 @@ def test_a_checkpoint_of_what_ran_on_is_withdrawn(node: Path) -> None:
     withdraw(settings(node), Thin(domain.name, manifest.id))
     assert domain.checkpoint_ids() == []
     withdraw(settings(node), Thin(domain.name, manifest.id))
+
+
+_PAIR = {
+    "ocihook.io/checkpoint-on-stop": "true",
+    "ocihook.io/gang": "job",
+    "ocihook.io/gang-size": "2",
+}
+_PROGRAM = """#!/bin/sh
+echo "$*" >> {node}/called
+case "$*" in
+    state*) echo '{{"status": "running", "pid": {pid}}}' ;;
+    *--leave-running*) touch {node}/left ;;
+    *checkpoint*) for _ in $(seq {looks}); do [ -e {node}/left ] && break; sleep 0.1; done; exit 1 ;;
+esac
+"""
+
+
+def keep(node: Path, name: str, notes: dict[str, str]) -> str:
+    """Keep a container with a bundle of its own; return its id."""
+    bundle = node / name
+    (bundle / "rootfs").mkdir(parents=True)
+    (bundle / "config.json").write_text(json.dumps({"annotations": notes, "root": {"path": "rootfs"}}))
+    container = ContainerRef(id=name * 64, engine="podman", runtime="runc", name=name)
+    containers.keep(containers.Kept(container=container, bundle=bundle, program=node / "runc", prefix=(), domain="x"))
+    return container.id
+
+
+@pytest.mark.parametrize("policy", ["last", "checkpoint"])
+def test_a_member_of_a_gang_that_is_stopped_alone(node: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """The others are dumped with it, and left running, if it wants that; else none is, and its last epoch counts."""
+    monkeypatch.setattr("ocihook.runtime.stopping.STOPS_S", 0.05)
+    monkeypatch.setattr("ocihook.runtime.dumping.check_sizes", lambda *_: None)
+    notes = {**_PAIR, "ocihook.io/on-member-stop": policy}
+    stopped, other, stranger = (keep(node, name, notes) for name in "abd")
+    (node / "d/config.json").write_text(json.dumps({"annotations": {**notes, "ocihook.io/gang": "theirs"}}))
+    leaving = keep(node, "e", notes)
+    write_stop(leaving, Stop(words=("kill", leaving)))
+    looks = 300 if policy == "checkpoint" else 1
+    (node / "runc").write_text(_PROGRAM.format(node=node, pid=os.getpid(), looks=looks))
+    write_stop(stopped, Stop(words=("kill", stopped, "15")))
+    assert Stopping(stopped, lambda: settings(node)).finish()[0] == 1
+    dumps = [line for line in called(node) if " checkpoint " in f" {line}"]
+    assert dumps[0].endswith(stopped)
+    assert "--leave-running" not in dumps[0]
+    assert [line.split()[-2:] for line in dumps[1:]] == ([["--leave-running", other]] if policy == "checkpoint" else [])
+    assert called(node)[-1] == f"kill {stopped} 15", "without the others there is no checkpoint, and it is stopped"
+    assert stranger not in "".join(called(node))
+    assert not list((node / "store/stopping").iterdir())

@@ -28,16 +28,18 @@ from tests.fakes.images import make_image_set, mixed_pages
 CONTAINER = ContainerRef(id="c" * 64, engine="podman", runtime="runc", name="job")
 
 
-def stop(store: Store, directory: Path, upper: Path) -> tuple[Domain, StoredManifest]:
+def stop(
+    store: Store, directory: Path, upper: Path, container: ContainerRef = CONTAINER
+) -> tuple[Domain, StoredManifest]:
     """Do what a dump of a container that is stopped does, and complete it."""
     make_image_set(directory, {1: mixed_pages(40)})
     names = list_packable(directory)
-    place = choose_place(CONTAINER, store)
+    place = choose_place(container, store)
     place.pending.mkdir()
     others = [image.name for image in list_other_images(directory, packed_names=set(names))]
     belongings = Belongings(Rootfs(upper, upper), {"volumes/%2Fdata": upper})
     belongings.save(place.pending / BELONGINGS_NAME, directory, others, b'{"image": "x"}', no_progress)
-    job = stage(place, names, CONTAINER, directory, store=store, host={}, durable=True, with_belongings=True)
+    job = stage(place, names, container, directory, store=store, host={}, durable=True, with_belongings=True)
     assert job.belongings_bytes > 0
     domain = store.open(place.domain)
     return domain, wait_complete(domain, job.id, workers=1)

@@ -5,12 +5,12 @@ JSON; docs/formats.md has its fields.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
-from ocihook.model import GangRef
+from ocihook.model import ContainerRef, GangRef
 from ocihook.packs.frame import decode_frame, encode_frame, load_json, read_record
 from ocihook.session.record import from_json, to_json
 
@@ -24,6 +24,17 @@ class GangNote:
     """A container's place in its gang at its dump."""
 
     gang: GangRef  # with the epoch of the dump
+    here: int = 0  # members of the dump that were on the same node
+
+    @property
+    def dump(self) -> str:
+        """What tells the dump from all others in the namespace: NAME/EPOCH/ATTEMPT."""
+        return f"{self.gang.name}/{self.gang.epoch}/{self.gang.attempt}"
+
+    def on(self, container: ContainerRef) -> ContainerRef:
+        """Return a container with what the checkpoints of one dump are known by."""
+        member, size, here = self.gang.member, str(self.gang.size), str(self.here)
+        return replace(container, gang=self.dump, gang_member=member, gang_size=size, gang_here=here)
 
 
 def write_note(directory: Path, note: GangNote) -> None:
