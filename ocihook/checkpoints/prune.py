@@ -261,7 +261,8 @@ def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s:
         if now_s - changed_s <= _WRITTEN_WITHIN_S:
             staying.add(name)
     staying = _with_epochs(staying, candidates)
-    kept = {name for name in archived if name not in _choose(candidates, keep, now_s)} | staying
+    written = [candidate for candidate in candidates if now_s - candidate.made_s > _WRITTEN_WITHIN_S]
+    kept = {*archived}.difference(_choose(written, keep, now_s)) | staying  # what is being written counts for nothing
     kept = _with_epochs(kept, candidates)
     removed = [candidate.name for candidate in candidates if candidate.name not in kept]
     total -= sum(sizes[name] for name in removed)

@@ -54,7 +54,7 @@ def test_every_number_has_a_range(path: tuple[str, ...], option: click.Parameter
 
 def test_there_are_numbers() -> None:
     names = {option.opts[0] for _, option in NUMBERS}
-    assert names == {"--pid", "--workers", "--keep-last", "--timeout", "--wait", "--size"}
+    assert names == {"--pid", "--workers", "--keep-last", "--timeout", "--tries", "--wait", "--size"}
 
 
 def test_commands_of_the_design_are_there() -> None:

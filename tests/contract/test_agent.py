@@ -279,7 +279,7 @@ def test_garbage_on_the_socket_harms_nobody(node: Node) -> None:
         "    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect('/run/ocihook/agent.sock')\n"
         "    s.settimeout(60); s.send(packet); print(s.recv(999)[:2])\n"
     )
-    assert node.namespace.run(sys.executable, "-c", talk).split("\n")[:6] == ["b'1\\x00'"] * 6
+    assert node.namespace.run(sys.executable, "-c", talk).split("\n")[:6] == ["b''", *["b'1\\x00'"] * 5]
     assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
 
 

@@ -652,7 +652,7 @@ def test_a_note_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
         {"links": [["eth0"]]},
         {"links": [["eth0", 2, "", "", 1500, True, False, ["no address"]]]},
         {"links": [], "options": {"x": [0, 0, ""]}},
-        {"links": [], "options": {"1": [0, 0]}},
+        {"links": [], "options": {"1": [0, "0"]}},
         {"links": [], "groups": [1]},
         {"links": [], "groups": ["239.0.0.1 on \x1b[2Jeth0"]},
         {"links": [], "groups": ["239.0.0.1 on " + 1000 * "e"]},
