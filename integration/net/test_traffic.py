@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from integration.journals import sessions
 from integration.namespace import wait_for
 from integration.net.conftest import MakeNode
 from integration.net.pair import NAMES, Pair
@@ -40,6 +41,8 @@ def test_left_running(make_node: MakeNode) -> None:
     for _ in range(20 if IS_NIGHTLY else 3):
         pair.checkpoint("--leave-running")
         pair.assert_flows()
+    phases = {phase["name"].split(" (")[0] for session in sessions(pair.node.namespace) for phase in session["phases"]}
+    assert {"network held", "connections stalled"} <= phases
     pair.assert_nothing_is_left()
 
 

@@ -31,10 +31,11 @@ from typing import NamedTuple
 from ocihook.errors import OcihookError, plain
 from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, descendants
 from ocihook.net import nftables
 from ocihook.net.kick import Sender, wake
 from ocihook.net.namespace import NetNamespace
+from ocihook.net.stall import Place, Watch
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
 from ocihook.wire import DETACHED_STAGE, RESTORE_STAGES
@@ -93,13 +94,17 @@ class TrafficHeld(Effect, kind="traffic-held"):
         if journal.criu.is_alive() and journal.stage not in _WITHOUT_CRIU:
             raise OcihookError(f"CRIU (pid {journal.criu.pid}) is still at work on the network")
         with contextlib.suppress(FileNotFoundError):  # the namespace is gone
-            if self._is_awaited:
-                _await(self.namespace, table_of(journal))
-            else:
-                remove_table(self.namespace, table_of(journal))
-            if not journal.criu.is_alive():
-                self.remove_locks(journal)
-            wake(self.namespace, map(_sender, self.waiting), self._running_pid)
+            running = descendants(self._running_pid) if self.waiting and self._running_pid else ()
+            with Watch(running, {Place(*one[:4]) for one in self.waiting}) as watch:
+                if self._is_awaited:
+                    _await(self.namespace, table_of(journal))
+                else:
+                    remove_table(self.namespace, table_of(journal))
+                if not journal.criu.is_alive():
+                    self.remove_locks(journal)
+                released_at = time.time()
+                wake(self.namespace, map(_sender, self.waiting), self._running_pid)
+                watch.record(journal, released_at)
         if not self.is_open:
             journal.add_phase("network held", self.began)
 

@@ -8,7 +8,6 @@ post-resume: senders that wait for a timer are woken.
 import contextlib
 import logging
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from ocihook.linux.procfs import descendants
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
 from ocihook.net.hold import forget_hold, hold, release
 from ocihook.net.kick import Sender, wake
-from ocihook.net.lost_options import TcpOptions, keep, put_back, tcp_sockets
+from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket as NetlinkSocket
@@ -32,24 +31,14 @@ from ocihook.net.nftables import RulesRefused
 from ocihook.net.note import NetworkNote, read_note
 from ocihook.net.old_addresses import carriers, strayed
 from ocihook.net.policy import IPAddress, asked, parse
+from ocihook.net.stall import Place, Watch, place_of
 from ocihook.session.effect import Facts
 from ocihook.session.participant import Restore
 
-_STALL_LIMIT_S = 0.3  # that CRIU is kept waiting to see whether connections resume
-_BYTES_ACKED = struct.Struct("=120xQ")  # tcpi_bytes_acked in struct tcp_info (linux/tcp.h)
 _MAX_I32, _MAX_U32 = (1 << 31) - 1, (1 << 32) - 1
 _SHOWN = 3  # connections that a message names
 
 log = logging.getLogger(__name__)
-
-
-class Place(NamedTuple):
-    """Where a TCP socket is once it is restored: addresses and ports, "" and 0 where it has no other end."""
-
-    local: str
-    local_port: int
-    remote: str
-    remote_port: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,24 +290,12 @@ def _put_back(init_pid: int, wanted: Iterable[tuple[Place, TcpOptions]]) -> list
     options = dict(wanted)
     lost = []
     for _, sock in tcp_sockets(descendants(init_pid)) if options else ():
-        place = _place_now(sock)
+        place = place_of(sock)
         if place in options:
             lost += [
                 f"{name} of the connection from port {place.local_port}" for name in put_back(sock, options[place])
             ]
     return lost
-
-
-def _place_now(sock: socket.socket) -> Place:
-    local, port, *_ = sock.getsockname()
-    remote, remote_port = "", 0
-    with contextlib.suppress(OSError):  # it has no other end
-        remote, remote_port, *_ = sock.getpeername()
-    return Place(_plain(local), port, remote and _plain(remote), remote_port)
-
-
-def _plain(address: str) -> str:
-    return str(plain_address(ip_address(address.partition("%")[0]).packed))
 
 
 def wake_senders(restore: Restore) -> None:
@@ -328,7 +305,9 @@ def wake_senders(restore: Restore) -> None:
     if facts.network is not None and facts.senders:
         try:
             wake(facts.network, [_sender(place, number) for place, number in facts.senders], restore.init_pid)
-            _measure_stall(restore, facts)
+            places = {place for place, _ in facts.senders}
+            with Watch(descendants(restore.init_pid), places, is_restored=True) as watch:
+                watch.record(journal, facts.released_at)
         except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
             log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
     forget_hold(journal)
@@ -345,27 +324,5 @@ def _old_addresses(init_pid: int, facts: NetworkFacts) -> Iterator[str]:
             yield from strayed(facts.routes, routes(facts.network), facts.moved_addresses)
 
 
-def _measure_stall(restore: Restore, facts: NetworkFacts) -> None:
-    """Record how long connections have stalled since traffic passes."""
-    places = {place for place, _ in facts.senders}
-    waiting = [keep(sock) for _, sock in tcp_sockets(descendants(restore.init_pid)) if _place_now(sock) in places]
-    try:
-        is_going = restore.patience.within(_STALL_LIMIT_S).until(lambda: all(map(_goes_on, waiting)))
-    finally:
-        for sock in waiting:
-            sock.close()
-    name = "connections stalled" if is_going else "connections stalled (at least)"
-    restore.journal.add_phase(name, facts.released_at)
-
-
 def _sender(place: Place, number: int) -> Sender:
     return Sender(ip_address(place.local), place.local_port, ip_address(place.remote), place.remote_port, number)
-
-
-def _goes_on(sock: socket.socket) -> bool:
-    """Return whether the peer has acknowledged anything since the restore, or the connection is over."""
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
-    except OSError:
-        return True
-    return info[0] != 1 or len(info) < _BYTES_ACKED.size or _BYTES_ACKED.unpack(info)[0] > 1

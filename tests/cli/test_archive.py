@@ -23,7 +23,8 @@ from ocihook.net.addresses import AddressMap
 from ocihook.net.moving import Plan
 from ocihook.net.netlink import Link
 from ocihook.net.note import NetworkNote, read_note, write_note
-from ocihook.net.restore import Moving, Place, _ended_before
+from ocihook.net.restore import Moving, _ended_before
+from ocihook.net.stall import Place
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.fakes.sockets import files_image, make_socket
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -29,6 +30,7 @@ from ocihook.net.lost_options import TcpOptions, keep, multicast_groups, put_bac
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
 from ocihook.net.restore import NetworkFacts
+from ocihook.net.stall import Watch, place_of
 from ocihook.net.survey import Survey
 from ocihook.packs.frame import encode_frame
 from ocihook.session.journal import Journal
@@ -695,3 +697,31 @@ def test_a_container_may_call_its_interfaces_what_it_likes(name: bytes, tmp_path
     shown = printable(name.decode("utf-8", "surrogateescape"))
     assert f"239.1.2.3 on {shown}" in groups
     assert [str(address) for address in note.addresses[shown]] == ["10.9.9.1"]
+
+
+def test_a_stall_is_measured_until_the_peer_acknowledges() -> None:
+    class Phases:
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def add_phase(self, name: str, began: float) -> None:
+            assert began == 7
+            self.names.append(name)
+
+    phases = Phases()
+    journal = cast("Journal", phases)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            here = {place_of(client)}
+            with Watch([os.getpid()], here) as watch:
+                watch.record(journal, 7)
+                client.sendall(b"data")
+                watch.record(journal, 7)
+            with Watch([os.getpid()], here) as later, Watch([os.getpid()], here, is_restored=True) as whole:
+                later.record(journal, 7)
+                whole.record(journal, 7)
+            with Watch([os.getpid()], set()) as none:
+                none.record(journal, 7)
+    at_least = "connections stalled (at least)"
+    assert phases.names == [at_least, "connections stalled", at_least, "connections stalled"]
