@@ -1,6 +1,7 @@
 """What runs in the containers of run.py: each prints `count N checksum H` after every round of work on its GPUs.
 
 programs.py hold GIB            bf16 weights on every GPU, summed up whole in every round; a counter on the GPU
+programs.py zeros GIB           so much memory on a GPU and as much pinned on the host, most of it zero, summed up as `hold`
 programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
@@ -45,6 +46,22 @@ def hold(gib: float) -> None:
             for piece in part.split(1 << 28):  # a sum over all of it, weighted so that order counts
                 digest.update(struct.pack("<q", int((piece[::2] - 3 * piece[1::2]).sum())))
         say(int(counter), digest.hexdigest()[:16])
+        time.sleep(PAUSE_S)
+
+
+def zeros(gib: float) -> None:
+    size, apart = int(gib * 2**30 / 8), 1 << 23
+    parts = [torch.zeros(size, dtype=torch.int64, device="cuda"), torch.zeros(size, dtype=torch.int64, pin_memory=True)]
+    for part in parts:
+        part[::apart] = torch.arange(1, len(part[::apart]) + 1, device=part.device)
+    count = 0
+    while True:
+        count += 1
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(struct.pack("<q", int(part.sum())))
+            digest.update(part[::apart].contiguous().cpu().numpy())
+        say(count, digest.hexdigest()[:16])
         time.sleep(PAUSE_S)
 
 
@@ -187,6 +204,7 @@ def spawn(target: Callable[..., None], gib: float) -> None:
 
 PROGRAMS: dict[str, Callable[..., None]] = {
     "hold": hold,
+    "zeros": zeros,
     "train": lambda steps: train(int(steps)),
     "lora": lora,
     "nccl": lambda gib: spawn(nccl_rank, gib),
