@@ -7,7 +7,6 @@
  *   fork         with a child that was forked after CUDA was initialised
  *   nccl         with a socket as NCCL has one for each communicator
  *   ghost=KIB    with a deleted file of so many KiB in /dev/shm, mapped, as NCCL has them
- *   pinned=MIB   with so much anonymous shared memory, as cuMemHostAlloc has it
  *   renamed      with a deleted file in /dev/shm that has another name
  *   pool[=kept]  with a thread that allocates from a pool (cudaMallocAsync) and frees; the pool keeps the memory
  *   watch        with a thread that asks for an event again and again, as NCCL's watchdog does
@@ -78,16 +77,6 @@ static void map_ghost(size_t size)
     memset(memory, 7, size);
 }
 
-static char *pinned;
-static size_t pinned_bytes;
-
-static void map_pinned(size_t size)
-{
-    pinned = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(pinned == MAP_FAILED);
-    memset(pinned, 5, pinned_bytes = size);
-}
-
 static void keep_renamed(void)
 {
     CHECK(open("/dev/shm/first", O_RDWR | O_CREAT | O_EXCL, 0600) < 0);
@@ -155,8 +144,6 @@ int main(int argc, char **argv)
             child = atoi(argv[i] + 6);
         if (!strncmp(argv[i], "ghost=", 6))
             map_ghost((size_t)atoi(argv[i] + 6) << 10);
-        if (!strncmp(argv[i], "pinned=", 7))
-            map_pinned((size_t)atoi(argv[i] + 7) << 20);
         if (!strcmp(argv[i], "renamed"))
             keep_renamed();
         if (!strcmp(argv[i], "uffd"))
@@ -223,8 +210,6 @@ int main(int argc, char **argv)
                     sum = sum * 0x100000001b3 + piece[word];
             }
         }
-        for (size_t at = 0; at < pinned_bytes; at++)
-            CHECK(pinned[at] != 5);
         if (child)
             printf("child %d ", child);
         printf("count %llu checksum %016llx\n", (unsigned long long)count, (unsigned long long)sum);

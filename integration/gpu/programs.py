@@ -1,7 +1,7 @@
 """What runs in the containers of run.py: each prints `count N checksum H` after every round of work on its GPUs.
 
 programs.py hold GIB            bf16 weights on every GPU, summed up whole in every round; a counter on the GPU
-programs.py zeros GIB           so much memory on a GPU and as much pinned on the host, most of it zero, summed up as `hold`
+programs.py zeros GIB           so much memory on a GPU and as much pinned on the host, most of it zero, summed up
 programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round

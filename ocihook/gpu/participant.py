@@ -60,7 +60,7 @@ class Gpu(Participant):
 
     def needs_processes(self, restore: Restore) -> bool:
         """Return whether memory went past CRIU."""
-        return bool(restore.checkpoint and restore.checkpoint.region_spans)
+        return bool(restore.checkpoint and restore.checkpoint.region_processes)
 
     def processes_made(self, restore: Restore) -> None:
         """Note the first process, which all others will descend from: should CRIU be killed, they go."""
@@ -70,7 +70,7 @@ class Gpu(Participant):
     def processes_wait(self, restore: Restore) -> str:
         """Write GPU memory: here, and not just before tasks run, where CRIU takes no veto."""
         checkpoint = restore.checkpoint
-        size = fill_memory(restore, checkpoint) if checkpoint and checkpoint.region_spans else 0
+        size = fill_memory(restore, checkpoint) if checkpoint and checkpoint.region_processes else 0
         return f"container {restore.journal.container}: {size} bytes of GPU memory written" if size else ""
 
     def about_to_run(self, restore: Restore) -> None:

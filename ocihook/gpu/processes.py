@@ -228,7 +228,7 @@ def _checkpoint_prefaulted(
                 log.warning("process %d: no huge pages: %s", process.pid, error)
         with measured(measurements, "prefault", process) as measurement:
             measurement["bytes"] = size_bytes
-            prefault(process, [Span(address, address + size_bytes)], workers=workers)
+            prefault(process, Span(address, address + size_bytes), workers=workers)
 
     with start_call(driver.checkpoint, process.pid) as call:
         try:

@@ -15,10 +15,9 @@ from ocihook.gpu.dump import GpuFacts, Taken, needed
 from ocihook.gpu.mapping import check_gpus, choose_gpu_map
 from ocihook.gpu.preflight import heed, restore_refusals
 from ocihook.gpu.processes import find_gpu_processes, read_node, resume_all, states, wait_for_room
-from ocihook.images.direct import read_cut
 from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import make_device
-from ocihook.linux.memory import available_bytes, prefault, shared_spans
+from ocihook.linux.memory import available_bytes
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, pid_below, thread_ids
 from ocihook.memory.half_restored import kill
@@ -26,7 +25,6 @@ from ocihook.memory.standstill import standing_still
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts, Checkpoint, Restore
-from ocihook.session.timing import measured
 
 _GPU = re.compile(r"nvidia[0-9]+")
 
@@ -135,51 +133,23 @@ def fill_memory(restore: Restore, checkpoint: Checkpoint) -> int:
     Raises:
         OcihookError: to let the restore fail; CRIU then kills them.
     """
-    init_pid = restore.init_pid
+    init_pid, journal = restore.init_pid, restore.journal
     processes = {pid_below(init_pid, pid): p for pid in descendants(init_pid) if (p := Process.find(pid))}
-    missing = set(checkpoint.region_spans) - set(processes)
+    missing = set(checkpoint.region_processes) - set(processes)
     if missing:
         raise OcihookError(
             f"CRIU has restored no process {', '.join(sorted(missing))}, whose GPU memory is in the checkpoint"
         )
-    size = _write_regions(restore, checkpoint, processes)
-    _populate(restore, checkpoint, processes)
-    return size
-
-
-def _write_regions(restore: Restore, checkpoint: Checkpoint, processes: Mapping[str, Process]) -> int:
-    journal, workers = restore.journal, restore.call().workers
+    workers = restore.call().workers
     with journal.phase("gpu write back") as phase, journal.spans(phase) as spans:
         try:
-            phase["bytes"] = checkpoint.write_regions(
+            size = checkpoint.write_regions(
                 processes, workers=workers, patience=restore.patience, progress=restore.progress, spans=spans
             )
         except OSError as error:
             raise OcihookError(f"GPU memory cannot be written into the restored processes: {plain(error)}") from error
-    return int(phase["bytes"])
-
-
-def _populate(restore: Restore, checkpoint: Checkpoint, processes: Mapping[str, Process]) -> None:
-    """Populate memory that the driver will pin: on its own it has the kernel do so page by page, on one thread.
-
-    That is what it gets back as zeros, which were not written, and what programs have pinned (cudaHostAlloc: anonymous
-    shared memory), which is not in the page tables of new processes.
-    """
-    spans = {name: shared_spans(processes[name].pid) for name in checkpoint.gpu.get("held", {}) if name in processes}
-    regions = checkpoint.region_spans
-    zeros = sum(span.size_bytes for its_spans in regions.values() for span in its_spans) - checkpoint.region_bytes
-    coming = sum(cut.parts.size_bytes for cut in read_cut(restore.directory))
-    limits = [available_bytes(), memory_headroom_bytes(restore.init_pid)]
-    if zeros + coming <= min(limit for limit in limits if limit is not None):
-        for name, its_spans in regions.items():
-            spans.setdefault(name, []).extend(its_spans)
-    if not any(spans.values()):
-        return
-    with restore.journal.phase("gpu populate") as phase, restore.journal.spans(phase) as timing:
-        for name, its_spans in spans.items():
-            with measured(timing, "populate", processes[name]) as measurement:
-                measurement["bytes"] = sum(span.size_bytes for span in its_spans)
-                prefault(processes[name], its_spans, workers=restore.call().workers)
+        phase["bytes"] = size
+    return size
 
 
 def resume_gpus(restore: Restore) -> None:

@@ -18,7 +18,7 @@ from ocihook.criu.images import check_named, check_page_images, check_page_sizes
 from ocihook.criu.mappings import check_mapped
 from ocihook.errors import IntegrityError, OcihookError, StoreFull
 from ocihook.linux.files import create_private, sync_directory, sync_file
-from ocihook.linux.memory import Span, available_bytes
+from ocihook.linux.memory import available_bytes
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
@@ -349,14 +349,6 @@ def check_regions(directory: Path, regions: Iterable[PackedRegion | StoredRegion
         ImageError: naming memory that is not.
     """
     check_mapped(directory, ((int(r.process.partition("/")[0]), r.start, r.size_bytes) for r in regions))
-
-
-def region_spans(regions: Iterable[PackedRegion | StoredRegion]) -> dict[str, list[Span]]:
-    """Return what memory went past CRIU, by processes as seen in the container."""
-    spans: dict[str, list[Span]] = {}
-    for region in regions:
-        spans.setdefault(region.process, []).append(Span(region.start, region.start + region.size_bytes))
-    return spans
 
 
 def region_bytes(manifest: PackedManifest) -> int:

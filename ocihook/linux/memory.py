@@ -12,9 +12,7 @@ from typing import NamedTuple
 from ocihook.linux.procfs import Process, descendants
 from ocihook.linux.workers import WorkerDied, run_forked
 
-_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
-# What anonymous shared memory is called by the kernel (shmem_zero_setup), and once CRIU has restored it (open_shmem).
-_SHARED = ("/dev/zero (deleted)", "/memfd:/dev/zero (deleted)")
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
 _MEMINFO = Path("/proc/meminfo")
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
@@ -77,7 +75,6 @@ class Mapping(NamedTuple):
 
     span: Span
     mode: str  # as there: rwxp, s instead of p where shared
-    offset: int  # in the file
     inode: int  # 0: anonymous
     name: str
 
@@ -98,7 +95,7 @@ def read_mappings(pid: int) -> list[Mapping]:
 
 
 def _mapping(row: re.Match[str]) -> Mapping:
-    return Mapping(Span(int(row[1], 16), int(row[2], 16)), row[3], int(row[4], 16), int(row[5]), row[6])
+    return Mapping(Span(int(row[1], 16), int(row[2], 16)), row[3], int(row[4]), row[5])
 
 
 class DetailedMapping(NamedTuple):
@@ -131,38 +128,6 @@ def read_detailed_mappings(pid: int) -> list[DetailedMapping]:
 def anonymous_spans(pid: int) -> list[Span]:
     """Return the addresses of a process that are plain private memory."""
     return [mapping.span for mapping in read_mappings(pid) if mapping.is_anonymous]
-
-
-def shared_spans(pid: int) -> list[Span]:
-    """Return the addresses of a process that are writable anonymous shared memory, without what was never written."""
-    found = []
-    for mapping in read_mappings(pid):
-        if mapping.mode.startswith("rw") and mapping.mode.endswith("s") and mapping.name in _SHARED:
-            start, end = mapping.span
-            with contextlib.suppress(OSError):  # it has just ended, or unmapped it
-                fd = os.open(f"/proc/{pid}/map_files/{start:x}-{end:x}", os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    extents = list(_data_extents(fd, mapping.offset, mapping.offset + end - start))
-                finally:
-                    os.close(fd)
-                found += [Span(start + low - mapping.offset, start + high - mapping.offset) for low, high in extents]
-    return found
-
-
-def _data_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a file that are no holes."""
-    high = start
-    while high < end:
-        try:
-            low = os.lseek(fd, high, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # no more data
-                return
-            raise
-        if low >= end:
-            return
-        high = min(end, os.lseek(fd, low, os.SEEK_HOLE))
-        yield low, high
 
 
 def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
@@ -254,33 +219,29 @@ def _done(result: int) -> int:
     return result
 
 
-def prefault(process: Process, spans: Iterable[Span], *, workers: int) -> None:
-    """Have the kernel populate mappings of another process on all cores, not only on the one that uses them.
+def prefault(process: Process, span: Span, *, workers: int) -> None:
+    """Have the kernel zero a new mapping of another process on all cores, not only on the one that uses it.
 
-    Nothing is written: a mapping may be used before this has ended, or has been killed. What cannot be filled stays
+    Nothing is written: the mapping may be used before this has ended, or has been killed. What cannot be filled stays
     as it is: its user gets the error.
 
     Args:
-        process: whose mappings they are.
-        spans: their addresses.
+        process: whose mapping it is.
+        span: its addresses.
         workers: how many processes share the work.
     """
-    pieces = [
-        Span(start, min(start + _PREFAULT_BYTES, span.end))
-        for span in spans
-        for start in range(span.start, span.end, _PREFAULT_BYTES)
-    ]
 
     def worker(_number: int, tasks: Iterator[int]) -> Iterator[None]:
         memory = ProcessMemory(process)
         for task in tasks:
-            start, end = pieces[task]
-            for at in range(start, end, _HUGE_PAGE_BYTES):
-                memory.fault_in(at, min(_HUGE_PAGE_BYTES, end - at))
+            start = span.start + task * _PREFAULT_BYTES
+            for at in range(start, min(start + _PREFAULT_BYTES, span.end), _HUGE_PAGE_BYTES):
+                memory.fault_in(at, min(_HUGE_PAGE_BYTES, span.end - at))
             yield
 
+    tasks = -(-span.size_bytes // _PREFAULT_BYTES)
     with contextlib.suppress(OSError, WorkerDied):  # no memory, no process
-        for _ in run_forked(worker, tasks=len(pieces), workers=workers):
+        for _ in run_forked(worker, tasks=tasks, workers=workers):
             pass
 
 

@@ -13,7 +13,6 @@ from ocihook.images.direct import Cut
 from ocihook.images.image_set import MovedRegions
 from ocihook.linux.cgroup import Freezer, find_freezer
 from ocihook.linux.hold import Hold
-from ocihook.linux.memory import Span
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef, GangRef
@@ -172,8 +171,8 @@ class Checkpoint(Protocol):
         """What the container had of GPUs; {} for nothing."""
 
     @property
-    def region_spans(self) -> Mapping[str, Sequence[Span]]:
-        """The memory that went past CRIU, by processes as seen in the container."""
+    def region_processes(self) -> Collection[str]:
+        """The processes, as seen in the container, whose memory went past CRIU."""
 
     @property
     def region_bytes(self) -> int:

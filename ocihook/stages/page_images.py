@@ -1,7 +1,7 @@
 """CRIU's page images become packs where they are, so that the engine's archive carries these; and page images again."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,11 @@ from ocihook.images.image_set import (
     is_read_twice,
     pack_image_set,
     region_bytes,
-    region_spans,
     rehydrate_image_set,
     take_in,
     write_packed_parts,
 )
 from ocihook.linux.files import identity, same_directory
-from ocihook.linux.memory import Span
 from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.patience import Patience
 from ocihook.memory.regions import write_back
@@ -86,9 +84,9 @@ class PackedCheckpoint:
         return self.manifest.gpu
 
     @property
-    def region_spans(self) -> Mapping[str, Sequence[Span]]:
-        """The memory that went past CRIU, by processes."""
-        return region_spans(self.manifest.regions)
+    def region_processes(self) -> Collection[str]:
+        """The processes whose memory went past CRIU."""
+        return {region.process for region in self.manifest.regions}
 
     @property
     def region_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,10 +30,9 @@ from ocihook.images.image_set import (
     discard_packs,
     is_read_twice,
     list_packable,
-    region_spans,
 )
 from ocihook.linux.files import identity, same_directory
-from ocihook.linux.memory import Span, resident_bytes
+from ocihook.linux.memory import resident_bytes
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
@@ -78,9 +77,9 @@ class StoredCheckpoint:
         return self.manifest.gpu
 
     @property
-    def region_spans(self) -> Mapping[str, Sequence[Span]]:
-        """The memory that went past CRIU, by processes."""
-        return region_spans(self.manifest.regions)
+    def region_processes(self) -> Collection[str]:
+        """The processes whose memory went past CRIU."""
+        return {region.process for region in self.manifest.regions}
 
     @cached_property
     def region_bytes(self) -> int:

@@ -64,7 +64,7 @@ def test_room_is_checked_before_anything_is_made(
 def mapping(start_mib: int, size_mib: int, mode: str = "rw-p", name: str = "", flags: str = "") -> DetailedMapping:
     """Return a mapping that is full."""
     span = Span(start_mib * MIB, (start_mib + size_mib) * MIB)
-    return DetailedMapping(Mapping(span, mode, 0, 0, name), size_mib * MIB, frozenset(flags.split()))
+    return DetailedMapping(Mapping(span, mode, 0, name), size_mib * MIB, frozenset(flags.split()))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from ocihook.linux.memory import (
     memory_path,
     prefault,
     read_mappings,
-    shared_spans,
     subtract,
 )
 from ocihook.linux.patience import ENDLESS, Patience
@@ -323,7 +322,7 @@ def test_prefault_survives_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with forked_sleeper() as process:
         monkeypatch.setattr(ProcessMemory, "fault_in", die)
-        prefault(process, [Span(start, start + (256 << 20))], workers=2)
+        prefault(process, Span(start, start + (256 << 20)), workers=2)
         assert process.is_alive()
 
 
@@ -336,7 +335,7 @@ def test_prefault(workers: int) -> None:
     with forked_sleeper() as process:
         assert not any(presence(process.pid, start, size))
         span = Span(start + (2 << 20) + 4096, start + size - 4096)
-        prefault(process, [span], workers=workers)
+        prefault(process, span, workers=workers)
         assert all(presence(process.pid, span.start, span.size_bytes))
         read = bytearray(size)
         assert ProcessMemory(process).read_into(memoryview(read), start) == size
@@ -351,7 +350,7 @@ def test_prefault_leaves_what_there_is(workers: int) -> None:
     for at in range(0, len(memory), 3 * PAGE_BYTES):
         memory[at : at + PAGE_BYTES] = b"\7" * PAGE_BYTES
     with forked_sleeper() as process:
-        prefault(process, [Span(start, start + len(memory))], workers=workers)
+        prefault(process, Span(start, start + len(memory)), workers=workers)
         assert all(presence(process.pid, start, len(memory)))
         read = bytearray(len(memory))
         assert ProcessMemory(process).read_into(memoryview(read), start) == len(memory)
@@ -365,41 +364,14 @@ def test_prefault_makes_huge_pages() -> None:
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     aligned = -(-start // huge_bytes) * huge_bytes
     with forked_sleeper() as process:
-        prefault(process, [Span(aligned, aligned + 8 * huge_bytes)], workers=1)
+        prefault(process, Span(aligned, aligned + 8 * huge_bytes), workers=1)
         assert all(presence(process.pid, aligned, 8 * huge_bytes))
 
 
 def test_prefault_of_what_is_not_there_is_nobodys_error() -> None:
     with forked_sleeper() as process:
-        prefault(process, [Span(4096, 4096 + (256 << 20))], workers=2)
-    prefault(process, [Span(4096, 8192)], workers=1)  # the process has ended, too
-
-
-def test_shared_memory_is_populated_without_its_holes() -> None:
-    """What others wrote is not in the page tables of this process; what nobody wrote takes no memory."""
-    memory = mmap.mmap(-1, 8 << 20)  # MAP_SHARED
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    written = [Span(start + (1 << 20), start + (3 << 20)), Span(start + (6 << 20), start + (7 << 20))]
-    with forked_sleeper() as process:
-        for span in written:
-            memory[span.start - start : span.end - start] = b"\7" * span.size_bytes
-        assert not any(presence(process.pid, start, len(memory)))
-        found = [span for span in shared_spans(process.pid) if start <= span.start < start + len(memory)]
-        assert found == written
-        prefault(process, found, workers=2)
-        there = presence(process.pid, start, len(memory))
-        assert [all(there[n << 8 : n + 1 << 8]) for n in range(8)] == [
-            False,
-            True,
-            True,
-            False,
-            False,
-            False,
-            True,
-            False,
-        ]
-        assert sum(there) * PAGE_BYTES == sum(span.size_bytes for span in written)
-        assert [span for span in shared_spans(process.pid) if start <= span.start < start + len(memory)] == written
+        prefault(process, Span(4096, 4096 + (256 << 20)), workers=2)
+    prefault(process, Span(4096, 8192), workers=1)  # the process has ended, too
 
 
 @contextlib.contextmanager

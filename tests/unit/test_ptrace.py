@@ -138,7 +138,7 @@ def fill_mapping(threads: Threads) -> None:
 
         def fill(address: int, size_bytes: int) -> None:
             thread.make_call("madvise", instruction, address, size_bytes, MADV_HUGEPAGE)
-            prefault(process, [Span(address, address + size_bytes)], workers=2)
+            prefault(process, Span(address, address + size_bytes), workers=2)
             os.write(writer, b"done")
 
         with start_call(lambda _: os.read(reader, 4), None) as call:
