@@ -8,10 +8,8 @@ pkg/checkpoint/metadata has the names.
 
 import json
 import logging
-import os
 import posixpath
 import re
-import stat
 import tarfile
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,20 +22,17 @@ from ocihook.belongings.filesystems import ROOTFS
 from ocihook.belongings.saving import OPAQUE, XATTR
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.checkpoints.origin import ORIGIN_NAME, Origin, decode_origin
-from ocihook.config import Settings
 from ocihook.container.engine_archive import Member, compression_of, decompress, read_facts
 from ocihook.errors import IntegrityError, OcihookError, UnsupportedError, plain
 from ocihook.session.record import to_json
 from ocihook.store.stored_manifest import BELONGINGS_NAME
 from ocihook.store.thin import THIN_NAME, Thin, decode_thin
 
-KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
 _ROOTFS_DIFF, _DELETED, _SHM = "rootfs-diff.tar", "deleted.files", "devshm-checkpoint.tar"
 _VOLUME = re.compile(r"volumes/([0-9a-f]{64})\.tar")
 _SHM_PREFIX = f"volumes/{urllib.parse.quote('/dev/shm', safe='')}"  # noqa: S108 - a name, nothing is made there
 _WHITEOUT, _OPAQUE_NAME = ".wh.", ".wh..wh..opq"  # OCI image-spec, layer.md
 _MAX_DELETED_BYTES = 64 << 20
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 log = logging.getLogger(__name__)
 
@@ -55,27 +50,6 @@ class Archived(NamedTuple):
         return self.thin.checkpoint_id if self.thin else self.origin.id
 
 
-def archive_directories(settings: Settings) -> list[Path]:
-    """Return where archives are looked for: as configured, where the kubelet puts them, and `ocihook run`."""
-    named = [Path(settings.archive_dir)] if settings.archive_dir else []
-    return list(dict.fromkeys([*named, KUBELET_ARCHIVES, fetched_archives(settings)]))
-
-
-def fetched_archives(settings: Settings) -> Path:
-    """Return where `ocihook run` puts the archive of a container that it has checkpointed on another node."""
-    return Path(settings.store_dir).parent / "archives"
-
-
-def archive_files(settings: Settings, since_s: float = 0.0) -> list[Path]:
-    """Return the files that may be archives and were written since a time.
-
-    Whoever can write into a directory chooses what it holds, and as whose: so one that others than root can write to is
-    left out.
-    """
-    files = (row for directory in archive_directories(settings) for row in _files(directory))
-    return [path for changed_s, path in files if changed_s >= since_s]
-
-
 def find_archives(paths: Iterable[Path]) -> Iterator[Archived]:
     """Yield the archives that the handler can restore from: none that is damaged, or was made without ocihook."""
     for path in paths:
@@ -86,25 +60,6 @@ def find_archives(paths: Iterable[Path]) -> Iterator[Archived]:
             continue
         if origin is not None:
             yield Archived(path, origin, thin)
-
-
-def _files(directory: Path) -> Iterator[tuple[float, Path]]:
-    try:
-        status = directory.stat()
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & _WRITABLE_BY_OTHERS:
-            log.warning("nothing is restored from archives in %s: others than root can write there", directory)
-            return
-        names = sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for name in names:
-        path = directory / name
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        if ".tar" in name and stat.S_ISREG(status.st_mode):
-            yield status.st_mtime, path
 
 
 def lay_out_archive(path: Path, checkpoint_id: str, directory: Path, max_bytes: int) -> Origin:

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ocihook.archive.places import fetched_archives
 from ocihook.archive.repack import read_origin
-from ocihook.archive.restorable import fetched_archives
 from ocihook.checkpoints.pending import is_here
 from ocihook.config import ANNOTATION_PREFIX, Settings
 from ocihook.container.engine_archive import read_config_dump

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.archive.places import archive_files
 from ocihook.checkpoints.epochs import Epochs
 from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
@@ -209,12 +210,11 @@ def _archived(name: str, wanted: str, after: str, settings: Settings, patience: 
     An archive was written after its checkpoint was made, so older files need not be read. A process of its own reads
     the others: a directory of another machine may hang, and compressed archives are read whole.
     """
-    from ocihook.archive.restorable import archive_files, find_archives  # late: most nodes have none
-
     since_s = _seconds(after if wanted == LATEST else _time_of(wanted)) - _SKEW_S
     files = archive_files(settings, since_s)
     if not files:
         return []
+    from ocihook.archive.restorable import find_archives  # takes long to load, and most nodes have none
 
     def read(paths: list[Path]) -> list[Known]:
         return [

@@ -30,7 +30,6 @@ from ocihook.criu.conf import options
 from ocihook.criu.files import content_at
 from ocihook.errors import IntegrityError, OcihookError, RestoreError, UnsupportedError, plain, printable
 from ocihook.images.compatibility import check_host
-from ocihook.images.image_set import verify_image_set
 from ocihook.linux.files import make_directory, replace_file, try_lock
 from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
@@ -219,6 +218,8 @@ def _lay_out_archived(chosen: Chosen, place: Path, settings: Settings, patience:
     if thin is not None:
         domain, stored = fetch(thin, settings, patience, with_belongings=False)
         return LaidOut(origin.container, stored.host, partial(_verify_stored, domain, stored))
+    from ocihook.images.image_set import verify_image_set  # late, as above
+
     packed = read_manifest(images)
     verify = partial(verify_image_set, images, workers=store_workers(settings))
     return LaidOut(origin.container, packed.host if packed else {}, verify)

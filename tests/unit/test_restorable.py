@@ -12,13 +12,8 @@ from pathlib import Path
 import pytest
 
 from ocihook.archive import restorable
-from ocihook.archive.restorable import (
-    archive_directories,
-    archive_files,
-    find_archives,
-    lay_out_archive,
-    write_belongings,
-)
+from ocihook.archive.places import archive_directories, archive_files
+from ocihook.archive.restorable import find_archives, lay_out_archive, write_belongings
 from ocihook.belongings.bringing import bring
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.checkpoints.origin import ORIGIN_NAME, Origin, decode_origin, write_origin
