@@ -24,17 +24,18 @@ log = logging.getLogger(__name__)
 class NotedOrigin(Participant):
     """Writes the note; the dump goes on without it if the container's bundle cannot be read."""
 
-    def prepare(self, dump: Dump) -> None:
+    def after_images(self, dump: Dump) -> str:
         """Write it; of a container that is being stopped the store has more than that."""
         (dump.directory / ORIGIN_NAME).unlink(missing_ok=True)  # of an earlier dump into the same directory
         bundle = Path(dump.container.bundle)
         if dump.policy.mode == "off" or not dump.container.bundle or is_stopped(dump):
-            return
+            return ""
         try:
             config = Path(f"/proc/{dump.criu_pid}/root", str(bundle).lstrip("/"), "config.json")
             write_origin(dump.directory, _origin(dump, json.loads(config.read_bytes()), bundle))
         except (OcihookError, OSError, ValueError, AttributeError, TypeError) as error:
             log.warning("container %s: the runtime handler cannot restore its archive: %s", dump.container, error)
+        return ""
 
 
 def _origin(dump: Dump, config: Mapping[str, Any], bundle: Path) -> Origin:

@@ -17,12 +17,12 @@ _ORDER: tuple[type[Participant], ...] = (
     Membership,  # the other containers of the job come to the same moment, or none does
     Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
     Quiesce,  # the application quiesces itself
-    NotedOrigin,  # what the container was made with is noted beside CRIU's images
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
     Network,  # no packet moves any more; sockets move to where the container is restored
     HostMemory,  # and most of the memory in them goes into restored processes past CRIU
     Gpu,  # GPU memory goes into packs, or into the processes' own
+    NotedOrigin,  # first once there are images: it is one of those that are packed or stored
 )
 
 
