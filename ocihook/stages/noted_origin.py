@@ -24,11 +24,19 @@ log = logging.getLogger(__name__)
 class NotedOrigin(Participant):
     """Writes the note; the dump goes on without it if the container's bundle cannot be read."""
 
+    def prepare(self, dump: Dump) -> None:
+        """Remove that of an earlier dump into the same directory."""
+        (dump.directory / ORIGIN_NAME).unlink(missing_ok=True)
+
     def after_images(self, dump: Dump) -> str:
-        """Write it; of a container that is being stopped the store has more than that."""
-        (dump.directory / ORIGIN_NAME).unlink(missing_ok=True)  # of an earlier dump into the same directory
+        """Write it, once: where the stage starts over the manifest may have its checksum already.
+
+        Of a container that is being stopped the store has more than that.
+        """
         bundle = Path(dump.container.bundle)
         if dump.policy.mode == "off" or not dump.container.bundle or is_stopped(dump):
+            return ""
+        if (dump.directory / ORIGIN_NAME).exists():
             return ""
         try:
             config = Path(f"/proc/{dump.criu_pid}/root", str(bundle).lstrip("/"), "config.json")
