@@ -41,6 +41,7 @@ class Packing(Effect, kind="packing"):
     """Page images are on their way into packs. The manifest shows whether that was committed."""
 
     ends_with_stage: ClassVar[bool] = False  # a stage that starts over must know of it
+    holds_container: ClassVar[bool] = False
     directory: Path
     identity: list[int]
 

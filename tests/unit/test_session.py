@@ -23,6 +23,7 @@ from ocihook.config import Policy, Settings
 from ocihook.container.runtime_call import RuntimeCall
 from ocihook.errors import ConfigError, IdentificationError, OcihookError, StoreFull, UnsupportedError
 from ocihook.images.image_set import pack_image_set, verify_image_set
+from ocihook.linux.files import identity
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.memory.standstill import is_given_up
@@ -33,9 +34,9 @@ from ocihook.session import criu_statistics, history
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
 from ocihook.session.participant import CallFacts
-from ocihook.session.undo import undo_all
+from ocihook.session.undo import undo_all, undo_holding
 from ocihook.stages import dump, page_images, restore, stored_pages
-from ocihook.stages.page_images import Rehydrated
+from ocihook.stages.page_images import Packing, Rehydrated
 from ocihook.stages.recover import recover
 from ocihook.store.store import Store
 from tests.fakes.images import make_image_set, mixed_pages
@@ -381,6 +382,13 @@ def test_interrupted_packing_begins_again_or_is_complete(
     assert "packed 942080 bytes" in message
     assert node.journal.effects == []
     assert verify_image_set(node.directory, workers=1) is not None
+
+
+def test_packing_that_was_interrupted_is_known_after_the_container_runs(node: Node) -> None:
+    """It may be committed: page images are gone then, and whoever began again would find none."""
+    node.journal.add(Packing(directory=node.directory, identity=identity(node.directory)))
+    undo_holding(node.reload(), Patience())
+    assert [effect.kind for effect in node.reload().effects] == ["packing"]
 
 
 def test_work_for_a_criu_that_was_killed_stops(node: Node) -> None:
