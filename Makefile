@@ -61,6 +61,7 @@ unit: .venv/.ready
 	$(BIN)/pytest -n auto tests
 
 # Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has.
+# loadgroup gives a worker one test at a time: some take two minutes.
 integration: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup documents

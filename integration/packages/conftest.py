@@ -1,13 +1,15 @@
 """Packages, built once, and the roots that they are installed in."""
 
+import fcntl
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 
@@ -16,6 +18,7 @@ from integration.packages.engine import Node
 
 PROJECT = Path(__file__).parents[2]
 MakeNode = Callable[..., Node]
+_T = TypeVar("_T")
 
 
 class Built(NamedTuple):
@@ -41,7 +44,31 @@ def roots() -> Path:
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Everything that is built, once."""
-    directory = tmp_path_factory.mktemp("packages")
+    return _once(tmp_path_factory, "built", _build_all)
+
+
+@pytest.fixture(scope="session")
+def image_contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What the image is built from, and the same of a later release."""
+    return _once(tmp_path_factory, "image", _make_contexts)
+
+
+def _once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], _T]) -> _T:
+    """Return what `make` makes in a directory that all workers of a test run share: the first one calls it."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made = shared / f"{name}.made"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(shared / name, ignore_errors=True)
+            (shared / name).mkdir()
+            made.write_bytes(pickle.dumps(make(shared / name)))
+    found: _T = pickle.loads(made.read_bytes())
+    return found
+
+
+def _build_all(directory: Path) -> Built:
     trees = directory / "tree", directory / "later"
     release = _run("stage.py", str(trees[0])).splitlines()[-1]
     subprocess.run(["cp", "-a", *trees], check=True)
@@ -53,17 +80,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(trees[0], release, (deb, later_deb), (rpm, later_rpm))
 
 
-@pytest.fixture(scope="session")
-def image_contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """What the image is built from, and the same of a later release."""
-    contexts = []
-    for name in ("first", "later"):
-        context = tmp_path_factory.mktemp("image") / name
+def _make_contexts(directory: Path) -> tuple[Path, Path]:
+    first, later = directory / "first", directory / "later"
+    for context in (first, later):
         (context / "packaging/image").mkdir(parents=True)
         shutil.copy(PROJECT / "Containerfile", context)
         shutil.copy(PROJECT / "packaging/image/installer", context / "packaging/image")
-        contexts.append(context)
-    first, later = contexts
     release = _run("stage.py", str(first / "dist/image"), "--prefix=/opt/ocihook").splitlines()[-1]
     (later / "dist").mkdir()
     subprocess.run(["cp", "-a", first / "dist/image", later / "dist"], check=True)
