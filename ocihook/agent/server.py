@@ -31,6 +31,7 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
+from ocihook.runtime.claims import has_claims, has_due_claims, tend_claims
 from ocihook.runtime.stop_record import stops_under_way
 from ocihook.runtime.stopping import Stopping, remove_stale
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
@@ -65,6 +66,11 @@ def _complete(settings: Settings) -> None:
 
 _STORE = _Background("pending checkpoints", has_pending, _complete)
 _PUSH = _Background("pushes", has_due_pushes, push_due)
+_CLAIMS = _Background(
+    "claims of checkpoints",
+    lambda store: has_due_claims(store.root),
+    lambda settings: tend_claims(Path(settings.store_dir)),
+)
 
 
 class Agent:
@@ -98,6 +104,7 @@ class Agent:
         self._asked: int | None = None  # a pipe with a byte for each of their requests
         self._asked_until_s = 0.0  # by the monotonic clock: whoever has asked may ask again
         self._push_at_s: float | None = None  # by the monotonic clock: what could not be pushed is tried again
+        self._store_dir: Path | None = None  # that the agent has worked for, and so where claims are on record
         self._is_stopping = False
 
     def run(self, idle_timeout_s: float) -> None:
@@ -116,6 +123,8 @@ class Agent:
         while self._is_needed(time.monotonic() - idle_since < idle_timeout_s):
             if self._push_at_s is not None and time.monotonic() >= self._push_at_s and not self._is_running(_PUSH):
                 self._start_background(_PUSH)
+            if self._store_dir is not None and has_due_claims(self._store_dir) and not self._is_running(_CLAIMS):
+                self._start_background(_CLAIMS)
             for key, _ in self._selector.select(timeout=1.0):
                 self._serve(key)
                 idle_since = time.monotonic()
@@ -154,6 +163,7 @@ class Agent:
             bool(self._children or self._background or self._metrics or is_asked)
             or is_recent
             or self._push_at_s is not None
+            or (self._store_dir is not None and has_claims(self._store_dir))
         )
 
     def _stop(self) -> None:
@@ -187,6 +197,7 @@ class Agent:
                 continue
             try:
                 settings = self._load()
+                self._store_dir = Path(settings.store_dir)
                 if kind is _PUSH:
                     self._push_at_s = self._next_push_at_s(settings)
                 if not kind.is_due(Store.of(settings)):
