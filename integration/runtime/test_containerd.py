@@ -76,7 +76,7 @@ def test_what_cannot_go_on(node: HandledContainerd) -> None:
     assert node.counts(other)[0] == 1
     node.remove(other)
     domain = node.namespace.path("/var/lib/ocihook/store/domains/default")
-    wait_for("it to be stored", lambda: [*domain.glob("checkpoints/*.manifest")])
+    wait_for("it to be stored", lambda: any(domain.glob("checkpoints/*.manifest")))
     (named,) = (path.stem for path in domain.glob("checkpoints/*.manifest"))
     strict: dict[str, Any] = {"restore_from": named, "on_no_checkpoint": "fail"}
     with pytest.raises(grpc.RpcError, match=rf"no checkpoint {named} of .* in domain team-b .*Nothing was started"):

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
@@ -44,7 +45,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOST_SCRAPES = 4  # at a time
 _ASK_AGAIN_S = 10.0  # members of a gang that wait ask every 2 s (gang/coordinator.py)
 _SCRAPE_TIMEOUT_S = 30
-_LEAST_WAIT_S = 1.0  # from one attempt to push to the next, whatever becomes of it
+_LEAST_WAIT_S = 1.0  # from one attempt to push, or to be an agent, to the next, whatever becomes of it
 _STOP = "stop of "  # what a child that stops a container is called, with the container's id
 _FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
@@ -488,6 +489,47 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     os.umask(0o077)
     os.chdir("/")
     runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    substitute = _leave_substitute(runtime_dir) if detached else 0
+    try:
+        _serve(runtime_dir, detached=detached)
+    finally:
+        if substitute:
+            os.kill(substitute, signal.SIGKILL)
+
+
+def _leave_substitute(runtime_dir: Path) -> int:
+    """Leave a process that becomes the next agent if this one is killed in the middle of something; return its pid.
+
+    Where systemd starts agents, it does that itself (Restart=on-failure). Else nobody would: of a dump whose CRIU and
+    runtime were killed, too, no further stage calls an agent, and what it has frozen would stay so.
+    """
+    while True:
+        agent = Process.find(os.getpid())
+        substitute = os.fork()
+        if substitute != 0:
+            return substitute
+        os.setsid()  # whoever kills the agent's group does not mean this one
+        leave_cgroup()
+        pidfd = agent.open() if agent is not None else None
+        if pidfd is not None:
+            select.select([pidfd], [], [])  # waits: for as long as the agent lives
+            os.close(pidfd)
+        if not _has_work_left(runtime_dir):
+            os._exit(0)
+        time.sleep(_LEAST_WAIT_S)  # waits: what kills each agent at once must not keep the node busy
+
+
+def _has_work_left(runtime_dir: Path) -> bool:
+    """Return whether there is something that only an agent ends."""
+    if open_journals(runtime_dir) or any(True for _ in stops_under_way()):
+        return True
+    try:
+        return has_claims(Path(load_settings().store_dir))
+    except (OcihookError, OSError):
+        return False
+
+
+def _serve(runtime_dir: Path, *, detached: bool) -> None:
     set_up_logging(logging.INFO, runtime_dir / "agent.log" if detached else None)
     lock = lock_agent(runtime_dir)
     if lock is None:
