@@ -16,7 +16,9 @@ from ocihook.criu.socket_images import Ends
 from tests.fakes.sockets import entry, framed, make_socket
 
 SOCKET = make_socket(1 << 20, "10.77.0.2", "10.77.0.1")  # its number is no other's
-KILL_ALL = "kill -9 -$(cat /run/ocihook/agent.lock) $(awk '/^PPid/ {print $2}' /proc/$PPID/status) $PPID"
+# The agent with its sessions, the runtime and CRIU; and with them what would become the next agent.
+KILL = "a=$(cat /run/ocihook/agent.lock); kill -9 -$a {} $(awk '/^PPid/ {{print $2}}' /proc/$PPID/status) $PPID"
+KILL_ALL = KILL.format("$(cat /proc/$a/task/$a/children)")
 
 
 def back_at_the_same_address(pair: Pair) -> None:
@@ -66,6 +68,18 @@ def test_the_runtime_is_killed_while_traffic_is_held(make_node: MakeNode) -> Non
     pair = Pair(make_node())
     pair.node.act_at("pre-dump", "kill -9 $(awk '/^PPid/ {print $2}' /proc/$PPID/status)")
     pair.node.checkpoint("server", pair.archives["server"], "--leave-running", check=False)
+    pair.assert_flows()
+    pair.assert_nothing_is_left()
+
+
+def test_another_agent_ends_what_all_others_have_left(make_node: MakeNode) -> None:
+    """No further stage calls one: the container would stay frozen, its connections in repair."""
+    pair = Pair(make_node())
+    node = pair.node
+    node.act_at("post-dump", KILL.format(""))
+    node.checkpoint("server", pair.archives["server"], "--leave-running", check=False)
+    sessions = node.namespace.path("/run/ocihook/sessions")
+    wait_for("the session to be ended", lambda: not list(sessions.glob("*.json")))
     pair.assert_flows()
     pair.assert_nothing_is_left()
 

@@ -96,6 +96,11 @@ class HandledPodman(Stalling, Podman):
         """Keep containers by overlayfs: what one has changed is known then."""
         return ["overlay" if option == "vfs" else option for option in super().options()]
 
+    def close(self) -> None:
+        """Remove everything; an agent would stay for a claim at a remote that is gone."""
+        self.namespace.run("sh", "-c", "kill $(cat /run/ocihook/agent.lock) 2>/dev/null", check=False)
+        super().close()
+
     def use_by_default(self) -> None:
         """Have podman be this one inside, whoever calls it and without any options."""
         root = self.scratch / "podman"

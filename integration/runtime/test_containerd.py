@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from integration import fake_driver
 from integration.cri.engine import POD_NETWORK
 from integration.namespace import CommandError, wait_for
 from integration.runtime.engine import HandledContainerd
@@ -69,14 +71,44 @@ def test_a_pod_that_is_made_anew_goes_on(node: HandledContainerd, runtime: str) 
 def test_what_cannot_go_on(node: HandledContainerd) -> None:
     """The checkpoint of another namespace, a container that is restarted in its pod, and one that is not ours."""
     container = node.start("first", mib=4, **STOPPED)
-    node.stop(container)
+    last = node.stop(container)
     other = node.start("other", mib=4, namespace="team-b", container_name="first", **AGAIN)
     assert node.counts(other)[0] == 1
     node.remove(other)
+    domain = node.namespace.path("/var/lib/ocihook/store/domains/default")
+    wait_for("it to be stored", lambda: any(domain.glob("checkpoints/*.manifest")))
+    (named,) = (path.stem for path in domain.glob("checkpoints/*.manifest"))
+    strict: dict[str, Any] = {"restore_from": named, "on_no_checkpoint": "fail"}
+    with pytest.raises(grpc.RpcError, match=rf"no checkpoint {named} of .* in domain team-b .*Nothing was started"):
+        node.start("thief", mib=4, namespace="team-b", **strict)
+    node.configure('[restore_from]\nteam-b = ["default"]\n')
+    allowed = node.start("allowed", mib=4, namespace="team-b", **strict)
+    assert node.counts(allowed)[0] == last + 1
+    node.remove(allowed)
     again = node.start("first", mib=4, **AGAIN)  # the pod's uid is its name here: the same pod
     assert node.counts(again)[0] == 1
     node.remove(again)
     assert node.counts(node.start("plain", mib=4))[0] == 1
+
+
+def test_a_checkpoint_of_another_driver(node: HandledContainerd) -> None:
+    """It is refused with the reason, and left as it was: with its own driver it is restored."""
+
+    def make(pod: str, **annotations: str) -> str:
+        container = node.add(node.make_pod(pod, member="job", **annotations), pod, "main", "8", "watch", gpus=[3])
+        node.call("StartContainer", container_id=container)
+        wait_for("it to count", lambda: len(node.counts(container)) > 2)
+        return container
+
+    last = node.stop(make("first", checkpoint_on_stop="true"))
+    fake_driver.script(node.namespace, "driver 570.0")
+    with pytest.raises(
+        grpc.RpcError, match=r"made with driver 580\.159\.04, this node has 570\.0.*Nothing was started"
+    ):
+        make("second", restore_from="latest", on_restore_error="fail")
+    assert not node.namespace.pids("cuda_workload")
+    fake_driver.script(node.namespace)
+    assert node.counts(make("third", restore_from="latest", on_restore_error="fail"))[0] == last + 1
 
 
 def test_a_pod_of_two_containers(node: HandledContainerd) -> None:

@@ -1,5 +1,6 @@
 """What a stop and a restore by the handler meet: a killed agent, a remote that is away, a full disk, a deletion."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -108,6 +109,33 @@ def test_a_remote_that_is_away(make_handled: MakeHandled) -> None:
     podman.namespace.run("rm", "-rf", STORE)
     podman.make("run", "job", restore_from="latest")  # by policy
     assert_went_on(podman, "job", 0)
+
+
+def test_a_checkpoint_runs_on_one_node_at_a_time(make_handled: MakeHandled, scratch: Path, workload: Path) -> None:
+    """Two nodes have it from the same remote: the second one is refused until the container of the first has ended."""
+    one = make_handled("runc")
+    remote = scratch / "remote"
+    remote.mkdir()
+    one.configure(REMOTE.format(remote))
+    one.make("run", "job", **STOPPED)
+    one.wait_to_count("job")
+    last = one.stop("job")
+    wait_for("it to be pushed", lambda: checkpoints(remote) != set())
+    one.make("run", "job", **STRICT)
+    one.wait_to_count("job")
+
+    (scratch / "other").mkdir()
+    with contextlib.closing(HandledPodman(scratch / "other", "runc", workload)) as two:
+        two.configure(REMOTE.format(remote))
+        one("save", "--output", str(scratch / "saved.tar"), IMAGE)
+        two("load", "--input", str(scratch / "saved.tar"))
+        refused(two, "runs already, on node", "as container job", **STRICT)
+        assert one.is_running("job")
+        one("rm", "--force", "--time", "0", "job")
+        wait_for("the agent to withdraw the claim", lambda: list(remote.glob("domains/*/claims/*")) == [])
+        two.make("run", "job", **STRICT)
+        assert_went_on(two, "job", last)
+        assert len(list(remote.glob("domains/*/claims/*"))) == 1
 
 
 def wait_for_a_stop(podman: HandledPodman) -> int:

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
@@ -31,6 +32,7 @@ from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
+from ocihook.runtime.claims import has_claims, has_due_claims, tend_claims
 from ocihook.runtime.stop_record import stops_under_way
 from ocihook.runtime.stopping import Stopping, remove_stale
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
@@ -43,7 +45,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOST_SCRAPES = 4  # at a time
 _ASK_AGAIN_S = 10.0  # members of a gang that wait ask every 2 s (gang/coordinator.py)
 _SCRAPE_TIMEOUT_S = 30
-_LEAST_WAIT_S = 1.0  # from one attempt to push to the next, whatever becomes of it
+_LEAST_WAIT_S = 1.0  # from one attempt to push, or to be an agent, to the next, whatever becomes of it
 _STOP = "stop of "  # what a child that stops a container is called, with the container's id
 _FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
@@ -65,6 +67,11 @@ def _complete(settings: Settings) -> None:
 
 _STORE = _Background("pending checkpoints", has_pending, _complete)
 _PUSH = _Background("pushes", has_due_pushes, push_due)
+_CLAIMS = _Background(
+    "claims of checkpoints",
+    lambda store: has_due_claims(store.root),
+    lambda settings: tend_claims(Path(settings.store_dir)),
+)
 
 
 class Agent:
@@ -98,6 +105,7 @@ class Agent:
         self._asked: int | None = None  # a pipe with a byte for each of their requests
         self._asked_until_s = 0.0  # by the monotonic clock: whoever has asked may ask again
         self._push_at_s: float | None = None  # by the monotonic clock: what could not be pushed is tried again
+        self._store_dir: Path | None = None  # that the agent has worked for, and so where claims are on record
         self._is_stopping = False
 
     def run(self, idle_timeout_s: float) -> None:
@@ -116,6 +124,8 @@ class Agent:
         while self._is_needed(time.monotonic() - idle_since < idle_timeout_s):
             if self._push_at_s is not None and time.monotonic() >= self._push_at_s and not self._is_running(_PUSH):
                 self._start_background(_PUSH)
+            if self._store_dir is not None and has_due_claims(self._store_dir) and not self._is_running(_CLAIMS):
+                self._start_background(_CLAIMS)
             for key, _ in self._selector.select(timeout=1.0):
                 self._serve(key)
                 idle_since = time.monotonic()
@@ -154,6 +164,7 @@ class Agent:
             bool(self._children or self._background or self._metrics or is_asked)
             or is_recent
             or self._push_at_s is not None
+            or (self._store_dir is not None and has_claims(self._store_dir))
         )
 
     def _stop(self) -> None:
@@ -187,6 +198,7 @@ class Agent:
                 continue
             try:
                 settings = self._load()
+                self._store_dir = Path(settings.store_dir)
                 if kind is _PUSH:
                     self._push_at_s = self._next_push_at_s(settings)
                 if not kind.is_due(Store.of(settings)):
@@ -477,6 +489,47 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     os.umask(0o077)
     os.chdir("/")
     runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    substitute = _leave_substitute(runtime_dir) if detached else 0
+    try:
+        _serve(runtime_dir, detached=detached)
+    finally:
+        if substitute:
+            os.kill(substitute, signal.SIGKILL)
+
+
+def _leave_substitute(runtime_dir: Path) -> int:
+    """Leave a process that becomes the next agent if this one is killed in the middle of something; return its pid.
+
+    Where systemd starts agents, it does that itself (Restart=on-failure). Else nobody would: of a dump whose CRIU and
+    runtime were killed, too, no further stage calls an agent, and what it has frozen would stay so.
+    """
+    while True:
+        agent = Process.find(os.getpid())
+        substitute = os.fork()
+        if substitute != 0:
+            return substitute
+        os.setsid()  # whoever kills the agent's group does not mean this one
+        leave_cgroup()
+        pidfd = agent.open() if agent is not None else None
+        if pidfd is not None:
+            select.select([pidfd], [], [])  # waits: for as long as the agent lives
+            os.close(pidfd)
+        if not _has_work_left(runtime_dir):
+            os._exit(0)
+        time.sleep(_LEAST_WAIT_S)  # waits: what kills each agent at once must not keep the node busy
+
+
+def _has_work_left(runtime_dir: Path) -> bool:
+    """Return whether there is something that only an agent ends."""
+    if open_journals(runtime_dir) or any(True for _ in stops_under_way()):
+        return True
+    try:
+        return has_claims(Path(load_settings().store_dir))
+    except (OcihookError, OSError):
+        return False
+
+
+def _serve(runtime_dir: Path, *, detached: bool) -> None:
     set_up_logging(logging.INFO, runtime_dir / "agent.log" if detached else None)
     lock = lock_agent(runtime_dir)
     if lock is None:

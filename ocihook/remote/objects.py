@@ -4,6 +4,7 @@
     domains/<domain>/checkpoints/<id>.layout, <id>.manifest    the manifest, put last, is the commit
     domains/<domain>/pushing/<random>      names that a push relies on, sent or not: of packs, of its layout
     domains/<domain>/removing/<random>     names that a prune is about to remove
+    domains/<domain>/claims/<id>.<random>  who restores a checkpoint, or runs from it (runtime/claims.py)
     domains/<domain>/pruned/<random>       empty: a node's prune by policy; of two at once the first by time, then name
 
 A push announces its names, then checks whether a prune is removing any, and waits for it; a prune announces what it
@@ -24,9 +25,11 @@ from ocihook.packs.frame import load_json
 from ocihook.packs.pack import PackInfo
 from ocihook.packs.packed_manifest import MAX_MANIFEST_BYTES
 from ocihook.remote.blobs import Blob, Blobs
+from ocihook.remote.remote import MAX_CLAIM_BYTES, ClaimBlob
 
 PUSH_LASTS_S = 7 * 86400.0  # after that, the process that announced it has died
 PRUNE_LASTS_S = 3600.0
+CLAIM_KEPT_S = 86400.0  # much longer than one counts that nobody renews
 _PRUNE_ACTS_S = 1800.0  # a prune stops by itself long before others consider it dead
 _POLL_S = 1.0
 _MANIFEST = re.compile(r"([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})\.manifest")
@@ -143,11 +146,32 @@ class ObjectRemote:
                 if name in still and name not in pushed and time.monotonic() - began_s < _PRUNE_ACTS_S:
                     self._blobs.remove(blob.name)
                     freed += blob.size_bytes
-            for part in ("packs/", "checkpoints/", "pushing/", "removing/", "pruned/"):
+            for blob in list(self._blobs.below(f"{self._prefix}claims/")):
+                if self._now_s() - blob.modified_s > CLAIM_KEPT_S:
+                    self._blobs.remove(blob.name)
+            for part in ("packs/", "checkpoints/", "pushing/", "removing/", "claims/", "pruned/"):
                 freed += self._blobs.sweep(self._prefix + part, self._now_s() - PRUNE_LASTS_S)
         finally:
             self._blobs.remove(mine)
         return freed
+
+    def claims(self, checkpoint_id: str) -> list[ClaimBlob]:
+        """Return the claims of a checkpoint."""
+        found = []
+        for blob in list(self._blobs.below(f"{self._prefix}claims/")):
+            of, _, token = blob.name.rpartition("/")[2].partition(".")
+            data = self._blobs.read(blob.name, MAX_CLAIM_BYTES) if of == checkpoint_id else None
+            if data is not None:  # else of another one, or removed meanwhile
+                found.append(ClaimBlob(token, data, blob.modified_s))
+        return found
+
+    def write_claim(self, checkpoint_id: str, token: str, data: bytes) -> None:
+        """Write a claim, or write it again."""
+        self._blobs.write(f"{self._prefix}claims/{checkpoint_id}.{token}", data)
+
+    def remove_claim(self, checkpoint_id: str, token: str) -> None:
+        """Remove a claim, if it is there."""
+        self._blobs.remove(f"{self._prefix}claims/{checkpoint_id}.{token}")
 
     def _rubbish(self, needed: Collection[str]) -> dict[str, Blob]:
         """Return packs that are not needed, and layouts without a manifest, by the names that they are announced by."""

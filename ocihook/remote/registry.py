@@ -4,6 +4,8 @@
     tag <domain>.<checkpoint id>   a manifest: config is the checkpoint's manifest, layers are its layout and its packs,
                                    each by its name (org.opencontainers.image.title)
 
+    tag <domain>.<checkpoint id>.<random>   who restores it, or runs from it (runtime/claims.py), by a node's clock
+
 The tag is the commit. Blobs that no manifest names are removed by the registry, at a time of its own.
 """
 
@@ -22,10 +24,12 @@ from ocihook.packs.packed_manifest import MAX_MANIFEST_BYTES
 from ocihook.registry.client import Repository, digest_of
 from ocihook.registry.layout import MANIFEST_TYPE
 from ocihook.remote.blobs import PIECE_BYTES
+from ocihook.remote.remote import ClaimBlob
 
 ARTIFACT_TYPE = "application/vnd.ocihook.checkpoint.v1"
 _TYPES = {"manifest": f"{ARTIFACT_TYPE}.manifest", "layout": f"{ARTIFACT_TYPE}.layout", "pack": f"{ARTIFACT_TYPE}.pack"}
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+_CLAIM, _CLAIMED = "io.ocihook.claim", "io.ocihook.claimed"  # its text; "" once withdrawn. Seconds since the epoch
 _PRUNED = "io.ocihook.pruned"  # seconds since the epoch
 _TITLE = "org.opencontainers.image.title"
 _TAG = re.compile(r"(.+)\.([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})")
@@ -132,16 +136,20 @@ class RegistryRemote:
             is_ours = not 0 <= time.time() - float(found["annotations"][_PRUNED]) < every_s
         yield is_ours
         if is_ours:
-            self._repository.upload_bytes(b"{}")
-            body = {
-                "schemaVersion": 2,
-                "mediaType": MANIFEST_TYPE,
-                "artifactType": f"{ARTIFACT_TYPE}.pruned",
-                "config": {"mediaType": _EMPTY_TYPE, "digest": digest_of(b"{}"), "size": 2},
-                "layers": [],
-                "annotations": {_PRUNED: str(int(time.time()))},
-            }
-            self._repository.put_manifest(tag, json.dumps(body).encode())
+            self._put_note(tag, "pruned", {_PRUNED: str(int(time.time()))})
+
+    def _put_note(self, tag: str, kind: str, annotations: Mapping[str, str]) -> None:
+        """Store an artifact that is nothing but its annotations."""
+        self._repository.upload_bytes(b"{}")
+        body = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "artifactType": f"{ARTIFACT_TYPE}.{kind}",
+            "config": {"mediaType": _EMPTY_TYPE, "digest": digest_of(b"{}"), "size": 2},
+            "layers": [],
+            "annotations": dict(annotations),
+        }
+        self._repository.put_manifest(tag, json.dumps(body).encode())
 
     def settle(self) -> None:
         """Return at once: what a registry has accepted is durable."""
@@ -156,6 +164,40 @@ class RegistryRemote:
         """Return 0: the registry removes it."""
         del needed
         return 0
+
+    def claims(self, checkpoint_id: str) -> list[ClaimBlob]:
+        """Return the claims of a checkpoint."""
+        prefix = f"{self._tag(checkpoint_id)}."
+        found = []
+        for tag in self._repository.tags():
+            if tag.startswith(prefix):
+                with _unless_missing():  # withdrawn meanwhile
+                    found.append(self._claim(tag, tag.removeprefix(prefix)))
+        return [claim for claim in found if claim.data]
+
+    def _claim(self, tag: str, token: str) -> ClaimBlob:
+        try:
+            notes = json.loads(self._repository.get_manifest(tag).data)["annotations"]
+            return ClaimBlob(token, notes[_CLAIM].encode(), float(notes[_CLAIMED]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise RemoteError(f"{tag} in {self._repository} is no claim of a checkpoint") from error
+
+    def write_claim(self, checkpoint_id: str, token: str, data: bytes) -> None:
+        """Write a claim, or write it again."""
+        notes = {_CLAIM: data.decode(), _CLAIMED: f"{time.time():.3f}"}
+        self._put_note(f"{self._tag(checkpoint_id)}.{token}", "claim", notes)
+
+    def remove_claim(self, checkpoint_id: str, token: str) -> None:
+        """Remove a claim; where the registry removes nothing, replace it by one that says so."""
+        tag = f"{self._tag(checkpoint_id)}.{token}"
+        with _unless_missing():
+            digest = self._repository.get_manifest(tag).digest
+            try:
+                self._repository.delete_manifest(digest)
+            except RegistryError as error:
+                if error.status == 404:
+                    raise
+                self._put_note(tag, "claim", {_CLAIM: "", _CLAIMED: f"{time.time():.3f}"})
 
     def _tag(self, checkpoint_id: str) -> str:
         return f"{self._domain}.{checkpoint_id}"

@@ -3,9 +3,19 @@
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ocihook.packs.pack import PackInfo
+
+MAX_CLAIM_BYTES = 16 << 10
+
+
+class ClaimBlob(NamedTuple):
+    """A claim of a checkpoint, as it was written."""
+
+    token: str  # its name, which no other claim has ever
+    data: bytes
+    written_s: float  # since the epoch, by the storage's clock; in a registry by the clock of the node
 
 
 class Remote(Protocol):
@@ -55,3 +65,12 @@ class Remote(Protocol):
         Args:
             needed: returns the packs of all checkpoints that are complete when it is called.
         """
+
+    def claims(self, checkpoint_id: str) -> list[ClaimBlob]:
+        """Return the claims of a checkpoint: all whose `write_claim` had returned when this was called."""
+
+    def write_claim(self, checkpoint_id: str, token: str, data: bytes) -> None:
+        """Write a claim, or write it again. All see it once this has returned."""
+
+    def remove_claim(self, checkpoint_id: str, token: str) -> None:
+        """Remove a claim, if it is there."""

@@ -43,6 +43,7 @@ from ocihook.runtime import containers
 from ocihook.runtime.call import Call
 from ocihook.runtime.cgroups import cgroup_to_be, cgroups_of, hold, mend, remove_frozen
 from ocihook.runtime.choice import Chosen, fetch
+from ocihook.runtime.claims import end_claim, make_claim, note_claim
 from ocihook.runtime.gate import check_spec
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.session.record import from_json, to_json
@@ -76,6 +77,7 @@ class Restoring:
     place: Path | None = None  # where the checkpoint is laid out, and what undoes that belongings were brought
     places: Mapping[str, Path] = field(default_factory=dict)  # where they are brought, by their names in the tar
     cgroup: Path | None = None  # of the container, that is made and frozen before its runtime moves it there
+    claim: Path | None = None  # of the checkpoint at the remote, as is on record here
 
     def is_attended(self) -> bool:
         """Return whether another process is at it, which is not the other worker."""
@@ -103,7 +105,7 @@ def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen
     Raises:
         OcihookError: if it cannot be restored.
     """
-    with _claimed(kept, chosen.thin, settings):
+    with _alone(kept, chosen.thin, settings):
         _check_attempts(chosen.thin, settings)
         adopt_orphans(wanted=True)
         try:
@@ -180,6 +182,9 @@ def _restore(
     )
     _check(call, config, chosen.thin, laid_out, place)
     patience.check()
+    if settings.remote and (stored or read_thin(place / IMAGES_DIR)):  # other nodes can have it, too
+        _claim(kept, chosen.thin, settings, patience)
+        patience.check()
     _count_attempt(chosen.thin, settings)
     bring_reversibly(place / BELONGINGS_NAME, places, place / _UNDO, lambda _: patience.check())
     patience.check()
@@ -195,6 +200,15 @@ def _restore(
     attempts_path(settings, chosen.thin).unlink(missing_ok=True)
     (directory / RESTORING_NAME).unlink()
     shutil.rmtree(place, ignore_errors=True)
+
+
+def _claim(kept: containers.Kept, chosen: Thin, settings: Settings, patience: Patience) -> None:
+    """Claim a checkpoint at the remote: on this node nobody else is at it."""
+    noted = _read(kept.container.id)
+    assert noted is not None
+    path = note_claim(chosen, kept.container, settings)
+    _note(kept, replace(noted, claim=path))
+    make_claim(path, patience)
 
 
 def _lay_out_stored(domain: Domain, manifest: StoredManifest, place: Path, settings: Settings) -> LaidOut:
@@ -375,6 +389,8 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
         take_out(places, found.place / _UNDO, no_progress)
         shutil.rmtree(found.place, ignore_errors=True)
     (directory / RESTORING_NAME).unlink(missing_ok=True)
+    if found.claim is not None:
+        end_claim(found.claim)
 
 
 def is_unsettled(container_id: str) -> bool:
@@ -488,8 +504,8 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(kept: containers.Kept, chosen: Thin, settings: Settings) -> Iterator[None]:
-    """Claim a checkpoint: one container at most is restored and runs from it. Forked processes share the claim."""
+def _alone(kept: containers.Kept, chosen: Thin, settings: Settings) -> Iterator[None]:
+    """Be the only container of this node that is restored, or runs, from a checkpoint. Forked processes share that."""
     root = Path(settings.store_dir) / "restoring"
     make_directory(root, within=Path(settings.store_dir))
     lock = os.open(root / f"{chosen.checkpoint_id}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

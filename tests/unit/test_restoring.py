@@ -23,7 +23,9 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line
 from ocihook.model import ContainerRef
 from ocihook.packs.pages import no_progress
-from ocihook.runtime import cgroups, containers, create, restoring
+from ocihook.remote.location import open_remote
+from ocihook.remote.remote import ClaimBlob
+from ocihook.runtime import cgroups, claims, containers, create, restoring
 from ocihook.runtime.call import Call
 from ocihook.runtime.choice import Chosen
 from ocihook.session.record import to_json
@@ -49,6 +51,7 @@ STEPS = (
     "fetch",
     "lay_out",
     "_check",
+    "make_claim",
     "bring_reversibly",
     "_use_own_criu_settings",
     "_run",
@@ -76,7 +79,9 @@ class Node:
         self.program = path / "runc"
         self.program.write_text(RUNTIME.replace("@STATE@", str(path / "state")))
         self.program.chmod(0o755)
-        self.settings = Settings(store_dir=str(path / "store"))
+        self.remote = path / "remote"
+        self.remote.mkdir()
+        self.settings = Settings(store_dir=str(path / "store"), remote=str(self.remote))
         self.call = Call.parse(
             self.program,
             [
@@ -142,6 +147,11 @@ class Node:
         assert not restoring.place_of(self.settings, ID).exists()
         assert not (containers.directory_of(ID) / wire.RESTORING_NAME).exists()
         assert not (containers.directory_of(ID) / containers.HELD_NAME).exists()
+        assert self.claims() == []
+        assert not claims.has_claims(self.path / "store")
+
+    def claims(self) -> list[ClaimBlob]:
+        return open_remote(str(self.remote), CHECKPOINT.domain).claims(CHECKPOINT.checkpoint_id)
 
     def attempts(self) -> int:
         path = restoring.attempts_path(self.settings, CHECKPOINT)
@@ -172,6 +182,8 @@ def test_what_is_restored_is_held_and_on_record(node: Node) -> None:
     assert (node.rootfs / "new").read_text() == "new"
     assert node.attempts() == 0
     restoring.settle(ID)
+    claims.tend_claims(node.path / "store")
+    assert len(node.claims()) == 1
     assert kept.init.is_alive()  # there is nothing to take back
 
 
@@ -183,6 +195,30 @@ def test_two_never_run_from_one_checkpoint(node: Node) -> None:
     with pytest.raises(RestoreError, match=rf"{CHECKPOINT.checkpoint_id} runs already, as container c{{12}}"):
         restoring.restore(node.call, again, node.config, Chosen(CHECKPOINT, is_restart=False), node.settings)
     assert Patience(timeout_s=60).until(lambda: len(node.processes()) == 1)
+
+
+def test_what_runs_on_another_node_is_not_restored_here(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = Settings(store_dir=str(tmp_path / "other store"), remote=str(node.remote))
+    Path(elsewhere.store_dir).mkdir()
+    other = ContainerRef(id="e" * 64, name="job", runtime="runc")
+    claim = claims.note_claim(CHECKPOINT, other, elsewhere)
+    claims.make_claim(claim, Patience())
+    monkeypatch.setattr(claims, "_UNDECIDED_S", 0.5)
+    with pytest.raises(
+        RestoreError, match=rf"runs already, on node {os.uname().nodename}, as container job \(e{{12}}\)"
+    ):
+        node.restore()
+    (held,) = node.claims()
+    assert node.attempts() == 0
+    claims.end_claim(claim)
+    node.assert_as_before()
+    node.restore()
+    assert [blob.token for blob in node.claims()] != [held.token]
+    restoring.discard(ID)
+    claims.tend_claims(node.path / "store")
+    assert node.claims() == []
 
 
 def test_a_checkpoint_that_failed_twice_is_not_tried_again(node: Node) -> None:
@@ -294,7 +330,7 @@ def test_whoever_is_killed_nothing_is_left(
         assert Patience(timeout_s=60).until(lambda: recovered() == ["undone"])
         assert recovered() == []
     node.assert_as_before()
-    assert node.attempts() == (STEPS.index(step) > STEPS.index("_check"))
+    assert node.attempts() == (STEPS.index(step) > STEPS.index("make_claim"))
 
 
 def test_what_is_being_restored_is_nobody_else_s(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
