@@ -161,7 +161,10 @@ def test_who_is_stopped_alone_calls_the_others(serving: Serving, journals: list[
     assert calls(wait_s=0) == []
     with ThreadPoolExecutor() as pool:
         met = pool.submit(alone.meet, "arrived", calls=True)
-        assert calls() == [["", "job", alone.attempt]]
+        until = Patience(timeout_s=LIMIT_S)
+        while not (heard := calls()) and not until.is_over:
+            pass
+        assert heard == [["", "job", alone.attempt]]
         assert calls(alone.attempt, wait_s=0) == []
         with pytest.raises(GangError, match="the attempt that b was called to is over"):
             join_called(journals[2], "another")
