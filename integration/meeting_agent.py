@@ -29,14 +29,16 @@ def _die() -> None:
         time.sleep(0.01)
 
 
-def meet(self: Attendance, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+def meet(
+    self: Attendance, phase: str, message: object = None, about: Collection[str] = (), *, calls: bool = False
+) -> Mapping[str, str]:
     is_it = phase == PHASE
     if is_it and (WHAT, WHEN) == ("kill", "before"):
         _die()
     while is_it and WHAT == "hold" and self.ref.member == WHEN and not GO.exists():
         self._patience.check()
         time.sleep(0.01)
-    met = _meet(self, phase, message, about)
+    met = _meet(self, phase, message, about, calls=calls)
     if is_it and (WHAT, WHEN) == ("kill", "behind"):
         _die()
     return met

@@ -146,6 +146,10 @@ class CriEngine:
         service = self._images if "Image" in method else self._runtime
         return getattr(service, method)(getattr(self._messages, f"{method}Request")(**fields), timeout=timeout_s)
 
+    def message(self, kind: str) -> Any:  # noqa: ANN401 - a message of the CRI
+        """Return an empty message."""
+        return getattr(self._messages, kind)()
+
     def write(self, path: str, text: str) -> None:
         """Write a file of the node."""
         file = self.namespace.path(path)
@@ -171,6 +175,7 @@ class CriEngine:
         *,
         image: str = "",
         mib: int = 24,
+        arguments: Sequence[str] = (),
         runtime: str = "runc",
         gpus: Sequence[int] = (),
         pull: bool = True,
@@ -185,6 +190,7 @@ class CriEngine:
             name: of the pod.
             image: a checkpoint (archive or image) to restore; else the workload's.
             mib: memory of a new workload.
+            arguments: of a workload that does not count, instead.
             runtime: runc or crun.
             gpus: minors of those that it gets; with any, a new workload is the CUDA one.
             pull: whether an image has to be pulled.
@@ -207,7 +213,7 @@ class CriEngine:
         config = {
             "metadata": {"name": container_name or name},
             "image": {"image": image or self.image, "user_specified_image": self.image},
-            "args": [] if image else [str(mib), *(["watch"] if gpus else [])],
+            "args": arguments or ([] if image else [str(mib), *(["watch"] if gpus else [])]),
             "labels": {
                 "io.kubernetes.container.name": container_name or name,
                 "io.kubernetes.pod.name": name,
@@ -230,7 +236,7 @@ class CriEngine:
             self.call("StopPodSandbox", pod_sandbox_id=sandbox)
             self.call("RemovePodSandbox", pod_sandbox_id=sandbox)
             raise
-        if not image:
+        if not image and not arguments:
             wait_for(f"{name} to count", lambda: self.count(container)[0] > 2)
         return container
 

@@ -2,9 +2,10 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 
 from integration.gang.nodes import assert_ended
 from integration.namespace import wait_for
@@ -115,6 +116,7 @@ class Mesh(Members):
         first_host: int = 1,
         memory_mib: int = 0,
         is_gang: bool = True,
+        notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start all, and wait for traffic.
 
@@ -126,8 +128,11 @@ class Mesh(Members):
             first_host: number of the first member in its net; others follow.
             memory_mib: that each holds, beside its connections.
             is_gang: else they are containers like any others, for comparisons.
+            notes: more annotations of ocihook, without prefix.
         """
         super().__init__(engines, size, gang, first_host=first_host)
+        self.notes |= notes
+        self._commands: dict[str, list[str]] = {}  # of `podman run`, by member
         self._rate = rate
         self._said = {name: engine.scratch / "said" / name for name, engine in self.engines.items()}
         for number, name in enumerate(self.names):
@@ -137,9 +142,15 @@ class Mesh(Members):
             words = [*options, f"{self.places[name].four}/7000", *peers]
             self._said[name].parent.mkdir(exist_ok=True)
             volume = [f"--volume={self._said[name].parent}:/said"]
-            notes = self.notes if is_gang else {"tcp": "established"}
-            self.engines[name].start_peer(name, name, "member", *words, options=volume, **notes)
+            given = self.notes if is_gang else {"tcp": "established"}
+            engine = self.engines[name]
+            self._commands[name] = engine.peer_command(name, name, "member", *words, options=volume, **given)
+            engine.start_peer(name, name, "member", *words, options=volume, **given)
         self.assert_flows()
+
+    def run(self) -> dict[str, str | Exception]:
+        """Make all containers again; return what podman printed, or how it failed."""
+        return self.at_once(lambda name: self.engines[name](*self._commands[name]))
 
     @property
     def connections(self) -> int:

@@ -186,11 +186,16 @@ class NetPodman(Podman):
             says: what to wait for.
             notes: annotations of ocihook, without prefix.
         """
+        self(*self.peer_command(name, place, *arguments, options=options, **notes))
+        wait_for(f"{name} to be ready", lambda: says in self.said(name))
+
+    @staticmethod
+    def peer_command(name: str, place: str, *arguments: str, options: Sequence[str] = (), **notes: str) -> list[str]:
+        """Return what podman is called with for that."""
         network = place if ":" in place else f"ns:/run/netns/{place}"
         given = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in notes.items()]
         command = ["run", "--detach", "--name", name, "--network", network, "--pids-limit", "0", *given, *options]
-        self(*command, IMAGE, "/workload", *arguments)
-        wait_for(f"{name} to be ready", lambda: says in self.said(name))
+        return [*command, IMAGE, "/workload", *arguments]
 
     def said(self, name: str) -> str:
         """Return what a container has printed since it was started or restored."""

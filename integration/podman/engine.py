@@ -46,6 +46,9 @@ exec /usr/bin/crun "$@"
 class Podman:
     """One podman, in a namespace of its own."""
 
+    environment: Mapping[str, str] = MappingProxyType({})  # of commands of ocihook
+    own_network = False
+
     def __init__(
         self, scratch: Path, runtime: str, workload: Path, *, size: str = "", cuda_files: Path | None = None
     ) -> None:
@@ -62,7 +65,7 @@ class Podman:
         self._import_image(workload, cuda_files)
 
     def _make_namespace(self, size: str) -> Namespace:
-        return Namespace(_SETUP, [str(self.scratch), size])
+        return Namespace(_SETUP, [str(self.scratch), size], own_network=self.own_network)
 
     def _import_image(self, workload: Path, cuda_files: Path | None) -> None:
         archive = self.scratch / "image.tar"
@@ -89,7 +92,9 @@ class Podman:
 
     def ocihook(self, *arguments: str, check: bool = True) -> str:
         """Run an ocihook command inside."""
-        return self.namespace.run(sys.executable, "-m", "ocihook", *arguments, check=check, PYTHONPATH=str(SITE))
+        command = ["env", *(f"{key}={value}" for key, value in self.environment.items())]
+        command += [sys.executable, "-m", "ocihook", *arguments]
+        return self.namespace.run(*command, check=check, PYTHONPATH=str(SITE))
 
     def spawn_agent(self, program: Path, *arguments: str) -> subprocess.Popen[bytes]:
         """Start an agent of integration/."""

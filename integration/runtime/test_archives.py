@@ -9,6 +9,7 @@ import pytest
 
 from integration.namespace import CommandError, wait_for
 from integration.podman.engine import IMAGE
+from integration.podman.sshd import Sshd
 from integration.runtime.conftest import MakeHandled
 from integration.runtime.engine import HandledPodman
 
@@ -32,9 +33,15 @@ def ids(podman: HandledPodman) -> list[str]:
     return [row["checkpoint"] for row in listed["archives"]]
 
 
+class Reaching(HandledPodman):
+    """One in a network of its own, in which the other is reached over ssh."""
+
+    own_network = True
+
+
 @contextlib.contextmanager
 def another(scratch: Path, workload: Path) -> Iterator[tuple[HandledPodman, str]]:
-    """Yield another podman, whose service listens, and its URL."""
+    """Yield another podman, whose service listens, and its socket."""
     scratch.mkdir()
     other = HandledPodman(scratch, "runc", workload)
     services = []
@@ -43,7 +50,7 @@ def another(scratch: Path, workload: Path) -> Iterator[tuple[HandledPodman, str]
         words = ["system", "service", "--time", "0", f"unix://{socket}"]
         services.append(other.namespace.spawn("podman", *other.options(), *words, log=scratch / "service.log"))
         wait_for("podman's service", socket.exists)
-        yield other, f"unix://{socket}"
+        yield other, str(socket)
     finally:
         for service in services:
             service.terminate()
@@ -88,10 +95,13 @@ def test_an_engine_s_archive_is_a_source(make_handled: MakeHandled, runtime: str
 def test_a_container_is_run_from_here_and_from_another_node(
     make_handled: MakeHandled, scratch: Path, workload: Path
 ) -> None:
-    here = make_handled("runc")
+    here = make_handled("runc", Reaching)
     here.use_by_default()
     here.ocihook("install", "--runtime", "--libexec", "/etc/ocihook/libexec")
-    with another(scratch / "other", workload) as (other, url):
+    sshd = Sshd(here.namespace, scratch)
+    here.environment = sshd.environment
+    with another(scratch / "other", workload) as (other, socket):
+        url = sshd.url(socket)
         other.make("run", "job", "--volume", "/cache", "--ulimit", "nofile=100:200", "--env", "SIZE=1 2")
         other.wait_to_count("job")
         other.write("job", "/state/file", "kept")
@@ -103,7 +113,8 @@ def test_a_container_is_run_from_here_and_from_another_node(
         said = here.ocihook("run", "--from", "job", "--on", url)
         last = other.counts("job")[-1]
         assert not other.is_running("job")
-    assert "container job was checkpointed on unix:" in said
+    assert "container job was checkpointed on ssh://root@127.0.0.1/" in said
+    assert sshd.logins() > 0
     here.wait_to_count("job")
     assert here.counts("job")[0] == last + 1
     assert here.file("job", "/state/file") == "kept"

@@ -33,6 +33,7 @@ from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
 from ocihook.runtime.claims import has_claims, has_due_claims, tend_claims
+from ocihook.runtime.gang_call import listen, members_that_listen
 from ocihook.runtime.stop_record import stops_under_way
 from ocihook.runtime.stopping import Stopping, remove_stale
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
@@ -53,11 +54,12 @@ log = logging.getLogger(__name__)
 
 
 class _Background(NamedTuple):
-    """Work that needs no haste."""
+    """Work beside sessions."""
 
     name: str
-    is_due: Callable[[Store], bool]
+    is_due: Callable[[Settings], bool]
     act: Callable[[Settings], object]
+    is_waited_for: bool = False
 
 
 def _complete(settings: Settings) -> None:
@@ -65,13 +67,18 @@ def _complete(settings: Settings) -> None:
     prune_by_policy(settings)
 
 
-_STORE = _Background("pending checkpoints", has_pending, _complete)
-_PUSH = _Background("pushes", has_due_pushes, push_due)
+def _has_listeners(settings: Settings) -> bool:
+    return any(True for _ in members_that_listen(settings))
+
+
+_STORE = _Background("pending checkpoints", lambda settings: has_pending(Store.of(settings)), _complete)
+_PUSH = _Background("pushes", lambda settings: has_due_pushes(Store.of(settings)), push_due)
 _CLAIMS = _Background(
     "claims of checkpoints",
-    lambda store: has_due_claims(store.root),
+    lambda settings: has_due_claims(Path(settings.store_dir)),
     lambda settings: tend_claims(Path(settings.store_dir)),
 )
+_CALLS = _Background("calls of gangs", _has_listeners, lambda _: listen(load_settings), is_waited_for=True)
 
 
 class Agent:
@@ -177,6 +184,7 @@ class Agent:
             try:
                 request = self._read_request(connection)
                 if request is None:
+                    self._start_background(_CALLS)
                     return
                 control = self._session_for(request)
             except (OcihookError, wire.ProtocolError, OSError) as error:
@@ -190,7 +198,7 @@ class Agent:
 
     def _start_background(self, *kinds: "_Background") -> None:
         """Do background work, in one process at a time of each kind."""
-        for kind in kinds or (_STORE, _PUSH):
+        for kind in kinds or (_STORE, _PUSH, _CALLS):
             if self._is_running(kind):
                 self._again.add(kind)
                 continue
@@ -201,7 +209,7 @@ class Agent:
                 self._store_dir = Path(settings.store_dir)
                 if kind is _PUSH:
                     self._push_at_s = self._next_push_at_s(settings)
-                if not kind.is_due(Store.of(settings)):
+                if not kind.is_due(settings):
                     continue
             except (OcihookError, OSError) as error:
                 log.error("%s: %s", kind.name, error)
@@ -222,13 +230,14 @@ class Agent:
         return any(running is kind for running, _ in self._background.values())
 
     def _be_background(self, kind: "_Background", settings: Settings, parent: int) -> None:
-        """Body of a process that does what needs no haste; never returns."""
+        """Body of a process that does such work; never returns."""
         try:
             die_with_parent(parent)
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)  # it can be interrupted at any point
             self._let_go()
-            run_at_low_priority()
+            if not kind.is_waited_for:
+                run_at_low_priority()
             kind.act(settings)
         except Exception:
             log.exception("%s", kind.name)
@@ -367,7 +376,7 @@ class Agent:
             os.close(pidfd)
 
     def _read_request(self, connection: socket.socket) -> wire.Request | None:
-        """Return what is asked for; None if nothing is: an agent was to be here."""
+        """Return what is asked for; None if nothing is: an agent was to be here, for a member of a gang."""
         _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid != 0:
             raise AgentError(f"user {uid} is not root")

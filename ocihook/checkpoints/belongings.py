@@ -19,7 +19,7 @@ from ocihook.belongings.saving import Writer
 from ocihook.belongings.tree import Entry, opened, tree_bytes
 from ocihook.config import Settings
 from ocihook.errors import IntegrityError, UnsupportedError
-from ocihook.linux.files import create_private
+from ocihook.linux.files import create_private, identity, replace_file, same_directory
 from ocihook.packs.pages import Progress, no_progress
 from ocihook.packs.runs import file_targets
 from ocihook.store.assemble import assemble
@@ -30,12 +30,32 @@ from ocihook.store.thin import Thin, write_thin
 FACTS_NAME = "facts.json"
 IMAGES = "checkpoint"  # as engines call it in their archives
 IMAGES_DIR = "images"  # where they are laid out
+_CALLED_NAME = "called"  # in the place of a dump: its container runs on; the attempt that its gang calls it to
 _MAX_FACTS_BYTES = 1 << 20
 
 
 def stopping_dir(store: Path, container_id: str) -> Path:
     """Return where CRIU writes what it dumps of a container that is being stopped."""
     return store / "stopping" / container_id
+
+
+def stopping_place(store: Path, container_id: str, images: Path) -> Path | None:
+    """Return that place if CRIU's images are in it; None: whoever dumps the container does not stop it."""
+    place = stopping_dir(store, container_id)
+    return place if same_directory(place, identity(images / "..")) is not None else None
+
+
+def note_call(place: Path, attempt: str) -> None:
+    """Note in the place of a dump which attempt of its gang calls the container, which runs on."""
+    replace_file(place / _CALLED_NAME, attempt.encode(), mode=0o600, durable=False)
+
+
+def read_call(place: Path) -> str:
+    """Return the attempt that calls the container which is dumped there; "": none, it is being stopped."""
+    try:
+        return (place / _CALLED_NAME).read_text()
+    except FileNotFoundError:
+        return ""
 
 
 class Belongings(NamedTuple):

@@ -2,7 +2,8 @@
 
 import contextlib
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,22 @@ from ocihook.gang.link import Link, unreachable
 from ocihook.gang.server import serve
 from ocihook.linux.patience import Patience
 from ocihook.node import gangs
-from ocihook.node.gang_engines import Engine
+from ocihook.node.gang_engines import Engine, Running, all_members
 
 _STATUS_S = 10.0
 _podman = click.option("--podman", default="podman", show_default=True, help="The command, with global options.")
+_nodes = click.option(
+    "--node",
+    "nodes",
+    multiple=True,
+    metavar="NODE",
+    help="A node that runs members: ssh://root@HOST/run/podman/podman.sock, or a connection that podman knows; "
+    "'' is this one. May be repeated. [default: this node]",
+)
+_cri = click.option("--cri", is_flag=True, help="The members are pods of this node's containerd or CRI-O.")
+_crictl = click.option(
+    "--crictl", default="crictl", show_default=True, help="The command for --cri, with global options."
+)
 
 
 @click.group()
@@ -28,10 +41,24 @@ def gang() -> None:
     """Checkpoint and restore the containers of one job together: all of them or none."""
 
 
+def _engines(nodes: tuple[str, ...], podman: str, crictl: str) -> list[Engine]:
+    if crictl and nodes:
+        raise click.BadParameter("--cri is of this node alone; --node is podman's")
+    return [Engine.cri(crictl)] if crictl else [Engine.podman(podman, node) for node in dict.fromkeys(nodes) or ("",)]
+
+
 @gang.command()
+@_nodes
+@_cri
+@_crictl
+@_podman
 @json_option
-def status(*, as_json: bool) -> None:
-    """Show the gangs that the coordinator knows: attempts, how far their members are, and complete epochs."""
+def status(*, nodes: tuple[str, ...], cri: bool, crictl: str, podman: str, as_json: bool) -> None:
+    """Show the gangs that the coordinator knows: attempts, how far their members are, and complete epochs.
+
+    With --node or --cri also the members that run there, and whether a gang lacks some.
+    """
+    running = all_members(_engines(nodes, podman, crictl if cri else "")) if nodes or cri else None
     settings = load_settings()
     link = Link.of(settings)
     try:
@@ -41,12 +68,33 @@ def status(*, as_json: bool) -> None:
             raise unreachable(link, error) from error
         found = Coordinator(Path(settings.gang_dir)).status()  # no agent runs here, so there is no attempt
     if as_json:
-        print_json({"gangs": found})
+        print_json({"gangs": found, **({} if running is None else {"members": [_facts_of(one) for one in running]})})
         return
     print_table(["NAMESPACE", "GANG", "EPOCHS", "ATTEMPT", "STATE", "MEMBERS"], [_row(row) for row in found])
     for row in found:
         if reason := row.get("attempt", {}).get("reason"):
             click.echo(printable(f"{row['gang']}: attempt {row['attempt']['epoch']}: {reason}"))
+    if running is not None:
+        _print_members(running)
+
+
+def _facts_of(running: Running) -> dict[str, str]:
+    ref = running.ref
+    where = {"node": running.engine.node, "container": running.container_id}
+    return {"namespace": ref.namespace, "gang": ref.name, "member": ref.member, **where}
+
+
+def _print_members(running: Sequence[Running]) -> None:
+    rows = [
+        [one.ref.namespace, one.ref.name, one.ref.member, str(one.engine), one.container_id[:12]] for one in running
+    ]
+    click.echo()
+    print_table(["NAMESPACE", "GANG", "MEMBER", "RUNS IN", "CONTAINER"], rows)
+    there = Counter((one.ref.namespace, one.ref.name, one.ref.size) for one in running)
+    for (namespace, name, size), count in there.items():
+        if count != size:
+            gang = "/".join(filter(None, (namespace, name)))
+            click.echo(printable(f"{gang}: {count} of its {size} members run there"))
 
 
 def _row(found: dict[str, Any]) -> list[str]:
@@ -68,16 +116,9 @@ def _row(found: dict[str, Any]) -> list[str]:
     show_default=True,
     help="Try so often, as long as all run on: a rank that was inside a collective is outside at another moment.",
 )
-@click.option(
-    "--node",
-    "nodes",
-    multiple=True,
-    metavar="NODE",
-    help="A node that runs members: ssh://root@HOST/run/podman/podman.sock, or a connection that podman knows; "
-    "'' is this one. May be repeated. [default: this node]",
-)
-@click.option("--cri", is_flag=True, help="The members are pods of this node's containerd or CRI-O.")
-@click.option("--crictl", default="crictl", show_default=True, help="The command for --cri, with global options.")
+@_nodes
+@_cri
+@_crictl
 @_podman
 @json_option
 def checkpoint(  # noqa: PLR0913 - one argument each option
@@ -96,9 +137,7 @@ def checkpoint(  # noqa: PLR0913 - one argument each option
 
     With --cri it is the gang NAMESPACE/NAME of pods on this node; an engine that has its own time limit ends it there.
     """
-    if cri and nodes:
-        raise click.BadParameter("--cri is of this node alone; --node is podman's")
-    engines = [Engine.cri(crictl)] if cri else [Engine.podman(podman, node) for node in dict.fromkeys(nodes) or ("",)]
+    engines = _engines(nodes, podman, crictl if cri else "")
     found = gangs.checkpoint(
         name, directory.absolute(), engines, leave_running=leave_running, tries=tries, look=_Phases(name)
     )
@@ -110,10 +149,21 @@ def checkpoint(  # noqa: PLR0913 - one argument each option
 @click.option(
     "--on", "moved", multiple=True, metavar="MEMBER=NODE", help="Restore a member on another node than it is from."
 )
+@click.option("--cri", is_flag=True, help="Make pods again that this node's containerd had, where no kubelet runs.")
+@_crictl
 @_podman
 @json_option
-def restore(*, directory: Path, moved: tuple[str, ...], podman: str, as_json: bool) -> None:
-    """Restore all containers of a gang with podman from the archives in a DIRECTORY, each on the node it is from."""
+def restore(*, directory: Path, moved: tuple[str, ...], cri: bool, crictl: str, podman: str, as_json: bool) -> None:
+    """Restore all containers of a gang with podman from the archives in a DIRECTORY, each on the node it is from.
+
+    With --cri the pods are made again as they were. Those of a kubelet are not: their controller makes them.
+    """
+    if cri:
+        if moved:
+            raise click.BadParameter("--cri is of this node alone; --on is podman's")
+        found = gangs.restore_pods(directory.absolute(), Engine.cri(crictl), look=_Phases())
+        _report(found, "restored", as_json=as_json)
+        return
     pairs = {member: node for member, _, node in (each.partition("=") for each in moved)}
     if not all("=" in each for each in moved):
         raise click.BadParameter("--on takes MEMBER=NODE")

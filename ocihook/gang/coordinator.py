@@ -15,8 +15,9 @@ from ocihook.packs.frame import as_object
 from ocihook.session.record import from_json, to_json
 
 LONGEST_WAIT_S = 2.0  # that a request waits for other members; then the member asks again
+LONGEST_WATCH_S = 5.0  # that a node's waits for a call
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_VERBS = ("join", "meet", "vote", "leave")
+_VERBS = ("join", "meet", "vote", "leave", "watch")
 
 
 class Coordinator:
@@ -33,7 +34,7 @@ class Coordinator:
         self._changed = threading.Condition()
 
     def handle(self, node: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a member; wait for a while if others are missing.
+        """Answer a member, or a node that watches gangs; wait for a while if others are missing, or nobody calls.
 
         Args:
             node: that sends the request, as the transport authenticated it.
@@ -42,10 +43,14 @@ class Coordinator:
         Raises:
             GangError: if the request is malformed, or nothing can be stored.
         """
-        wait_s = request.get("wait_s", LONGEST_WAIT_S)
-        until = time.monotonic() + (min(LONGEST_WAIT_S, wait_s) if isinstance(wait_s, int | float) else 0.0)
+        is_watch = request.get("verb") == "watch"
+        longest_s = LONGEST_WATCH_S if is_watch else LONGEST_WAIT_S
+        wait_s = request.get("wait_s", longest_s)
+        until = time.monotonic() + (min(longest_s, wait_s) if isinstance(wait_s, int | float) else 0.0)
         with self._changed:
             try:
+                if is_watch:
+                    return {"calls": self._watch(request, until)}
                 gang = self._gang(str(request["namespace"]), str(request["gang"]))
                 answer = _ask(gang, node, request)
                 self._changed.notify_all()
@@ -57,6 +62,16 @@ class Coordinator:
             except OSError as error:
                 raise GangError(f"the coordinator cannot store anything: {plain(error)}") from error
         return {name: value for name, value in to_json(answer._asdict()).items() if value}
+
+    def _watch(self, request: Mapping[str, Any], until: float) -> list[list[str]]:
+        """Return namespaces and names of gangs whose members are called, and to which attempts: not what was seen."""
+        seen = {(str(namespace), str(name)): str(attempt) for namespace, name, attempt in request["gangs"]}
+        while True:
+            known = {key: self._gangs[key].calls() for key in seen if key in self._gangs}
+            calls = [[*key, attempt] for key, attempt in known.items() if attempt not in ("", seen[key])]
+            if calls or (left_s := until - time.monotonic()) <= 0:
+                return calls
+            self._changed.wait(left_s)
 
     def status(self) -> list[dict[str, Any]]:
         """Return what is known of all gangs."""
@@ -97,14 +112,15 @@ def _ask(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
     claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)))
     verb = request["verb"]
     if verb == "join":
-        return gang.join(claim, from_json(Join, request["join"]))
+        return gang.join(claim, from_json(Join, request["join"]), str(request.get("called", "")))
     if verb == "vote":
         return gang.vote(claim, int(request["ballot"]), is_locked=request["is_locked"] is True)
     if verb == "leave":
         phase = request.get("waited_for")
         return gang.leave(claim, str(request["reason"]), Phase(phase) if phase else None)
     if verb == "meet":
-        return gang.meet(claim, Phase(request["phase"]), request.get("message"), map(str, request.get("about", ())))
+        about, calls = map(str, request.get("about", ())), request.get("calls") is True
+        return gang.meet(claim, Phase(request["phase"]), request.get("message"), about, calls=calls)
     raise ValueError(f"{verb!r} is not one of {', '.join(_VERBS)}")
 
 

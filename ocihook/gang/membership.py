@@ -90,8 +90,14 @@ class GangJoined(Effect, kind="gang-joined"):
                     raise unreachable(self.link, error) from error
             limit.sleep(_RETRY_S)
 
-    def wait(self, request: Mapping[str, Any], phase: str, patience: Patience) -> Answer:
+    def wait(self, request: Mapping[str, Any], phase: str, patience: Patience, *, calls: bool = False) -> Answer:
         """Ask until the answer is not to wait; if that takes too long, end the attempt.
+
+        Args:
+            request: what is asked.
+            phase: that it waits for.
+            patience: with whoever waits for it.
+            calls: call those that are missing after the first answer: within LONGEST_WAIT_S others come by themselves.
 
         Raises:
             GangError: if the attempt is over.
@@ -111,16 +117,18 @@ class GangJoined(Effect, kind="gang-joined"):
                 )
             if answer.state is not State.WAIT:
                 return answer
+            if calls:
+                request = {**request, "calls": True}
 
-    def enter(self, act: str, patience: Patience) -> None:
-        """Join an attempt.
+    def enter(self, act: str, patience: Patience, called: str = "") -> None:
+        """Join an attempt: the one that the member was called to, or whichever is open.
 
         Raises:
             GangError: if it cannot be joined, or there is no coordinator.
             GivenUp: as soon as nobody waits for it any more.
         """
         wanted = to_json(Join(act, self.gang.size, self.gang.epoch, self.gang.attempt))
-        answer = self.ask({"verb": "join", "join": wanted}, patience, self.timeout_s)
+        answer = self.ask({"verb": "join", "join": wanted, "called": called}, patience, self.timeout_s)
         if answer.state is not State.MET:
             raise GangError(f"gang {self.gang}: {answer.reason}")
         self.epoch, self.attempt = answer.epoch, answer.attempt
@@ -151,8 +159,16 @@ class Attendance:
         """The id of the attempt."""
         return self._effect.attempt
 
-    def meet(self, phase: str, message: object = None, about: Collection[str] = ()) -> Mapping[str, str]:
+    def meet(
+        self, phase: str, message: object = None, about: Collection[str] = (), *, calls: bool = False
+    ) -> Mapping[str, str]:
         """Reach a phase, and wait until all members have; return what they have published under the keys of `about`.
+
+        Args:
+            phase: that is reached.
+            message: what it publishes.
+            about: keys of what it wants to know.
+            calls: call those that have not joined after a while.
 
         Raises:
             GangError: if the attempt is over.
@@ -160,7 +176,7 @@ class Attendance:
         """
         request = {"verb": "meet", "phase": phase, "message": to_json(message), "about": list(about)}
         with self._journal.phase(f"gang {phase}"):
-            answer = self._effect.wait(request, phase, self._patience)
+            answer = self._effect.wait(request, phase, self._patience, calls=calls)
         self.here = answer.here
         return answer.told
 
@@ -179,8 +195,10 @@ class Attendance:
         self._journal.forget(self._effect)
 
 
-def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link: Link, timeout_s: float) -> Attendance:
-    """Take part in an attempt of the container's gang.
+def join(
+    journal: Journal, patience: Patience, gang: GangRef, act: str, *, link: Link, timeout_s: float, called: str = ""
+) -> Attendance:
+    """Take part in an attempt of the container's gang: in the one that it was called to, or in whichever is open.
 
     Raises:
         GangError: if the container cannot join it, or there is no coordinator.
@@ -188,7 +206,7 @@ def join(journal: Journal, patience: Patience, gang: GangRef, act: str, *, link:
     """
     session = _session(journal.session_id)
     effect = journal.add(GangJoined(gang=gang, link=link, session=session, timeout_s=timeout_s))
-    effect.enter(act, patience)
+    effect.enter(act, patience, called)
     journal.note(GangFacts(gang_ref=gang, gang_epoch=effect.epoch))
     return Attendance(journal, patience, effect)
 
@@ -220,7 +238,7 @@ def _session(name: str) -> str:
     return f"{_BOOT_ID.read_text().strip()}/{name}"
 
 
-def attendance(journal: Journal, patience: Patience) -> Attendance | None:
+def find_attendance(journal: Journal, patience: Patience) -> Attendance | None:
     """Return the part that a container has in an attempt, since an earlier stage; None if it has none."""
     effect = journal.find(GangJoined)
     return None if effect is None else Attendance(journal, patience, effect)

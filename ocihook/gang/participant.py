@@ -2,10 +2,11 @@
 
 from ipaddress import ip_interface
 
+from ocihook.checkpoints.belongings import read_call, stopping_place
 from ocihook.checkpoints.gang_note import GANG_NAME, GangNote, read_note, write_note
 from ocihook.gang.cut import connection_ends
 from ocihook.gang.link import Link
-from ocihook.gang.membership import Attendance, attendance, join
+from ocihook.gang.membership import Attendance, find_attendance, join
 from ocihook.gang.protocol import Phase
 from ocihook.linux.procfs import descendants
 from ocihook.model import GangRef
@@ -26,15 +27,19 @@ class Membership(Participant):
         (dump.directory / GANG_NAME).unlink(missing_ok=True)  # of an earlier dump into the same directory
         if gang is None:
             return
-        self._attendance = dump.gang = _join(dump, gang, "dump")
+        place = stopping_place(dump.store.root, dump.container.id, dump.directory)
+        called = read_call(place) if place is not None else ""
+        is_stopped = place is not None and not called
+        self._attendance = dump.gang = attendance = _join(dump, gang, "dump", called)
         survey = Survey.of(descendants(dump.init_pid))
         links = survey.links if survey is not None and not survey.namespace.is_ours else []
         mine = {str(ip_interface(text).ip): "here" for link in links for text in link.addresses}
         peers = {str(connection.remote) for connection in survey.connections} if survey is not None else set[str]()
-        dump.gang_addresses = dump.gang.meet(Phase.ARRIVED, mine, peers).keys()
+        calls = is_stopped and dump.policy.on_member_stop == "checkpoint"
+        dump.gang_addresses = attendance.meet(Phase.ARRIVED, mine, peers, calls=calls).keys()
         self._note = GangNote(
-            gang=gang._replace(epoch=self._attendance.epoch, attempt=self._attendance.attempt),
-            here=self._attendance.here,
+            gang=gang._replace(epoch=attendance.epoch, attempt=attendance.attempt),
+            here=attendance.here,
         )
         dump.journal.identify(self._note.on(dump.container), dump.image_dir)
 
@@ -91,13 +96,13 @@ class Membership(Participant):
         act.gang = self._attendance = found
 
     def _find(self, act: Act) -> None:
-        found = attendance(act.journal, act.patience)
+        found = find_attendance(act.journal, act.patience)
         if found is not None:
             self._attend(act, found)
 
 
-def _join(act: Act, gang: GangRef, what: str) -> Attendance:
+def _join(act: Act, gang: GangRef, what: str, called: str = "") -> Attendance:
     call = act.call()
     with act.journal.phase("gang joined"):
         link, timeout_s = Link(*call.coordinator), call.policy.gang_timeout_s
-        return join(act.journal, act.patience, gang, what, link=link, timeout_s=timeout_s)
+        return join(act.journal, act.patience, gang, what, link=link, timeout_s=timeout_s, called=called)

@@ -5,6 +5,9 @@ phases: one is met when every member has reached it, and a member that has reach
 Anything that goes wrong ends the attempt for all. The last phase is the *decision*: it is durable before any member
 learns it, and nothing can end the attempt after it.
 
+A member that is dumped alone, as it is stopped, may *call* the others. Nobody can be reached on a node, so nodes ask
+whether an attempt calls; a member that is dumped because of that joins this attempt, or none.
+
 Locks of GPUs are voted on. A rank inside a collective cannot be locked while another one is, so all try at the same
 moment; the ballot is repeated until it is unanimous.
 """
@@ -112,6 +115,7 @@ class Attempt:
     skipped: int = 0  # members that have nothing to lock
     reason: str = ""  # why it is over
     is_decided: bool = False
+    is_called: bool = False  # those that have not joined are to be dumped now
     id: str = ""
     on_node: Counter[str] = field(default_factory=Counter)  # how many members, by node
 
@@ -191,11 +195,16 @@ class Gang:
         self._over: dict[str, str] = {}  # why, by session
         self._chosen: dict[int, Mapping[str, str]] = {}  # what was told of it, by epoch
 
-    def join(self, claim: Claim, wanted: Join) -> Answer:
+    def join(self, claim: Claim, wanted: Join, called: str = "") -> Answer:
         """Let a member take part in the attempt that is open, or open one.
 
         A member that does not fit the open attempt shows that this can no longer succeed: it ends. Another one is open
         then, but for members that are restored from different epochs: all of them fail.
+
+        Args:
+            claim: who comes.
+            wanted: what for.
+            called: id of the attempt that it was called to. It fits that one and ends none.
 
         Raises:
             ValueError: if it is not possible at all.
@@ -207,6 +216,8 @@ class Gang:
         if self.attempt is not None and _has_seat(self.attempt, claim):  # it has asked before
             return Answer(State.MET, self.attempt.epoch, attempt=self.attempt.id)
         attempt = self._open
+        if called and (attempt is None or attempt.id != called or claim.member in attempt.seats):
+            return Answer(State.OVER, reason=f"the attempt that {claim.member} was called to is over, or has it")
         if attempt is not None and (reason := _contradiction(attempt, claim, wanted)):
             self._end(attempt, reason)
             if attempt.join.act == wanted.act and attempt.join.source != wanted.source:  # nobody knows which is stale
@@ -225,7 +236,9 @@ class Gang:
         attempt.on_node[claim.node] += 1
         return Answer(State.MET, attempt.epoch, attempt=attempt.id)
 
-    def meet(self, claim: Claim, phase: Phase, message: object = None, about: Iterable[str] = ()) -> Answer:
+    def meet(
+        self, claim: Claim, phase: Phase, message: object = None, about: Iterable[str] = (), *, calls: bool = False
+    ) -> Answer:
         """Let a member reach a phase, or ask again whether all have.
 
         Args:
@@ -233,6 +246,7 @@ class Gang:
             phase: to which.
             message: in the last phase what is to be stored; in one of TOLD what it publishes, texts by keys.
             about: keys of all members' that this one wants to know: few, so that answers stay short in a large gang.
+            calls: it has waited, and wants those dumped that have not joined.
         """
         attempt = self.attempt
         if attempt is None or attempt.epoch != claim.epoch:
@@ -243,6 +257,7 @@ class Gang:
             )
         place = attempt.phases.index(phase)
         seat = attempt.seats[claim.member]
+        attempt.is_called |= calls and attempt.join.act == "dump"
         if seat.reached < place:
             attempt.hear(claim.member, phase, message)
             if seat.reached < _BALLOT <= place and attempt.join.act == "dump":
@@ -286,6 +301,12 @@ class Gang:
             reason = f"{missing} did not reach '{waited_for}' {reason}"
         self._end(attempt, f"{claim.member}: {reason}")
         return Answer(State.OVER, claim.epoch, attempt.reason)
+
+    def calls(self) -> str:
+        """Return the id of the attempt that calls members which have not joined; "" if none does."""
+        attempt = self._open
+        is_calling = attempt is not None and attempt.is_called and len(attempt.seats) < attempt.join.size
+        return attempt.id if attempt is not None and is_calling else ""
 
     @property
     def _open(self) -> Attempt | None:

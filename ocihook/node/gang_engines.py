@@ -45,32 +45,31 @@ class Engine(NamedTuple):
             node: URL of its service (ssh://root@NODE/run/podman/podman.sock, unix:///PATH), or the name of a connection
                 that podman knows; "" is this node's own.
         """
-        option = ("--url" if "://" in node else "--connection", node) if node else ()
-        return cls((*shlex.split(command), *option), node)
+        return cls((*shlex.split(command), *connection_to(node)), node)
 
     @classmethod
     def cri(cls, command: str) -> "Engine":
         """Return this node's containerd or CRI-O, by `crictl` with its global options."""
         return cls(tuple(shlex.split(command)), is_cri=True)
 
-    def members(self, namespace: str, name: str) -> dict[str, Running]:
-        """Return the members of a gang that run there, by what they are called in it.
+    def members(self) -> list[Running]:
+        """Return the members of gangs that run there.
 
         Raises:
             GangError: if the engine does not say.
         """
-        ids = self._ask("ps", "--quiet", "--no-trunc").split()
+        ids = self.ask("ps", "--quiet", "--no-trunc").split()
         if not ids:
-            return {}
-        found = {}
+            return []
+        found = []
         for container_id, container_name, annotations in self._inspect(ids):
             try:
                 known = {"container_id": container_id, "runtime": "", "bundle": "", "name": container_name}
                 ref = gang_ref(annotations, container_ref(annotations, **known))
             except OcihookError:  # its annotations are wrong, so it is in no gang
                 continue
-            if ref is not None and ref[:2] == (namespace, name):
-                found[ref.member] = Running(self, container_id, ref)
+            if ref is not None:
+                found.append(Running(self, container_id, ref))
         return found
 
     def checkpoint(self, container_id: str, archive: Path, *, leave_running: bool) -> list[str]:
@@ -82,6 +81,10 @@ class Engine(NamedTuple):
         options += ["--leave-running"] if leave_running else []
         return [*self.command, "container", "checkpoint", "--export", str(archive), *options, container_id]
 
+    def start(self, container_id: str) -> list[str]:
+        """Return the command that starts a container of CRI that is made: it is restored then."""
+        return [*self.command, "--timeout", f"{_CRI_CHECKPOINT_S}s", "start", container_id]
+
     def restore(self, archive: Path) -> list[str]:
         """Return the command that restores a container from an archive here."""
         return [*self.command, "container", "restore", "--import", str(archive)]
@@ -90,14 +93,19 @@ class Engine(NamedTuple):
         """Return id, name and annotations of containers."""
         try:
             if self.is_cri:
-                specs = [(each, json.loads(self._ask("inspect", each))["info"]["runtimeSpec"]) for each in ids]
+                specs = [(each, json.loads(self.ask("inspect", each))["info"]["runtimeSpec"]) for each in ids]
                 return [(each, "", _texts(spec.get("annotations"))) for each, spec in specs]
-            rows = json.loads(self._ask("container", "inspect", *ids))
+            rows = json.loads(self.ask("container", "inspect", *ids))
             return [(row["Id"], row["Name"], _texts(row["Config"].get("Annotations"))) for row in rows]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise GangError(f"{self} says something unexpected of its containers: {error!r}") from error
 
-    def _ask(self, *words: str) -> str:
+    def ask(self, *words: str) -> str:
+        """Return what a command of the engine prints.
+
+        Raises:
+            GangError: if it fails.
+        """
         try:
             done = subprocess.run(
                 [*self.command, *words],
@@ -110,11 +118,16 @@ class Engine(NamedTuple):
         except (OSError, subprocess.TimeoutExpired) as error:
             raise GangError(f"{self} does not answer: {error}") from error
         if done.returncode != 0:
-            raise GangError(f"{self} fails: {last_lines(done.stderr)}", hint="nothing was done to any container")
+            raise GangError(f"{self} fails: {last_lines(done.stderr)}")
         return done.stdout
 
     def __str__(self) -> str:
         return f"{self.command[0]} of {self.node or 'this node'}"
+
+
+def connection_to(node: str) -> list[str]:
+    """Return the options by which podman reaches a node, as Engine.podman takes it."""
+    return ["--url" if "://" in node else "--connection", node] if node else []
 
 
 def _texts(value: Any) -> dict[str, str]:  # noqa: ANN401 - anything that JSON can say
@@ -126,23 +139,34 @@ def last_lines(text: str) -> str:
     return printable(" ".join(text.strip().splitlines()[-_LAST_LINES:]))
 
 
+def all_members(engines: Sequence[Engine]) -> list[Running]:
+    """Return the members of gangs on several nodes, which are asked at the same time.
+
+    Raises:
+        GangError: if an engine does not answer.
+    """
+    with ThreadPoolExecutor(len(engines)) as pool:
+        parts = [*pool.map(Engine.members, engines)]
+    return sorted((running for part in parts for running in part), key=lambda running: running.ref)
+
+
 def find_members(engines: Sequence[Engine], namespace: str, name: str) -> dict[str, Running]:
-    """Return the members of a gang on several nodes, which are asked at the same time.
+    """Return the members of a gang on several nodes, by what they are called in it.
 
     Raises:
         GangError: if an engine does not answer, there is no member, or one is on two nodes.
     """
-    with ThreadPoolExecutor(len(engines)) as pool:
-        parts = [*pool.map(lambda engine: engine.members(namespace, name), engines)]
     found: dict[str, Running] = {}
-    for part in parts:
-        for member, running in part.items():
-            if member in found:
-                where = f"{found[member].engine} and on {running.engine}"
-                raise GangError(f"member {member} of gang {name} runs twice, on {where}", hint="stop one of them")
-            found[member] = running
+    for running in all_members(engines):
+        member = running.ref.member
+        if running.ref[:2] != (namespace, name):
+            continue
+        if member in found:
+            where = f"{found[member].engine} and on {running.engine}"
+            raise GangError(f"member {member} of gang {name} runs twice, on {where}", hint="stop one of them")
+        found[member] = running
     if not found:
         raise GangError(
             f"no container of gang {name} runs there", hint="containers say ocihook.io/gang and ocihook.io/gang-size"
         )
-    return dict(sorted(found.items()))
+    return found

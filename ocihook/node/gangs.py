@@ -21,6 +21,7 @@ from ocihook.errors import GangError, IntegrityError, OutputExists
 from ocihook.gang.cut import connection_ends, contradictions, described
 from ocihook.linux.files import sync_directory
 from ocihook.node.gang_engines import Engine, find_members, last_lines
+from ocihook.node.gang_pods import make_pods, read_recipes, recipes_of, remove_pods, write_recipes
 
 _MAX_IMAGE_BYTES = 128 << 20  # of one connection with all that is queued
 _NODES_NAME = "nodes.json"
@@ -74,13 +75,15 @@ def checkpoint(
             f"{len(members)} of the {size} members of gang {name} run there: {', '.join(sorted(members))}",
             hint="name all nodes that run members with --node",
         )
+    left_by_cri = any(engine.is_cri for engine in engines)  # always
     partial = directory.with_name(directory.name + ".partial")
     for path in (directory, partial):
         if path.exists():
             raise OutputExists(f"{path} is there already", hint="name another directory, or remove it")
+    recipes = recipes_of(members) if left_by_cri else {}
     partial.mkdir(mode=0o700, parents=True)
     archives = {member: partial / f"{member.replace('/', '_')}.tar" for member in members}
-    left = leave_running or any(engine.is_cri for engine in engines)  # CRI leaves them running always
+    left = leave_running or left_by_cri
     commands = {
         member: running.engine.checkpoint(running.container_id, archives[member], leave_running=leave_running)
         for member, running in members.items()
@@ -101,6 +104,8 @@ def checkpoint(
         time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret
     found = verify(list(archives.values()))
     nodes = {member: running.engine.node for member, running in members.items()}
+    if recipes:
+        write_recipes(partial, recipes)
     (partial / _NODES_NAME).write_text(json.dumps({"version": 1, "nodes": nodes}, indent=1))
     partial.rename(directory)
     sync_directory(directory.parent)
@@ -133,6 +138,34 @@ def restore(
     failures = _run_all(commands, look)
     if failures:
         raise GangError(f"gang {found.note.gang} is not restored: {_in_words(failures)}")
+    return found
+
+
+def restore_pods(directory: Path, engine: Engine, look: Look = _look_at_nothing) -> GangCheckpoint:
+    """Make all pods of a gang again from the archives in a directory, on a node without a kubelet.
+
+    Args:
+        directory: that `checkpoint` has made.
+        engine: what speaks CRI on this node.
+        look: is called twice a second meanwhile.
+
+    Raises:
+        IntegrityError: if it is not a whole checkpoint of a gang; nothing was started.
+        UnsupportedError: if it is not known how the pods were made, or they are a kubelet's; likewise.
+        GangError: if it fails; none of them is left.
+    """
+    found = verify(sorted(directory.glob("*.tar*")))
+    recipes = read_recipes(directory)
+    if missing := ", ".join(sorted({*found.archives} - {*recipes})):
+        raise IntegrityError(f"{directory} does not say how the pods of {missing} were made")
+    gang = found.note.gang
+    if runs := ", ".join(sorted(one.ref.member for one in engine.members() if one.ref[:2] == gang[:2])):
+        raise GangError(f"members of gang {gang} run already: {runs}", hint="remove their pods: crictl rmp --force POD")
+    made = make_pods(engine, recipes, found.archives)
+    failures = _run_all({member: engine.start(pod.container) for member, pod in made.items()}, look)
+    if failures:
+        left = remove_pods(engine, made)
+        raise GangError(f"gang {gang} is not restored, and its pods are removed{left}: {_in_words(failures)}")
     return found
 
 

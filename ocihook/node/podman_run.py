@@ -23,6 +23,7 @@ from ocihook.container.engine_archive import read_config_dump
 from ocihook.errors import ConfigError, NoCheckpoint, OcihookError, RestoreError, UnsupportedError, printable
 from ocihook.linux.files import make_directory
 from ocihook.linux.patience import Patience
+from ocihook.node.gang_engines import connection_to
 from ocihook.node.handlers import HANDLER, PODMAN_DROP_IN
 from ocihook.packs.domain_names import NODE_DOMAIN
 from ocihook.runtime import containers
@@ -76,7 +77,7 @@ def checkpoint_there(
         UnsupportedError: if the handler or the image is not here, or it is not known how it was made.
         OcihookError: if it cannot be checkpointed, or not restored from here; where the archive is then.
     """
-    connection = ["--url" if "://" in node else "--connection", node]
+    connection = connection_to(node)
     found = _inspect(name, *connection)
     if found is None:
         raise NoCheckpoint(f"there is no container {name} on {node}")

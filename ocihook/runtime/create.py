@@ -28,7 +28,7 @@ def create(call: Call, wake: Callable[[], object]) -> int:
 
     Args:
         call: `create`.
-        wake: starts an agent if none runs; members of a gang need it.
+        wake: reaches the agent, and starts one if none runs; members of a gang need it.
 
     Raises:
         OcihookError: if it must not be made: its annotations are wrong, or it was to be restored and nothing else.
@@ -45,6 +45,11 @@ def create(call: Call, wake: Callable[[], object]) -> int:
     if not (policy.restore_from or policy.checkpoint_on_stop):
         call.pass_on()
     containers.keep(kept)
+    if policy.on_member_stop == "checkpoint":
+        try:
+            wake()  # it answers calls of others of the gang
+        except OSError as error:
+            call.say(f"container {kept.container} cannot be called by others of its gang: {plain(error)}", "warning")
     try:
         if policy.restore_from and _is_restored(call, kept, config, policy, settings, wake):
             return 0

@@ -10,6 +10,7 @@ from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, Belongings
 from ocihook.config import Settings
 from ocihook.container.spec import spec_facts
 from ocihook.linux.files import make_directory, replace_file
+from ocihook.linux.procfs import Process, command_line
 from ocihook.runtime.call import Call
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.stop_record import read_config
@@ -51,3 +52,11 @@ def begin(kept: Kept, place: Path, *, leave_running: bool = False) -> "subproces
     command = [str(call.program), *call.prefix_with_log(log), "checkpoint", *words, kept.container.id]
     with log.open("ab") as output:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={"PATH": PATH})
+
+
+def runtime_at(place: Path) -> Process | None:
+    """Return the runtime that dumps into a place, by its command line; None if none does."""
+    images = str(place / IMAGES_DIR)
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    found = (Process.find(pid) for pid in pids if images in command_line(pid))
+    return next(filter(None, found), None)

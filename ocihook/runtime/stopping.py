@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ocihook.checkpoints.belongings import IMAGES_DIR, stopping_dir
+from ocihook.checkpoints.belongings import IMAGES_DIR, read_call, stopping_dir
 from ocihook.checkpoints.complete import claimed
 from ocihook.checkpoints.pending import directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
@@ -24,11 +24,10 @@ from ocihook.config import Settings
 from ocihook.criu.explain import explain
 from ocihook.errors import OcihookError, UnsupportedError, plain, printable
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Process, command_line, descendants
+from ocihook.linux.procfs import Process, descendants
 from ocihook.runtime import containers, dumping
 from ocihook.runtime.call import Call
 from ocihook.runtime.dumping import LOG_NAME, PATH
-from ocihook.runtime.gang_stop import LEFT_NAME, STOPS_S, Others
 from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
@@ -99,18 +98,21 @@ class Stopping:
     def _checkpoint(self) -> None:
         settings = self._load()
         place = stopping_dir(Path(settings.store_dir), self._id)
-        if (place / LEFT_NAME).exists():  # it is being checkpointed as another member of its gang is stopped
-            over = Patience(timeout_s=settings.stop_timeout_s)
-            over.until(lambda: _dumping(place) is None)
-            over.within(_ENDING_S).until(lambda: not place.exists())
-            shutil.rmtree(place, ignore_errors=True)  # of an agent that was killed
-        runtime = _dumping(place)  # that an agent before this one has called
+        self._wait_for_gang(settings, place)
+        runtime = dumping.runtime_at(place)  # that an agent before this one has called
         if runtime is not None:
             self._await(runtime, settings)
         elif self._stop.init is None or (self._stop.init.is_alive() and read_thin(place / IMAGES_DIR) is None):
             self._begin(settings, place)
             self._dump(settings, place)
         self._conclude(settings, place)
+
+    def _wait_for_gang(self, settings: Settings, place: Path) -> None:
+        """Wait until a container has been dumped that another member of its gang has called."""
+        over = Patience(timeout_s=settings.stop_timeout_s)
+        while read_call(place) and not over.within(_ENDING_S).until(lambda: not read_call(place)):
+            if over.is_over or dumping.runtime_at(place) is None:  # its agent was killed
+                shutil.rmtree(place, ignore_errors=True)
 
     def _begin(self, settings: Settings, place: Path) -> None:
         """Check that it can be checkpointed, before anything is done to it."""
@@ -124,18 +126,13 @@ class Stopping:
         dumping.make_place(self._kept, settings, place)
 
     def _dump(self, settings: Settings, place: Path) -> None:
-        """Call the runtime, and those of its gang's others that are to be dumped with it.
+        """Call the runtime.
 
         Raises:
             OcihookError: if it does not end in time.
         """
         running = dumping.begin(self._kept, place)
-        others = Others.of(self._kept, settings)
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                running.wait(STOPS_S if others.members else 0)
-            if running.returncode is None:
-                others.dump()
             running.wait(settings.stop_timeout_s)
         except subprocess.TimeoutExpired:
             criu = descendants(running.pid)
@@ -145,8 +142,6 @@ class Stopping:
             raise OcihookError(
                 f"its checkpoint took longer than {settings.stop_timeout_s:g} s", hint="raise [agent] stop_timeout_s"
             ) from None
-        finally:
-            others.wait(settings.stop_timeout_s)
 
     def _wait_for_end(self, processes: list[Process]) -> None:
         """Wait until CRIU, whose runtime was killed, and the session that served it have ended."""
@@ -217,7 +212,7 @@ def remove_stale(settings: Settings) -> None:
     """Remove the dumps of containers that nobody stops any more, as after a boot. For an agent that starts."""
     for place in stopping_dir(Path(settings.store_dir), "x").parent.glob("*"):
         stop = read_stop(place.name)
-        if (stop is None or stop.is_over) and _dumping(place) is None:
+        if (stop is None or stop.is_over) and dumping.runtime_at(place) is None:
             shutil.rmtree(place, ignore_errors=True)
 
 
@@ -239,14 +234,6 @@ def withdraw(settings: Settings, thin: Thin) -> None:
     if thin.checkpoint_id in domain.checkpoint_ids():
         with domain.alone():
             domain.remove([thin.checkpoint_id])
-
-
-def _dumping(place: Path) -> Process | None:
-    """Return the runtime that dumps into a place, by its command line; None if none does."""
-    images = str(place / IMAGES_DIR)
-    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-    found = (Process.find(pid) for pid in pids if images in command_line(pid))
-    return next(filter(None, found), None)
 
 
 def _why(place: Path) -> str:

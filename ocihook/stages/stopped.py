@@ -7,18 +7,16 @@ import dataclasses
 import json
 from pathlib import Path
 
-from ocihook.checkpoints.belongings import FACTS_NAME, Belongings, stopping_dir
+from ocihook.checkpoints.belongings import FACTS_NAME, Belongings, stopping_place
 from ocihook.errors import IdentificationError
 from ocihook.images.image_set import list_other_images
-from ocihook.linux.files import identity, same_directory
 from ocihook.session.participant import Dump
 from ocihook.store.stored_manifest import BELONGINGS_NAME
 
 
 def is_stopped(dump: Dump) -> bool:
     """Return whether the container is being stopped."""
-    place = stopping_dir(dump.store.root, dump.container.id)
-    return same_directory(place, identity(dump.directory / "..")) is not None
+    return stopping_place(dump.store.root, dump.container.id, dump.directory) is not None
 
 
 def want_store(dump: Dump) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from ocihook.gang.protocol import PHASES, Answer, Attempt, Claim, Gang, Join, Phase, State
 
-Sent = tuple[str, str, int, str, int, bool]  # member, session, epoch, what, ballot, is_locked
+Sent = tuple[str, str, int, str, int, bool, str]  # member, session, epoch, what, ballot, is_locked, called
 
 
 class Player(NamedTuple):
@@ -22,23 +22,24 @@ class Player(NamedTuple):
     votes_aye: bool = False
     is_leaving: bool = False
     end: str = ""  # met, over, dead
+    called: str = ""  # to which attempt
 
     @property
     def session(self) -> str:
         return f"{self.name}{self.life}"
 
-    def request(self, act: str, lockers: frozenset[str]) -> Sent | None:
-        if self.end:
+    def request(self, act: str, lockers: frozenset[str], callers: str = "", listeners: str = "") -> Sent | None:
+        if self.end or (self.name in listeners and not self.called):
             return None
         if self.is_leaving:
             what = "leave"
         elif self.place < 0:
             what = "join"
         else:
-            what = PHASES[act][self.place]
+            what = "call" if self.place == 0 and self.name in callers else PHASES[act][self.place]
         if what == Phase.LOCKED and self.name in lockers:
-            return (self.name, self.session, self.epoch, "vote", self.ballot, self.votes_aye)
-        return (self.name, self.session, self.epoch, what, 0, False)
+            return (self.name, self.session, self.epoch, "vote", self.ballot, self.votes_aye, "")
+        return (self.name, self.session, self.epoch, what, 0, False, self.called if what == "join" else "")
 
 
 class Model(NamedTuple):
@@ -58,13 +59,14 @@ class Model(NamedTuple):
         if attempt is not None:
             seats = tuple(sorted((n, s.session, s.reached, s.voted) for n, s in attempt.seats.items()))
             counted = attempt.ballot, attempt.ayes, attempt.noes, attempt.skipped, tuple(attempt.reached)
-            now = attempt.epoch, attempt.join, seats, counted, bool(attempt.reason), attempt.is_decided
+            ended = bool(attempt.reason), attempt.is_decided, attempt.is_called
+            now = attempt.epoch, attempt.join, seats, counted, ended
         durable = tuple(sorted((e, tuple(s)) for e, s in gang._decided.items()))
         return gang.epoch, now, durable, frozenset(gang._over), self.players, self.sent, self.faults, self.log
 
 
 def make_gang(epoch: int = 0, decided: dict[int, list[str]] | None = None) -> Gang:
-    return Gang(lambda _: "", lambda _: "", epoch=epoch, decided=decided or {})
+    return Gang(str, lambda _: "", epoch=epoch, decided=decided or {})
 
 
 def clone(gang: Gang) -> Gang:
@@ -73,7 +75,7 @@ def clone(gang: Gang) -> Gang:
     a = gang.attempt
     if a is not None:
         seats = {name: copy.copy(seat) for name, seat in a.seats.items()}
-        counted = a.ballot, a.ayes, a.noes, a.skipped, a.reason, a.is_decided
+        counted = a.ballot, a.ayes, a.noes, a.skipped, a.reason, a.is_decided, a.is_called, a.id
         other.attempt = Attempt(a.epoch, a.join, seats, {}, {}, list(a.reached), *counted)
     return other
 
@@ -81,8 +83,19 @@ def clone(gang: Gang) -> Gang:
 class Explorer:
     """Looks at every state that can be reached, and asserts what must hold in each."""
 
-    def __init__(self, act: str, names: str, *, faults: int, lockers: str = "", ballots: int = 1) -> None:
+    def __init__(
+        self,
+        act: str,
+        names: str,
+        *,
+        faults: int,
+        lockers: str = "",
+        ballots: int = 1,
+        callers: str = "",
+        listeners: str = "",
+    ) -> None:
         self.act, self.names, self.lockers, self.ballots = act, names, frozenset(lockers), ballots
+        self.callers, self.listeners = callers, listeners  # who calls others; who is dumped only if it is called
         self.last = len(PHASES[act]) - 1
         self.start = Model(make_gang(), tuple(map(Player, names)), frozenset(), faults)
         self.ends: set[tuple[str, ...]] = set()
@@ -102,7 +115,10 @@ class Explorer:
         for number, player in enumerate(state.players):
             for changed in self.choices(player, state.faults):
                 yield self.replaced(state, number, changed)
-            request = player.request(self.act, self.lockers)
+            called = state.gang.calls() if player.name in self.listeners and not player.called else ""
+            if called and not player.end:  # its node asks, and may hear the same again
+                yield self.replaced(state, number, (player._replace(called=called), 0))
+            request = self.request_of(player)
             if request is not None and request not in state.sent:
                 yield state._replace(sent=state.sent | {request})
         for request in state.sent:
@@ -110,6 +126,9 @@ class Explorer:
         if state.faults:  # the coordinator begins anew with what is durable
             anew = make_gang(state.gang.epoch, {**state.gang._decided})  # type: ignore[dict-item]
             yield state._replace(gang=anew, faults=state.faults - 1)
+
+    def request_of(self, player: Player) -> Sent | None:
+        return player.request(self.act, self.lockers, self.callers, self.listeners)
 
     def choices(self, player: Player, faults: int) -> Iterator[tuple[Player, int]]:
         is_voting = not player.end and player.place == 1 and self.act == "dump" and player.name in self.lockers
@@ -137,16 +156,21 @@ class Explorer:
     def deliver(self, state: Model, request: Sent) -> Iterator[Model]:
         gang = clone(state.gang)
         answer = self.ask(gang, request)
+        if request[-1]:  # who was called ends nothing
+            before, after = state.gang.attempt, gang.attempt
+            assert (before and (before.id, before.reason)) == (after and (after.id, after.reason)), state
         yield state._replace(gang=gang)  # and the answer is lost
         for number, player in enumerate(state.players):
-            if player.request(self.act, self.lockers) == request:
+            if self.request_of(player) == request:
                 yield self.replaced(state._replace(gang=gang), number, (self.heard(player, answer), 0))
 
     def ask(self, gang: Gang, request: Sent) -> Answer:
-        name, session, epoch, what, ballot, is_locked = request
+        name, session, epoch, what, ballot, is_locked, called = request
         claim = Claim(name, session, epoch=epoch)
         if what == "join":
-            return gang.join(claim, Join(self.act, len(self.names)))
+            return gang.join(claim, Join(self.act, len(self.names)), called)
+        if what == "call":
+            return gang.meet(claim, Phase.ARRIVED, calls=True)
         if what == "leave":
             return gang.leave(claim, "failed")
         if what == "vote":
@@ -169,6 +193,9 @@ class Explorer:
             told[epoch] |= {end}
         assert all(len(ends) == 1 for ends in told.values()), f"one went on, another did not: {state}"
         for player in state.players:
+            assert not player.called or player.epoch in (0, int(player.called)), (
+                f"in an attempt that did not call: {state}"
+            )
             peers = [other for other in state.players if other.epoch == player.epoch and other is not player]
             if player.place > 0 and not player.end:  # it has passed the phase before
                 assert all(p.place >= player.place - 1 or p.end or p.is_leaving for p in peers), state
@@ -204,6 +231,37 @@ def test_three_members_come_to_one_end() -> None:
     explorer = Explorer("restore", "abc", faults=1)
     explorer.run()
     assert ("met", "met", "met") in explorer.ends
+
+
+def test_a_member_that_calls_gets_the_others() -> None:
+    explorer = Explorer("dump", "ab", faults=2, callers="a", listeners="b")
+    assert explorer.run() > 1000
+    assert ("met", "met") in explorer.ends
+    assert ("over", "over") in explorer.ends
+
+
+def test_a_member_that_two_call_comes_to_one_of_them() -> None:
+    explorer = Explorer("dump", "abc", faults=0, callers="ab", listeners="c")
+    explorer.run()
+    assert ("met", "met", "met") in explorer.ends
+
+
+def test_nobody_is_dumped_that_nobody_calls() -> None:
+    explorer = Explorer("dump", "ab", faults=2, listeners="b")
+    explorer.run()
+    assert {end for _, end in explorer.ends} <= {"", "dead"}
+
+
+class Unbound(Explorer):
+    """Has a coordinator that lets members which were called join whatever is open, or open another one."""
+
+    def ask(self, gang: Gang, request: Sent) -> Answer:
+        return super().ask(gang, (*request[:-1], ""))
+
+
+def test_the_explorer_finds_a_member_in_an_attempt_that_did_not_call_it() -> None:
+    with pytest.raises(AssertionError):
+        Unbound("dump", "ab", faults=2, callers="a", listeners="b").run()
 
 
 class Forgetful(Explorer):

@@ -25,7 +25,7 @@ from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.cut import End, contradictions
 from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
-from ocihook.gang.membership import Attendance, GangJoined, attendance, join
+from ocihook.gang.membership import Attendance, GangJoined, find_attendance, join
 from ocihook.gang.participant import Membership
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
@@ -95,7 +95,7 @@ def test_what_all_members_have_dumped_is_kept(serving: Serving, journals: list[J
     effect = journals[0].find(GangJoined)
     assert effect is not None
     effect.undo(journals[0], Patience())  # too late to end anything
-    again = attendance(journals[1], Patience(timeout_s=LIMIT_S))
+    again = find_attendance(journals[1], Patience(timeout_s=LIMIT_S))
     assert again is not None
     assert again.meet("dumped") == {}
 
@@ -141,6 +141,40 @@ def test_locks_are_voted_on_until_all_are_locked(serving: Serving, journals: lis
 
     assert vote(1, True, False) == [False, False]
     assert vote(2, True, True) == [True, True]
+
+
+def test_who_is_stopped_alone_calls_the_others(serving: Serving, journals: list[Journal]) -> None:
+    """The other's node hears to which attempt, once; what it dumps then joins this one, and no later one."""
+
+    def calls(seen: str = "", *, wait_s: float = LIMIT_S) -> list[list[str]]:
+        gangs = [["", "job", seen], ["", "other", ""]]
+        answer = serving.link.ask({"verb": "watch", "gangs": gangs, "wait_s": wait_s}, Patience(timeout_s=LIMIT_S))
+        found: list[list[str]] = answer["calls"]
+        return found
+
+    def join_called(journal: Journal, to: str) -> Attendance:
+        gang = GangRef("", "job", "b", 2, 0)
+        return join(journal, Patience(), gang, "dump", link=serving.link, timeout_s=LIMIT_S, called=to)
+
+    assert calls(wait_s=0) == []
+    alone = serving.member(journals[0], "a")
+    assert calls(wait_s=0) == []
+    with ThreadPoolExecutor() as pool:
+        met = pool.submit(alone.meet, "arrived", calls=True)
+        until = Patience(timeout_s=LIMIT_S)
+        while not (heard := calls()) and not until.is_over:
+            pass
+        assert heard == [["", "job", alone.attempt]]
+        assert calls(alone.attempt, wait_s=0) == []
+        with pytest.raises(GangError, match="the attempt that b was called to is over"):
+            join_called(journals[2], "another")
+        other = join_called(journals[1], alone.attempt)
+        assert other.epoch == alone.epoch
+        assert calls(wait_s=0) == []
+        assert other.meet("arrived") == met.result(LIMIT_S) == {}
+    with pytest.raises(GangError, match="or has it"):
+        join_called(journals[3], alone.attempt)
+    assert both([alone, other], "held", {}) == [{}, {}]
 
 
 def test_a_restarted_coordinator_knows_what_was_decided(tmp_path: Path) -> None:
@@ -202,6 +236,9 @@ def test_two_restore_different_epochs(serving: Serving, journals: list[Journal])
         {"namespace": "", "gang": "job", "member": "a", "session": "s", "verb": "join", "epoch": 1e999},
         {"namespace": "", "gang": "job", "member": "a", "session": "s", "verb": "vote", "ballot": 1e999},
         {"namespace": "", "gang": "job", "member": "a", "wait_s": 10**400, "verb": 900 * "["},
+        {"verb": "watch"},
+        {"verb": "watch", "gangs": [["", "job"]]},
+        {"verb": "watch", "gangs": 5, "wait_s": "x"},
     ],
 )
 def test_what_is_no_request_is_refused(serving: Serving, request_: dict[str, object]) -> None:

@@ -1,6 +1,8 @@
 """`ocihook gang checkpoint | restore | verify` with stand-ins for engines: nodes, tries, what a failure leaves."""
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from click.testing import CliRunner
 from ocihook.checkpoints.gang_note import GangNote, write_note
 from ocihook.cli import gang as command
 from ocihook.config import Settings
-from ocihook.errors import GangError, IntegrityError
+from ocihook.errors import GangError, IntegrityError, UnsupportedError
 from ocihook.gang.link import Link
 from ocihook.model import GangRef
 from ocihook.node import gangs
@@ -38,7 +40,28 @@ match words:
     case ["ps", *_]:
         print("\\n".join(path.name for path in node.glob("*")))
     case ["inspect", *ids] if "crictl" in sys.argv[0]:
-        print(json.dumps({{"info": {{"runtimeSpec": {{"annotations": said(ids[0])}}}}}}))
+        info = {{"runtimeSpec": {{"annotations": said(ids[0])}}, "sandboxID": "of-" + ids[0]}}
+        if not (root / "crio").exists():
+            info["config"] = {{"image": {{"image": "x", "user_specified_image": "y"}}, "metadata": {{"name": ids[0]}}}}
+        print(json.dumps({{"info": info}}))
+    case ["inspectp", sandbox]:
+        notes = {{"kubernetes.io/config.source": "api"}} if (root / "kubelet").exists() else {{}}
+        pod = {{"metadata": {{"name": sandbox}}, "annotations": notes}}
+        print(json.dumps({{"status": {{"runtimeHandler": "runc"}}, "info": {{"config": pod}}}}))
+    case ["runp", "--runtime=runc", pod]:
+        print("new-" + json.loads(Path(pod).read_text())["metadata"]["name"])
+    case ["create", sandbox, container, pod]:
+        config = json.loads(Path(container).read_text())
+        assert json.loads(Path(pod).read_text())["metadata"]["name"] == sandbox[4:]
+        assert config["image"]["user_specified_image"] == "y" and Path(config["image"]["image"]).is_file()
+        if (root / "uncreated").exists() and sandbox.endswith("b"):
+            sys.exit("no room")
+        print("made-" + config["metadata"]["name"])
+    case ["start", container]:
+        if (root / "unstarted").exists() and container.endswith("a"):
+            sys.exit("criu failed")
+    case ["rmp", "--force", _]:
+        pass
     case ["inspect", *ids]:
         print(json.dumps([{{"Id": each, "Name": each, "Config": {{"Annotations": said(each)}}}} for each in ids]))
     case ["checkpoint", *options]:
@@ -87,6 +110,9 @@ class Stage:
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 
+    def mark(self, name: str, *, is_set: bool = True) -> None:
+        (self.root / name).touch() if is_set else (self.root / name).unlink()
+
     def called(self, what: str) -> list[str]:
         lines = (self.root / "called").read_text().splitlines()
         return sorted(line for line in lines if f" {what} " in line)
@@ -131,6 +157,19 @@ def test_the_same_member_is_not_on_two_nodes(stage: Stage, tmp_path: Path) -> No
         stage.run("checkpoint", "other", str(tmp_path / "epoch"), "--node", "one")
 
 
+def test_what_runs_on_nodes_is_shown(stage: Stage) -> None:
+    stage.member("a", "one")
+    nodes = ["--podman", str(stage.programs["podman"]), "--node", "one", "--node", "two"]
+    said = CliRunner().invoke(command.gang, ["status", *nodes], catch_exceptions=False).output
+    assert re.search(r"job +a +\S+/podman of one +a\b", said)
+    assert "job: 1 of its 2 members run there" in said
+    stage.member("b", "two")
+    said = CliRunner().invoke(command.gang, ["status", *nodes], catch_exceptions=False).output
+    assert re.search(r"job +b +\S+/podman of two", said)
+    assert "run there" not in said
+    assert "members" not in stage.run("status"), "no engine is asked unless it is named"
+
+
 def test_it_is_tried_again_while_all_run_on(stage: Stage, tmp_path: Path) -> None:
     """Ranks that were not at the same step are, another time."""
     for name in "ab":
@@ -163,5 +202,52 @@ def test_pods_of_this_node_by_cri(stage: Stage, tmp_path: Path) -> None:
     done = stage.run("checkpoint", "team/job", where, "--cri", "--crictl", crictl)
     assert (done["namespace"], sorted(done["archives"])) == ("team", ["pod-a/a", "pod-b/b"])
     assert len(stage.called("checkpoint")) == 2
+    rows = stage.run("status", "--cri", "--crictl", crictl)["members"]
+    assert [(row["namespace"], row["member"]) for row in rows] == [
+        ("others", "pod-c/c"),
+        ("team", "pod-a/a"),
+        ("team", "pod-b/b"),
+    ]
     with pytest.raises(GangError, match="no container of gang job runs there"):
         stage.run("checkpoint", "job", str(tmp_path / "none"), "--cri", "--crictl", crictl)
+
+
+def test_pods_are_made_again_or_none_is(stage: Stage, tmp_path: Path) -> None:
+    """As they were, with the archives as their images; whatever fails, no pod is left."""
+    where, cri = str(tmp_path / "epoch"), ("--cri", "--crictl", str(stage.programs["crictl"]))
+    for name in "ab":
+        stage.member(name, namespace="team")
+    stage.run("checkpoint", "team/job", where, *cri)
+    assert ((tmp_path / "epoch/pods.json").stat().st_mode & 0o777) == 0o600
+    with pytest.raises(GangError, match=r"members of gang team/job run already: pod-a/a, pod-b/b"):
+        stage.run("restore", where, *cri)
+    shutil.rmtree(stage.root / "here")
+    (stage.root / "here").mkdir()
+    for mark, message in (
+        ("uncreated", "pod-b/b: .*no room"),
+        ("unstarted", "its pods are removed: pod-a/a: criu fail"),
+    ):
+        stage.mark(mark)
+        removed = len(stage.called("rmp"))
+        with pytest.raises(GangError, match=message):
+            stage.run("restore", where, *cri)
+        assert [line.split()[-1] for line in stage.called("rmp")[removed:]] == ["new-of-a", "new-of-b"][-2:]
+        stage.mark(mark, is_set=False)
+        (stage.root / "called").write_text("")
+    assert stage.run("restore", where, *cri)["outcome"] == "restored"
+    assert [line.split()[-1] for line in stage.called("start")] == ["made-a", "made-b"]
+    (tmp_path / "epoch/pods.json").write_text("{")
+    with pytest.raises(IntegrityError, match=r"pods\.json is damaged"):
+        stage.run("restore", where, *cri)
+
+
+@pytest.mark.parametrize(("mark", "message"), [("crio", "does not say how its pods"), ("kubelet", "pods of a kubelet")])
+def test_pods_that_cannot_be_made_again_are_refused(stage: Stage, tmp_path: Path, mark: str, message: str) -> None:
+    where, cri = str(tmp_path / "epoch"), ("--cri", "--crictl", str(stage.programs["crictl"]))
+    stage.mark(mark)
+    for name in "ab":
+        stage.member(name, namespace="team")
+    stage.run("checkpoint", "team/job", where, *cri)
+    with pytest.raises(UnsupportedError, match=message):
+        stage.run("restore", where, *cri)
+    assert not stage.called("runp")

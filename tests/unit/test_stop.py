@@ -6,18 +6,19 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from ocihook import wire
-from ocihook.checkpoints.belongings import stopping_dir
+from ocihook.checkpoints.belongings import note_call, read_call, stopping_dir
 from ocihook.checkpoints.complete import wait_complete
 from ocihook.config import Settings
 from ocihook.errors import OcihookError
 from ocihook.model import ContainerRef
 from ocihook.runtime import containers, stop
 from ocihook.runtime.call import Call
+from ocihook.runtime.gang_call import Listening
 from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
@@ -263,14 +264,6 @@ _PAIR = {
     "ocihook.io/gang": "job",
     "ocihook.io/gang-size": "2",
 }
-_PROGRAM = """#!/bin/sh
-echo "$*" >> {node}/called
-case " $*" in
-    *" state "*) echo '{{"status": "running", "pid": {pid}}}' ;;
-    *--leave-running*) touch {node}/left ;;
-    *checkpoint*) for _ in $(seq {looks}); do [ -e {node}/left ] && break; sleep 0.1; done; exit 1 ;;
-esac
-"""
 
 
 def keep(node: Path, name: str, notes: dict[str, str]) -> str:
@@ -283,26 +276,56 @@ def keep(node: Path, name: str, notes: dict[str, str]) -> str:
     return container.id
 
 
-@pytest.mark.parametrize("policy", ["last", "checkpoint"])
-def test_a_member_of_a_gang_that_is_stopped_alone(node: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """The others are dumped with it, and left running, if it wants that; else none is, and its last epoch counts."""
-    monkeypatch.setattr("ocihook.runtime.stopping.STOPS_S", 0.05)
+def test_a_member_of_a_gang_that_another_one_calls(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dumped, and left running, if it wants that and is not being stopped itself; its stop waits for that."""
     monkeypatch.setattr("ocihook.runtime.dumping.check_sizes", lambda *_: None)
-    notes = {**_PAIR, "ocihook.io/on-member-stop": policy}
-    stopped, other, stranger = (keep(node, name, notes) for name in "abd")
-    (node / "d/config.json").write_text(json.dumps({"annotations": {**notes, "ocihook.io/gang": "theirs"}}))
-    leaving = keep(node, "e", notes)
+    notes = {**_PAIR, "ocihook.io/on-member-stop": "checkpoint"}
+    other, leaving, stranger, quiet = (keep(node, name, notes) for name in "aefd")
+    (node / "f/config.json").write_text(json.dumps({"annotations": {**notes, "ocihook.io/gang": "theirs"}}))
+    (node / "d/config.json").write_text(json.dumps({"annotations": _PAIR}))
     write_stop(leaving, Stop(words=("kill", leaving)))
-    looks = 300 if policy == "checkpoint" else 1
-    (node / "runc").write_text(_PROGRAM.format(node=node, pid=os.getpid(), looks=looks))
+    (node / "runc").write_text(f'#!/bin/sh\necho "$*" >> {node}/called\nuntil [ -e {node}/go ]; do sleep 0.05; done\n')
+    place = stopping_dir(node / "store", other)
+    stale = stopping_dir(node / "store", "0" * 64)
+    stale.mkdir(parents=True)
+    note_call(stale, "an earlier one")
+    asked: list[dict[str, Any]] = []
+
+    def ask(_settings: Settings, request: dict[str, Any]) -> object:
+        asked.append(request)
+        if len(asked) == 1:
+            raise ConnectionRefusedError
+        if len(asked) == 2:
+            return [["", "job", "0123"]]
+        if len(asked) == 3:
+            assert read_call(place) == "0123"
+            (node / "go").touch()
+        if not place.exists():
+            for name in (other, leaving, stranger):
+                containers.forget(name)
+        return []
+
+    monkeypatch.setattr("ocihook.runtime.gang_call._RETRY_S", 0)
+    Listening(lambda: settings(node), ask).serve()
+    assert sorted(asked[1]["gangs"]) == [["", "job", ""], ["", "theirs", ""]]
+    assert sorted(asked[2]["gangs"]) == [["", "job", "0123"], ["", "theirs", ""]]
+    assert "wait_s" in asked[2], "while it dumps it does not wait for long"
+    assert [line.split()[-2:] for line in called(node)] == [["--leave-running", other]]
+    assert not list((node / "store/stopping").iterdir())
+    assert containers.read(quiet) is not None
+
+
+def test_a_stop_waits_for_a_dump_with_the_gang(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And removes what one has left whose agent was killed."""
+    monkeypatch.setattr("ocihook.runtime.stopping._ENDING_S", 0.05)
+    stopped = keep(node, "a", _PAIR)
+    place = stopping_dir(node / "store", stopped)
+    place.mkdir(parents=True)
+    note_call(place, "0123")
+    (node / "runc").write_text(
+        f'#!/bin/sh\necho "$*" >> {node}/called\n[ ! -e {place} ] || echo early >> {node}/called\n'
+    )
     write_stop(stopped, Stop(words=("kill", stopped, "15")))
     assert Stopping(stopped, lambda: settings(node)).finish()[0] == 1
-    dumps = [line for line in called(node) if " checkpoint " in f" {line}"]
-    assert dumps[0].endswith(stopped)
-    assert "--leave-running" not in dumps[0]
-    assert [line.split()[-2:] for line in dumps[1:]] == ([["--leave-running", other]] if policy == "checkpoint" else [])
-    assert called(node)[-1].endswith(f" kill {stopped} 15"), (
-        "without the others there is no checkpoint, and it is stopped"
-    )
-    assert stranger not in "".join(called(node))
-    assert not list((node / "store/stopping").iterdir())
+    assert "early" not in called(node)
+    assert called(node)[0].endswith(f"state {stopped}")
