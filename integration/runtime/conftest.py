@@ -7,7 +7,7 @@ import pytest
 
 from integration.runtime.engine import HandledPodman
 
-MakeHandled = Callable[[str], HandledPodman]
+MakeHandled = Callable[..., HandledPodman]
 
 
 @pytest.fixture
@@ -15,8 +15,8 @@ def make_handled(scratch: Path, workload: Path) -> Iterator[MakeHandled]:
     """Return a function that makes a podman for a runtime; all are removed after the test."""
     made: list[HandledPodman] = []
 
-    def make(runtime: str) -> HandledPodman:
-        made.append(HandledPodman(scratch, runtime, workload))
+    def make(runtime: str, *, cgroup_version: int = 2) -> HandledPodman:
+        made.append(HandledPodman(scratch, runtime, workload, cgroup_version=cgroup_version))
         return made[-1]
 
     yield make
