@@ -248,7 +248,7 @@ class HandledContainerd(Stalling, Containerd):
 
     def counts(self, container: str) -> list[int]:
         """Return all counts that a workload has printed, in their order."""
-        return [int(count) for count in re.findall(r"count (\d+) checksum \w+$", self.log(container), re.MULTILINE)]
+        return [int(count) for count in re.findall(r"count (\d+) checksum \w+\r?$", self.log(container), re.MULTILINE)]
 
     def stop(self, container: str) -> int:
         """Stop a container and remove it with its pod; return its last count."""
@@ -289,6 +289,7 @@ class HandledContainerd(Stalling, Containerd):
         volumes: Sequence[str] = (),
         gpus: Sequence[int] = (),
         memory_mib: int = 0,
+        has_terminal: bool = False,
     ) -> str:
         """Create a container in a pod, which is not started; return its id.
 
@@ -300,6 +301,7 @@ class HandledContainerd(Stalling, Containerd):
             volumes: of the pod, an emptyDir for each, by where the container has them.
             gpus: minors of those that it gets.
             memory_mib: that it may have; 0: any.
+            has_terminal: whether it has one.
         """
         volume = "/var/lib/kubelet/pods/{}/volumes/kubernetes.io~empty-dir/{}"
         places = {path: volume.format(pod, Path(path).name) for path in volumes}
@@ -314,6 +316,7 @@ class HandledContainerd(Stalling, Containerd):
             "labels": {f"io.kubernetes.{key}": value for key, value in labels.items()},
             "mounts": [{"container_path": path, "host_path": place} for path, place in places.items()],
             "log_path": f"{name}.log",
+            "tty": has_terminal,
             "linux": {
                 "resources": {"memory_limit_in_bytes": memory_mib << 20},
                 "security_context": {"namespace_options": _OWN_PIDS},

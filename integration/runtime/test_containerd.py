@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,10 +36,16 @@ def node(
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_a_pod_that_is_made_anew_goes_on(node: HandledContainerd, runtime: str) -> None:
+    node.configure('[agent]\nidle_timeout_s = 2\nremote = "/scratch/remote"\n[policy]\npush = "always"\n')
+    (node.scratch / "remote").mkdir()
     container = node.start("first", mib=4, runtime=runtime, network=POD_NETWORK, container_name="main", **AGAIN)
     before = node.count(container)
     node.write_in(container, "/state/file", "kept")
     last = node.stop(container)
+    pushed = (node.scratch / "remote/domains").glob
+    wait_for("its push", lambda: [*pushed("*/checkpoints/*.manifest")] != [])
+    node.ocihook("wait")
+    node.namespace.run("rm", "-rf", "/var/lib/ocihook/store")  # as on another node
     archive, counts = Path(), [0]
     for name in ("second", "third"):
         container = node.start(name, mib=4, runtime=runtime, network=POD_NETWORK, container_name="main", **AGAIN)
@@ -61,6 +68,12 @@ def test_a_pod_that_is_made_anew_goes_on(node: HandledContainerd, runtime: str) 
     assert counts[0] < node.counts(container)[0] <= last  # the engine let the container run on
     assert node.count(container)[1] == before[1]
     assert node.file(container, "/state/file").read_text() == "kept"
+    node.stop(container)
+    image = "/scratch/third.tar"  # which containerd itself restores
+    container = node.start("fifth", image=image, runtime=runtime, container_name="main", **STOPPED)
+    wait_for("it to count", lambda: len(node.counts(container)) > 2)
+    assert counts[0] < node.counts(container)[0] <= last
+    assert node.count(container)[1] == before[1]
     node.stop(container)
     kept = node.namespace.path("/run/ocihook/containers")
     wait_for("all to be forgotten", lambda: not [*kept.iterdir()])
@@ -185,6 +198,20 @@ class Pods:
             self.node.go_on()
             calling.exception()
 
+    def stop_longer_than_its_grace(self, container: str) -> int:
+        """Stop a container by a dump that takes longer than the grace period; remove it, and return its last count."""
+        self.node.stall_at("post-dump")
+        began = time.monotonic()
+        with ThreadPoolExecutor() as pool:
+            calling = pool.submit(self.node.call, "StopContainer", container_id=container, timeout=1)
+            self.node.wait_for_stall()
+            wait_for("the grace period to be over", lambda: time.monotonic() > began + 1)
+            self.node.go_on()
+            calling.result()
+        last = self.node.counts(container)[-1]
+        self.remove(container)
+        return last
+
     def remove(self, container: str) -> None:
         """Remove a container with its pod: nothing is left of it."""
         self.node.remove(container)
@@ -206,8 +233,8 @@ def test_whoever_is_killed(node: HandledContainerd, runtime: str) -> None:
     container = pods.make()
     pods.start(container)
     node.write_in(container, "/state/file", "kept")
-    saved = node.stop(container)
     node.stall()
+    saved = pods.stop_longer_than_its_grace(container)
     for stage, who in RESTORES[: None if IS_NIGHTLY else 2]:
         container = pods.make()
         pods.kill_in(
