@@ -14,7 +14,7 @@ import pytest
 
 from integration.cri.engine import POD_NETWORK
 from integration.namespace import CommandError, wait_for
-from integration.runtime.engine import HandledContainerd
+from integration.runtime.engine import HandledContainerd, assert_streamed
 from ocihook.archive.repack import read_origin
 
 STOPPED: dict[str, Any] = {"checkpoint_on_stop": "true", "member": "job"}
@@ -92,16 +92,19 @@ def test_what_cannot_go_on(node: HandledContainerd) -> None:
     assert node.counts(node.start("plain", mib=4))[0] == 1
 
 
-def test_a_pod_of_two_containers(node: HandledContainerd) -> None:
+@pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
+def test_a_pod_of_two_containers(node: HandledContainerd, runtime: str) -> None:
     """They share volumes, in which files are open, one at /dev/shm; one has a GPU. The second pod is like any other."""
+    main = ("stream", "4", "/cache/open", "/dev/shm/open")
+    log = ""
     volumes = ("/cache", "/dev/shm")
     saved: dict[str, tuple[int, str]] = {}
     ids: dict[str, str] = {}
     for pod in ("first", "second"):
-        sandbox = node.make_pod(pod, member="job", restore_from="latest", checkpoint_on_stop="true")
+        sandbox = node.make_pod(pod, runtime, member="job", restore_from="latest", checkpoint_on_stop="true")
         ids = {
-            "main": node.add(sandbox, pod, "main", "4", "/cache/open", "/dev/shm/open", volumes=volumes),
-            "gpu": node.add(sandbox, pod, "gpu", "8", "watch", volumes=volumes, gpus=[3]),
+            "main": node.add(sandbox, pod, "main", *main, volumes=volumes),
+            "gpu": node.add(sandbox, pod, "gpu", "8", "watch", volumes=volumes, gpus=[3], has_terminal=True),
         }
         for container in ids.values():
             node.call("StartContainer", container_id=container)
@@ -112,11 +115,22 @@ def test_a_pod_of_two_containers(node: HandledContainerd) -> None:
                 assert node.count(container)[1] == saved[name][1], name
         if not saved:
             node.write_in(ids["gpu"], "/cache/beside", "kept")
+            opt = node.file(ids["main"], "/opt")
+            (opt / "removed").unlink()
+            shutil.rmtree(opt / "tree")
+            node.write_in(ids["main"], "/opt/tree/upper", "of the container")
             for container in ids.values():
                 node.call("StopContainer", container_id=container, timeout=60)
             saved = {name: node.count(container) for name, container in ids.items()}
+            log = node.log(ids["main"])
+            said = node.namespace.path("/run/ocihook/agent.log").read_text()
+            assert "its volume /cache is saved while gpu may write to it" in said  # which was stopped later
+            assert "while main may write" not in said
             node.remove(ids["main"])
+    assert_streamed(log, node.log(ids["main"]))
     top = node.file(ids["main"], "/")
+    assert sorted(path.name for path in (top / "opt").iterdir()) == ["kept", "tree"]
+    assert [path.name for path in (top / "opt/tree").iterdir()] == ["upper"]
     for path in ("cache/open", "dev/shm/open"):
         wait_for(path, lambda path=path: int.from_bytes((top / path).read_bytes(), "little") > saved["main"][0])  # type: ignore[misc]
     assert node.file(ids["gpu"], "/cache/beside").read_text() == "kept"
