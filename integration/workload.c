@@ -7,6 +7,7 @@
  * workload MIB     prints `count N checksum H` every 50 ms; on USR1 it touches /run/ocihook-quiesced and prints
  *                  `quiesced`, on USR2 it prints `resumed`, on TERM it ends.
  * workload MIB PATH...  keeps files open, too, and writes each count into them
+ * workload stream MIB [PATH...]  writes numbered lines to stderr, too, more at once than a pipe takes in one piece
  */
 #include <fcntl.h>
 #include <signal.h>
@@ -24,6 +25,22 @@ static void on_usr1(int s) { (void)s; quiesce = 1; }
 static void on_usr2(int s) { (void)s; resume = 1; }
 static void on_term(int s) { (void)s; _exit(0); }
 
+static int stream_some(void)
+{
+    static unsigned line;
+    static char text[33 * 128 + 1]; /* more than PIPE_BUF: pipe(7) */
+    size_t done = 0, size = 33 * 128;
+    for (size_t at = 0; at < size; at += 128)
+        snprintf(text + at, 129, "%0127u\n", line++);
+    while (done < size) {
+        ssize_t wrote = write(2, text + done, size - done);
+        if (wrote < 0)
+            return 0;
+        done += (size_t)wrote;
+    }
+    return 1;
+}
+
 int main(int argc, char **argv)
 {
     signal(SIGTERM, on_term);
@@ -35,8 +52,8 @@ int main(int argc, char **argv)
         return argc < 3 || puts(argv[2]) < 0;
     signal(SIGUSR1, on_usr1);
     signal(SIGUSR2, on_usr2);
-    int beats = !strcmp(argv[1], "beat");
-    argv += beats;
+    int beats = !strcmp(argv[1], "beat"), streams = !strcmp(argv[1], "stream");
+    argv += beats + streams, argc -= beats + streams;
     int file = argv[1][0] == '/' ? open(argv[1], O_RDONLY) : -1;
     size_t bytes = file >= 0 ? (size_t)lseek(file, 0, SEEK_END) : (size_t)atoi(argv[1]) << 20;
     size_t words = bytes / sizeof(uint64_t);
@@ -71,6 +88,8 @@ int main(int argc, char **argv)
         for (int i = 0; i < files; i++)
             if (pwrite(open_files[i], &count, sizeof count, 0) != sizeof count)
                 return 2;
+        if (streams && !stream_some())
+            return 3;
         if (quiesce) {
             quiesce = 0;
             close(open("/run/ocihook-quiesced", O_CREAT | O_TRUNC | O_WRONLY, 0600));

@@ -247,7 +247,7 @@ class CriEngine:
 
     def count(self, container: str) -> tuple[int, str]:
         """Return the last count and checksum that a workload has printed."""
-        found = re.findall(r"count (\d+) checksum (\w+)$", self.log(container), re.MULTILINE)
+        found = re.findall(r"count (\d+) checksum (\w+)\r?$", self.log(container), re.MULTILINE)
         return (int(found[-1][0]), found[-1][1]) if found else (0, "")
 
     def init_pid(self, container: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from integration import fake_driver
 
+LOWER = ("opt/removed", "opt/tree/lower", "opt/kept")  # empty files of images, for containers to remove
 _OCI = "application/vnd.oci.image."
 
 
@@ -107,13 +108,15 @@ def _digest(data: bytes) -> str:
 
 
 def program_layer(program: Path, cuda_files: Path | None = None) -> bytes:
-    """Return a layer with a static program, /workload, the CUDA workload, and the directories that a runtime wants."""
+    """Return a layer with a static program, /workload, the CUDA workload, LOWER, and directories that runtimes want."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
         for name in ("run", "tmp", "proc", "sys", "dev", "etc"):
             entry = tarfile.TarInfo(name)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(entry)
+        for name in LOWER:
+            tar.addfile(tarfile.TarInfo(name))
         tar.add(program, "workload")
         if cuda_files:
             fake_driver.add_to_image(tar, cuda_files)

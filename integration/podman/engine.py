@@ -75,7 +75,9 @@ class Podman:
     def __call__(self, *arguments: str, check: bool = True) -> str:
         """Run a podman command; return what it prints."""
         try:
-            return self.namespace.run("podman", *self.options(), *arguments, check=check, TMPDIR=str(self.scratch))
+            command = ("podman", *self.options(), *arguments)
+            where = str(self.scratch)
+            return self.namespace.run(*command, check=check, TMPDIR=where, PODMAN_IGNORE_CGROUPSV1_WARNING="1")
         except CommandError as error:
             raise CommandError(f"{error}\n{self.agent_log()}") from error
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from integration.containerd.engine import Containerd
 from integration.cri.engine import CONTAINER_PID, NODE_NETWORK
 from integration.namespace import Namespace, wait_for
 from integration.podman.engine import IMAGE, SITE, Podman
-from ocihook.linux.procfs import descendants, parent_pid
+from ocihook.linux.procfs import Process, descendants, parent_pid
 from ocihook.node.install import render
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _STALL = """#!/bin/sh
 touch /run/stall.there
 while [ -e /run/stall ]; do sleep 0.02; done
 """
+_LINE_DIGITS = 127  # of the workload's stream
+_V1 = "umount /sys/fs/cgroup && umount /sys/fs/cgroup/unified"
 _OWN_PIDS = {"network": NODE_NETWORK, "pid": CONTAINER_PID}
 _CRUN_CONF = "cgroup-dump-controller unified\n"
 
@@ -75,12 +78,36 @@ class Stalling:
         return self.namespace.pid_of(words[who]) if who in words else runtime
 
 
+def streamed(*logs: str) -> str:
+    """Return what workloads have written to stderr, by logs as podman and the CRI have them, without ends of lines."""
+    return "".join(re.findall(r"^\S+ stderr [FP] (.*)$", "\n".join(logs), re.MULTILINE))
+
+
+def assert_streamed(*logs: str) -> None:
+    """Check that no byte of a stream is missing or there twice, over all containers that were one after another."""
+    found = streamed(*logs)
+    lines = len(found) // _LINE_DIGITS + 1
+    wanted = "".join(f"{line:0{_LINE_DIGITS}}" for line in range(lines))
+    assert found, "nothing"
+    at = next((at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
+    assert at is None, f"after {at} bytes: {found[at - 200 : at + 200]}"
+
+
+def _is_full(pid: int, descriptor: int) -> bool:
+    pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        return not select.select([], [pipe], [], 0)[1]
+    finally:
+        os.close(pipe)
+
+
 class HandledPodman(Stalling, Podman):
     """One podman, whose containers are the handler's if an annotation says so."""
 
-    def __init__(self, scratch: Path, runtime: str, workload: Path) -> None:
+    def __init__(self, scratch: Path, runtime: str, workload: Path, *, cgroup_version: int = 2) -> None:
+        self.cgroup_version = cgroup_version
         super().__init__(scratch, runtime, workload)
-        if runtime == "crun":
+        if runtime == "crun" and cgroup_version == 2:
             self.namespace.path("/etc/criu/default.conf").write_text(_CRUN_CONF)
         program = self.namespace.run("sh", "-c", f"command -v {runtime}").strip()
         handler = scratch / f"ocihook-{runtime}"
@@ -91,6 +118,12 @@ class HandledPodman(Stalling, Podman):
         self.handler = handler
         self.runtime = str(handler)
         self.install()
+
+    def _make_namespace(self, size: str) -> Namespace:
+        namespace = super()._make_namespace(size)
+        if self.cgroup_version == 1:  # which podman and runtimes know by the file system that is there
+            namespace.run("sh", "-c", _V1)
+        return namespace
 
     def options(self) -> list[str]:
         """Keep containers by overlayfs: what one has changed is known then."""
@@ -116,12 +149,12 @@ class HandledPodman(Stalling, Podman):
         logs = [self.namespace.path(f"/run/ocihook/{name}.log") for name in ("agent", "handler")]
         return "\n".join(log.read_text() for log in logs if log.exists())
 
-    def make(self, verb: str, name: str, *options: str, **annotations: str) -> None:
+    def make(self, verb: str, name: str, *options: str, workload: Sequence[str] = ("4",), **annotations: str) -> None:
         """Create or run a workload with annotations of ocihook, named without prefix."""
         notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in annotations.items()]
         words = ["--detach"] if verb == "run" else []
         command = [verb, *words, "--name", name, "--network", "host", "--pids-limit", "0", "--stop-timeout", "60"]
-        self(*command, *options, *notes, IMAGE, "/workload", "4")
+        self(*command, *options, *notes, IMAGE, "/workload", *workload)
 
     def counts(self, name: str) -> list[int]:
         """Return all counts that a workload has printed, in their order."""
@@ -139,6 +172,20 @@ class HandledPodman(Stalling, Podman):
         last = self.counts(name)[-1]
         super().__call__("rm", name)
         return last
+
+    def stop_unread(self, name: str) -> None:
+        """Stop a container that waits for room in its pipe, since conmon does not read; then conmon reads the rest."""
+        init, conmon = Process.find(self.init_pid(name)), int(self("inspect", "--format", "{{.State.ConmonPid}}", name))
+        assert init is not None
+        os.kill(conmon, signal.SIGSTOP)
+        try:
+            wait_for("the pipe to be full", lambda: _is_full(init.pid, 2))
+            stopping = self.namespace.spawn("podman", *self.options(), "stop", name, log=self.scratch / "stop.log")
+            wait_for(f"{name} to be gone", lambda: not init.is_alive())
+        finally:
+            os.kill(conmon, signal.SIGCONT)
+        wait_for("podman to end", lambda: stopping.poll() is not None)
+        wait_for(f"{name} to be over", lambda: not self.is_running(name))
 
     def workloads(self) -> list[int]:
         """Return the processes of all containers of this podman, whatever it knows of them."""
@@ -206,7 +253,7 @@ class HandledContainerd(Stalling, Containerd):
 
     def counts(self, container: str) -> list[int]:
         """Return all counts that a workload has printed, in their order."""
-        return [int(count) for count in re.findall(r"count (\d+) checksum \w+$", self.log(container), re.MULTILINE)]
+        return [int(count) for count in re.findall(r"count (\d+) checksum \w+\r?$", self.log(container), re.MULTILINE)]
 
     def stop(self, container: str) -> int:
         """Stop a container and remove it with its pod; return its last count."""
@@ -247,6 +294,7 @@ class HandledContainerd(Stalling, Containerd):
         volumes: Sequence[str] = (),
         gpus: Sequence[int] = (),
         memory_mib: int = 0,
+        has_terminal: bool = False,
     ) -> str:
         """Create a container in a pod, which is not started; return its id.
 
@@ -258,6 +306,7 @@ class HandledContainerd(Stalling, Containerd):
             volumes: of the pod, an emptyDir for each, by where the container has them.
             gpus: minors of those that it gets.
             memory_mib: that it may have; 0: any.
+            has_terminal: whether it has one.
         """
         volume = "/var/lib/kubelet/pods/{}/volumes/kubernetes.io~empty-dir/{}"
         places = {path: volume.format(pod, Path(path).name) for path in volumes}
@@ -272,6 +321,7 @@ class HandledContainerd(Stalling, Containerd):
             "labels": {f"io.kubernetes.{key}": value for key, value in labels.items()},
             "mounts": [{"container_path": path, "host_path": place} for path, place in places.items()],
             "log_path": f"{name}.log",
+            "tty": has_terminal,
             "linux": {
                 "resources": {"memory_limit_in_bytes": memory_mib << 20},
                 "security_context": {"namespace_options": _OWN_PIDS},

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ import pytest
 from integration import fake_driver
 from integration.cri.engine import POD_NETWORK
 from integration.namespace import CommandError, wait_for
-from integration.runtime.engine import HandledContainerd
+from integration.runtime.engine import HandledContainerd, assert_streamed
 from ocihook.archive.repack import read_origin
 
 STOPPED: dict[str, Any] = {"checkpoint_on_stop": "true", "member": "job"}
@@ -37,10 +38,16 @@ def node(
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_a_pod_that_is_made_anew_goes_on(node: HandledContainerd, runtime: str) -> None:
+    node.configure('[agent]\nidle_timeout_s = 2\nremote = "/scratch/remote"\n[policy]\npush = "always"\n')
+    (node.scratch / "remote").mkdir()
     container = node.start("first", mib=4, runtime=runtime, network=POD_NETWORK, container_name="main", **AGAIN)
     before = node.count(container)
     node.write_in(container, "/state/file", "kept")
     last = node.stop(container)
+    pushed = (node.scratch / "remote/domains").glob
+    wait_for("its push", lambda: [*pushed("*/checkpoints/*.manifest")] != [])
+    node.ocihook("wait")
+    node.namespace.run("rm", "-rf", "/var/lib/ocihook/store")  # as on another node
     archive, counts = Path(), [0]
     for name in ("second", "third"):
         container = node.start(name, mib=4, runtime=runtime, network=POD_NETWORK, container_name="main", **AGAIN)
@@ -63,6 +70,12 @@ def test_a_pod_that_is_made_anew_goes_on(node: HandledContainerd, runtime: str) 
     assert counts[0] < node.counts(container)[0] <= last  # the engine let the container run on
     assert node.count(container)[1] == before[1]
     assert node.file(container, "/state/file").read_text() == "kept"
+    node.stop(container)
+    image = "/scratch/third.tar"  # which containerd itself restores
+    container = node.start("fifth", image=image, runtime=runtime, container_name="main", **STOPPED)
+    wait_for("it to count", lambda: len(node.counts(container)) > 2)
+    assert counts[0] < node.counts(container)[0] <= last
+    assert node.count(container)[1] == before[1]
     node.stop(container)
     kept = node.namespace.path("/run/ocihook/containers")
     wait_for("all to be forgotten", lambda: not [*kept.iterdir()])
@@ -111,16 +124,19 @@ def test_a_checkpoint_of_another_driver(node: HandledContainerd) -> None:
     assert node.counts(make("third", restore_from="latest", on_restore_error="fail"))[0] == last + 1
 
 
-def test_a_pod_of_two_containers(node: HandledContainerd) -> None:
+@pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
+def test_a_pod_of_two_containers(node: HandledContainerd, runtime: str) -> None:
     """They share volumes, in which files are open, one at /dev/shm; one has a GPU. The second pod is like any other."""
+    main = ("stream", "4", "/cache/open", "/dev/shm/open")
+    log = ""
     volumes = ("/cache", "/dev/shm")
     saved: dict[str, tuple[int, str]] = {}
     ids: dict[str, str] = {}
     for pod in ("first", "second"):
-        sandbox = node.make_pod(pod, member="job", restore_from="latest", checkpoint_on_stop="true")
+        sandbox = node.make_pod(pod, runtime, member="job", restore_from="latest", checkpoint_on_stop="true")
         ids = {
-            "main": node.add(sandbox, pod, "main", "4", "/cache/open", "/dev/shm/open", volumes=volumes),
-            "gpu": node.add(sandbox, pod, "gpu", "8", "watch", volumes=volumes, gpus=[3]),
+            "main": node.add(sandbox, pod, "main", *main, volumes=volumes),
+            "gpu": node.add(sandbox, pod, "gpu", "8", "watch", volumes=volumes, gpus=[3], has_terminal=True),
         }
         for container in ids.values():
             node.call("StartContainer", container_id=container)
@@ -131,11 +147,22 @@ def test_a_pod_of_two_containers(node: HandledContainerd) -> None:
                 assert node.count(container)[1] == saved[name][1], name
         if not saved:
             node.write_in(ids["gpu"], "/cache/beside", "kept")
+            opt = node.file(ids["main"], "/opt")
+            (opt / "removed").unlink()
+            shutil.rmtree(opt / "tree")
+            node.write_in(ids["main"], "/opt/tree/upper", "of the container")
             for container in ids.values():
                 node.call("StopContainer", container_id=container, timeout=60)
             saved = {name: node.count(container) for name, container in ids.items()}
+            log = node.log(ids["main"])
+            said = node.namespace.path("/run/ocihook/agent.log").read_text()
+            assert "its volume /cache is saved while gpu may write to it" in said  # which was stopped later
+            assert "while main may write" not in said
             node.remove(ids["main"])
+    assert_streamed(log, node.log(ids["main"]))
     top = node.file(ids["main"], "/")
+    assert sorted(path.name for path in (top / "opt").iterdir()) == ["kept", "tree"]
+    assert [path.name for path in (top / "opt/tree").iterdir()] == ["upper"]
     for path in ("cache/open", "dev/shm/open"):
         wait_for(path, lambda path=path: int.from_bytes((top / path).read_bytes(), "little") > saved["main"][0])  # type: ignore[misc]
     assert node.file(ids["gpu"], "/cache/beside").read_text() == "kept"
@@ -217,6 +244,20 @@ class Pods:
             self.node.go_on()
             calling.exception()
 
+    def stop_longer_than_its_grace(self, container: str) -> int:
+        """Stop a container by a dump that takes longer than the grace period; remove it, and return its last count."""
+        self.node.stall_at("post-dump")
+        began = time.monotonic()
+        with ThreadPoolExecutor() as pool:
+            calling = pool.submit(self.node.call, "StopContainer", container_id=container, timeout=1)
+            self.node.wait_for_stall()
+            wait_for("the grace period to be over", lambda: time.monotonic() > began + 1)
+            self.node.go_on()
+            calling.result()
+        last = self.node.counts(container)[-1]
+        self.remove(container)
+        return last
+
     def remove(self, container: str) -> None:
         """Remove a container with its pod: nothing is left of it."""
         self.node.remove(container)
@@ -238,8 +279,8 @@ def test_whoever_is_killed(node: HandledContainerd, runtime: str) -> None:
     container = pods.make()
     pods.start(container)
     node.write_in(container, "/state/file", "kept")
-    saved = node.stop(container)
     node.stall()
+    saved = pods.stop_longer_than_its_grace(container)
     for stage, who in RESTORES[: None if IS_NIGHTLY else 2]:
         container = pods.make()
         pods.kill_in(

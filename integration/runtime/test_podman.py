@@ -1,14 +1,16 @@
 """podman over the handler: what is stopped is checkpointed, what is created again continues where it was."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from integration.namespace import CommandError, wait_for
 from integration.runtime.conftest import MakeHandled
-from integration.runtime.engine import HandledPodman
+from integration.runtime.engine import HandledPodman, assert_streamed
 from ocihook.linux.cgroup import find_freezer
 
+NIGHTLY = pytest.mark.skipif(not os.environ.get("OCIHOOK_NIGHTLY"), reason="CI has it with containerd")
 STOPPED = {"checkpoint_on_stop": "true"}
 AGAIN = {"restore_from": "latest", **STOPPED}
 
@@ -23,15 +25,20 @@ def assert_went_on(podman: HandledPodman, name: str, last: int, *, is_new: bool 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_a_container_that_is_made_again_goes_on(make_handled: MakeHandled, runtime: str) -> None:
     podman = make_handled(runtime)
-    podman.make("run", "job", "--volume", "/cache", **AGAIN)  # there is none yet: it begins anew
+    logs = [podman.scratch / f"{number}.log" for number in range(3)]
+    words = [["--volume", "/cache", "--log-opt", f"path={log}"] for log in logs]
+    stream = ("stream", "4")
+    podman.make("run", "job", *words[0], workload=stream, **AGAIN)  # there is none yet: it begins anew
     podman.wait_to_count("job")
     podman.write("job", "/state/file", "kept")
     podman.write("job", "/cache/file", "kept, too")
     before = podman.count("job")
-    last = podman.stop("job")
+    podman.stop_unread("job")
+    last = podman.counts("job")[-1]
+    podman("rm", "job")
     assert last >= before[0]
 
-    podman.make("run", "job", "--volume", "/cache", **AGAIN)
+    podman.make("run", "job", *words[1], workload=stream, **AGAIN)
     assert_went_on(podman, "job", last)
     assert podman.count("job")[1] == before[1]
     assert podman.file("job", "/state/file") == "kept"
@@ -39,14 +46,20 @@ def test_a_container_that_is_made_again_goes_on(make_handled: MakeHandled, runti
     assert podman("inspect", "--format", "{{.State.Status}}", "job").strip() == "running"
     container = podman("inspect", "--format", "{{.Id}}", "job").strip()
     assert container in Path(f"/proc/{podman.init_pid('job')}/cgroup").read_text()
+    assert podman("exec", "job", "/workload", "say", "said").strip() == "said"
     podman("pause", "job")
     still = podman.counts("job")
     podman("unpause", "job")
     podman.wait_to_count("job")
     assert podman.counts("job")[: len(still)] == still
+    podman("container", "checkpoint", "job")  # podman's own, of what was restored
+    podman("container", "restore", "job")
+    podman.wait_to_count("job")
+    counts = podman.counts("job")
+    assert counts == list(range(counts[0], counts[0] + len(counts)))
 
     last = podman.stop("job")  # a second generation, held until it is started
-    podman.make("create", "job", "--volume", "/cache", **AGAIN)
+    podman.make("create", "job", *words[2], workload=stream, **AGAIN)
     podman("init", "job")
     container = podman("inspect", "--format", "{{.Id}}", "job").strip()
     assert '"status": "created"' in podman.namespace.run(podman.runtime, "state", container)
@@ -60,6 +73,7 @@ def test_a_container_that_is_made_again_goes_on(make_handled: MakeHandled, runti
     podman("kill", "job")
     wait_for("the end", lambda: not podman.is_running("job"))
     podman("rm", "job")
+    assert_streamed(*(log.read_text() for log in logs))
     assert list(podman.namespace.path("/run/ocihook/containers").iterdir()) == []
 
 
@@ -137,3 +151,28 @@ def test_whoever_is_killed_in_a_restore(make_handled: MakeHandled, runtime: str)
     wait_for("the job", lambda: podman.counts("job") != [])
     assert podman.counts("job")[0] > 1
     assert podman.file("job", "/state/file") == "kept"
+
+
+@pytest.mark.parametrize("runtime", [pytest.param("runc", marks=NIGHTLY), "crun"])
+def test_limits_of_cgroups_v1_count_for_what_was_restored(make_handled: MakeHandled, runtime: str) -> None:
+    podman = make_handled(runtime, cgroup_version=1)
+    podman.make("run", "job", "--memory", "64m", **AGAIN)
+    podman.wait_to_count("job")
+    last = podman.stop("job")
+    podman.make("create", "job", "--memory", "64m", **AGAIN)
+    podman("init", "job")
+    container = podman("inspect", "--format", "{{.Id}}", "job").strip()
+    (init,) = podman.workloads()
+    lines = Path(f"/proc/{init}/cgroup").read_text().splitlines()
+    own = {line.split(":")[1]: Path(line.split(":")[2]).name for line in lines if not line.startswith("0:")}
+    assert set(own.values()) == {f"libpod-{container}"}, own
+    assert podman.counts("job") == []  # it has not run for a moment
+    podman("start", "job")
+    assert_went_on(podman, "job", last)
+    stats = podman("stats", "--no-stream", "--format", "{{.Name}} {{.PIDs}} {{.MemUsageBytes}}", "job").split()
+    assert stats[:2] == ["job", "1"]
+    assert stats[-1] == "64MiB"
+    with pytest.raises(CommandError, match="137"):
+        podman("exec", "job", "/workload", "200")
+    assert podman.is_running("job")
+    podman.wait_to_count("job")

@@ -75,9 +75,10 @@ def test_whoever_is_killed_in_a_stop(make_handled: MakeHandled, runtime: str) ->
             saved = first - 1
 
 
-def test_a_stop_that_takes_longer_than_the_engine_waits(make_handled: MakeHandled) -> None:
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_a_stop_that_takes_longer_than_the_engine_waits(make_handled: MakeHandled, runtime: str) -> None:
     """KILL waits for the checkpoint, another TERM as well; what the runtime is asked afterwards is answered."""
-    podman = make_handled("runc")
+    podman = make_handled(runtime)
     podman.stall()
     podman.make("run", "job", **AGAIN)
     podman.wait_to_count("job")
@@ -130,7 +131,19 @@ def test_what_a_container_had_beside_its_processes(make_handled: MakeHandled, ru
     podman("commit", "--quiet", "base", "localhost/more")
     podman.remove("base")
     notes = [f"--annotation=ocihook.io/{key.replace('_', '-')}={value}" for key, value in AGAIN.items()]
-    options = ["--detach", "--name", "job", "--network", "host", "--pids-limit", "0", "--volume", "/cache", *notes]
+    options = [
+        "--detach",
+        "--tty",
+        "--name",
+        "job",
+        "--network",
+        "host",
+        "--pids-limit",
+        "0",
+        "--volume",
+        "/cache",
+        *notes,
+    ]
     run = ["run", *options, "localhost/more", "/workload", "4", "/cache/open", "/dev/shm/open", "/open"]
     podman(*run)
     podman.wait_to_count("job")

@@ -37,6 +37,10 @@ def _answer(call: Call) -> int:
             from ocihook.runtime.create import create
 
             return create(call, client.wake)
+        case "restore":
+            from ocihook.runtime.create import keep_restored
+
+            return keep_restored(call)
         case "start" | "state" as name:
             from ocihook.runtime import held
 

@@ -100,6 +100,14 @@ class Freezer:
         """
         return [int(pid) for pid in (self.directory / "cgroup.procs").read_text().split()]
 
+    def all_members(self) -> set[int]:
+        """Return the processes of this cgroup and of all below it; what ends meanwhile does not matter."""
+        found: set[int] = set()
+        for directory, _, _ in os.walk(self.directory):
+            with contextlib.suppress(OSError):
+                found.update(Freezer(Path(directory), self.version).members())
+        return found
+
     def dissolve(self) -> None:
         """Move its processes into its parent, and remove it.
 

@@ -12,9 +12,14 @@ from typing import NoReturn
 
 from ocihook.errors import OcihookError
 
-# Options that take a value, as in container/runtime_call.py: of the program, and of the commands that we look into.
+# Options that take a value, as in container/runtime_call.py: of the program, and of the commands that we look into
+# (runc's create.go and restore.go, crun's create.c and restore.c).
 _GLOBAL_VALUES = frozenset(("--root", "--log", "--log-format", "--criu", "--rootless", "--cgroup-manager"))
-_COMMAND_VALUES = frozenset(("--bundle", "--pid-file", "--console-socket", "--preserve-fds"))
+_RESTORE_VALUES = ("--image-path", "--work-path", "--manage-cgroups-mode", "--empty-ns", "--status-fd")
+_LSM_VALUES = ("--lsm-profile", "--lsm-mount-context")
+_COMMAND_VALUES = frozenset(
+    ("--bundle", "--pid-file", "--console-socket", "--preserve-fds", *_RESTORE_VALUES, *_LSM_VALUES)
+)
 _SPELLING = {"-b": "--bundle"}
 
 

@@ -62,7 +62,11 @@ def mend(init: Process, cgroups: list[Path]) -> int:
     """
     moved = 0
     for _ in range(_MOST_ROUNDS):
-        astray = [(pid, cgroup) for cgroup in cgroups for pid in sorted({*descendants(init.pid)} - _members(cgroup))]
+        astray = [
+            (pid, cgroup)
+            for cgroup in cgroups
+            for pid in sorted({*descendants(init.pid)} - Freezer(cgroup, 2).all_members())
+        ]
         if not astray:
             return moved
         for pid, cgroup in astray:
@@ -75,15 +79,6 @@ def mend(init: Process, cgroups: list[Path]) -> int:
                     f"process {pid} cannot be moved into its cgroup {cgroup}: {error.strerror}"
                 ) from error
     raise OcihookError(f"processes of the container keep leaving its cgroups {', '.join(map(str, cgroups))}")
-
-
-def _members(cgroup: Path) -> set[int]:
-    """Return the processes of a cgroup and of all below it; those that end meanwhile do not matter."""
-    found: set[int] = set()
-    for directory, _, _ in os.walk(cgroup):
-        with contextlib.suppress(OSError):
-            found.update(map(int, Path(directory, "cgroup.procs").read_text().split()))
-    return found
 
 
 def hold(call: Call) -> Freezer:

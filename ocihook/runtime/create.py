@@ -1,10 +1,13 @@
-"""`create`: a container whose annotations ask for a checkpoint is restored; another one is made by the runtime."""
+"""`create`: a container whose annotations ask for a checkpoint is restored; another one is made by the runtime.
+
+`restore`, which an engine calls for its own checkpoints: what is restored is one of ours again, with the next stop.
+"""
 
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
@@ -37,7 +40,7 @@ def create(call: Call, wake: Callable[[], object]) -> int:
     notes = annotations_of(config)
     settle(call.container_id)  # an earlier `create` may have been killed
     discard(call.container_id)  # or its engine, which has not heard that it was done
-    if any(notes.get(name) == "sandbox" for name in _KINDS):
+    if _is_sandbox(notes):
         call.pass_on()
     settings = load_settings()
     kept = _kept(call, notes)
@@ -60,6 +63,28 @@ def create(call: Call, wake: Callable[[], object]) -> int:
     if not policy.checkpoint_on_stop:
         containers.forget(call.container_id)
     return call.pass_on()
+
+
+def keep_restored(call: Call) -> NoReturn:
+    """Have the runtime restore what its engine has checkpointed; it is checkpointed when it is stopped, as before.
+
+    Args:
+        call: `restore`.
+
+    Raises:
+        OcihookError: if its annotations are wrong.
+    """
+    notes = annotations_of(_read_config(call))
+    kept = _kept(call, notes)
+    if not _is_sandbox(notes):
+        policy = read_policy(load_settings(), notes, in_pod=kept.container.is_in_pod)
+        if policy.checkpoint_on_stop:
+            containers.keep(kept)
+    call.pass_on()
+
+
+def _is_sandbox(notes: Mapping[str, str]) -> bool:
+    return any(notes.get(name) == "sandbox" for name in _KINDS)
 
 
 def _is_restored(

@@ -1,18 +1,21 @@
 """A container is dumped by a call of its runtime, into a place below the store: nobody makes an archive of it."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+from ocihook.belongings.filesystems import volumes_of
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, Belongings
 from ocihook.config import Settings
 from ocihook.container.spec import spec_facts
+from ocihook.errors import UnsupportedError
 from ocihook.linux.files import make_directory, replace_file
 from ocihook.linux.procfs import Process, command_line
 from ocihook.runtime.call import Call
-from ocihook.runtime.containers import Kept
+from ocihook.runtime.containers import ENDED_NAME, Kept, all_kept, directory_of
 from ocihook.runtime.stop_record import read_config
 from ocihook.session.record import to_json
 
@@ -28,6 +31,32 @@ def check_sizes(kept: Kept, settings: Settings) -> None:
         OSError: if something of it cannot be read.
     """
     Belongings.of(read_config(kept), kept.bundle, os.getpid()).check_sizes(settings)
+
+
+def sharers(kept: Kept) -> dict[str, list[str]]:
+    """Return which other containers run that have a volume in common with this one which is to be saved.
+
+    Each saves it when it stands still itself: there is no moment at which all of them do.
+
+    Returns:
+        Their names, by where this container has the volume; without volumes that are empty.
+
+    Raises:
+        OcihookError: if the container's config.json cannot be read.
+        OSError: if a volume cannot be read.
+    """
+    found: dict[str, list[str]] = {}
+    own = {place: path for place, path in volumes_of(read_config(kept)).items() if any(path.iterdir())}
+    for other in all_kept():
+        theirs: set[Path] = set()
+        with contextlib.suppress(UnsupportedError):  # it is removed just now
+            theirs.update(volumes_of(read_config(other)).values())
+        is_other = (
+            other.container.id != kept.container.id and not (directory_of(other.container.id) / ENDED_NAME).exists()
+        )
+        for place in (place for place, path in own.items() if is_other and path in theirs):
+            found.setdefault(place, []).append(other.container.name or other.container.id)
+    return found
 
 
 def make_place(kept: Kept, settings: Settings, place: Path) -> None:

@@ -122,6 +122,11 @@ class Stopping:
         if state.get("status") != "running" or init is None:
             raise UnsupportedError(f"it is {state.get('status', 'not known to its runtime')}")
         dumping.check_sizes(self._kept, settings)
+        for volume, names in dumping.sharers(self._kept).items():
+            log.warning(
+                "container %s: its volume %s is saved while %s may write to it, and a restore may find another moment",
+                *(self._kept.container, volume, ", ".join(names)),
+            )
         self._note(init=init)
         dumping.make_place(self._kept, settings, place)
 

@@ -14,9 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class UntilStarted(Participant):
-    """Freezes what the runtime handler restores, in its own cgroup; in one below where CRIU is in it, too.
+    """Freezes what the runtime handler restores, in its own cgroup; in one below where others are in it, too.
 
-    crun has CRIU restore in the cgroup of its own caller, and then moves the first process: to one that is frozen.
+    crun has CRIU restore in the cgroup of its own caller, and then moves the first process: to one that is frozen. With
+    cgroups v1 or those of systemd it restores in the container's own, where a process of its own must not stand still.
 
     No effect in the journal says so: the handler has a record of the restore, answers for the container, and freezes
     its own cgroup in any case when CRIU is gone.
@@ -46,10 +47,11 @@ def _hold(restore: Restore) -> None:
             own = Freezer(Path(noted["cgroup"]), 2)
             own.directory.mkdir(parents=True, exist_ok=True)
             own.freeze(None)
-        for pid in descendants(restore.init_pid):
+        own_pids = {*descendants(restore.init_pid)}
+        for pid in sorted(own_pids):
             freezer = find_freezer(pid)
             if freezer is not None and freezer.directory.name != HELD:
-                if restore.criu_pid in freezer.members():
+                if freezer.all_members() - own_pids:
                     freezer = Freezer(freezer.directory / HELD, freezer.version)
                     freezer.enclose(pid)
                 freezer.freeze(None)

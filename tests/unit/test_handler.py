@@ -60,6 +60,7 @@ GLOBAL = ["--root", "/run/start", "--log", "kill", "--log-format=json", "--syste
         [*GLOBAL, "create", "--bundle=BUNDLE", ID],
         ["create", "-b", "BUNDLE", ID],
         ["create", "-bundle", "BUNDLE", "--console-socket", "start", ID],
+        [*GLOBAL, "restore", "--detach", "--image-path", "/kill", "--bundle", "BUNDLE", ID],
     ],
 )
 def test_create_is_ours_with_an_annotation_alone(node: Node, words: list[str]) -> None:
@@ -149,6 +150,8 @@ def test_a_call_is_read_as_runtimes_read_it() -> None:
     assert (call.global_option("--root"), call.global_option("--log"), call.global_option("--criu")) == ("/r", "/l", "")
     assert call.prefix_with_log(Path("/x")) == ["--root", "/r", "--systemd-cgroup", "--log=/x"]
     assert Call.parse(Path("crun"), ["kill", "--all", ID, "TERM"]).positional == (ID, "TERM")
+    restore = ["restore", "--detach", "--image-path", "/i", "--manage-cgroups-mode=soft", "-work-path", "/w", ID]
+    assert Call.parse(Path("runc"), restore).container_id == ID
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])

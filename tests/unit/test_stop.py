@@ -16,7 +16,7 @@ from ocihook.checkpoints.complete import wait_complete
 from ocihook.config import Settings
 from ocihook.errors import OcihookError
 from ocihook.model import ContainerRef
-from ocihook.runtime import containers, stop
+from ocihook.runtime import containers, dumping, stop
 from ocihook.runtime.call import Call
 from ocihook.runtime.gang_call import Listening
 from ocihook.runtime.stop_record import (
@@ -329,3 +329,27 @@ def test_a_stop_waits_for_a_dump_with_the_gang(node: Path, monkeypatch: pytest.M
     assert Stopping(stopped, lambda: settings(node)).finish()[0] == 1
     assert "early" not in called(node)
     assert called(node)[0].endswith(f"state {stopped}")
+
+
+def test_whoever_shares_a_volume_that_is_saved_is_named(node: Path) -> None:
+    """A container that runs and has it, too: not one that has ended, nor one of another volume, nor an empty one."""
+    volumes = {name: node / f"pods/p/volumes/kubernetes.io~empty-dir/{name}" for name in ("cache", "other", "empty")}
+    for name, place in volumes.items():
+        place.mkdir(parents=True)
+        if name != "empty":
+            (place / "file").touch()
+    kept = containers.read(ID)
+    assert kept is not None
+    for name, has in (("job", [*volumes]), ("beside", ["cache", "empty"]), ("ended", ["cache"]), ("gone", ["cache"])):
+        bundle = node / f"bundle-{name}"
+        bundle.mkdir()
+        mounts = [{"source": str(volumes[volume]), "destination": f"/{name}/{volume}"} for volume in has]
+        (bundle / "config.json").write_text(json.dumps({"mounts": mounts}))
+        container = CONTAINER if name == "job" else replace(CONTAINER, id=name[0] * 64, name=name)
+        directory = containers.keep(replace(kept, container=container, bundle=bundle))
+        if name == "ended":
+            (directory / containers.ENDED_NAME).touch()
+    shutil.rmtree(node / "bundle-gone")
+    now = containers.read(ID)
+    assert now is not None
+    assert dumping.sharers(now) == {"/job/cache": ["beside"]}
