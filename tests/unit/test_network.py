@@ -135,8 +135,17 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def test_a_namespace_is_found_again_by_its_inode(workload: "subprocess.Popen[str]") -> None:
+def test_a_namespace_is_found_again_by_its_inode(
+    workload: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
     namespace = NetNamespace.of(workload.pid)
+
+    def search(inode: int) -> Iterator[str]:
+        yield pytest.fail(f"{inode} is searched for")
+
+    with monkeypatch.context() as patch:  # to look at all processes is for what is no more where it was
+        patch.setattr("ocihook.net.namespace._places", search)
+        os.close(namespace.open())
     assert not namespace.is_ours
     assert NetNamespace.of(os.getpid()).is_ours
     elsewhere = NetNamespace("/proc/self/ns/net", namespace.inode)
