@@ -148,6 +148,9 @@ class Agent:
         else:
             self._reap(key.fd)
             self._start_background()
+            if not self._children:  # nobody waits; it may have been the first gang
+                with contextlib.suppress(ConfigError):  # each checkpoint reports it
+                    load_for_members(self._load())
 
     def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
         if self._is_stopping:
