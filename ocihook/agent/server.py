@@ -27,11 +27,14 @@ from ocihook.checkpoints.pushing import has_due_pushes, next_push_s, push_due
 from ocihook.config import Settings, load_settings
 from ocihook.container.runtime_call import find_runtime
 from ocihook.errors import AgentError, ConfigError, OcihookError, plain
+from ocihook.gang.epochs import all_gangs
+from ocihook.gang.link import load_http
 from ocihook.gpu.driver import load_bindings
 from ocihook.linux.cgroup import leave_cgroup
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
+from ocihook.net.netlink import load_messages
 from ocihook.runtime.claims import has_claims, has_due_claims, tend_claims
 from ocihook.runtime.gang_call import listen, members_that_listen
 from ocihook.runtime.stop_record import stops_under_way
@@ -162,6 +165,9 @@ class Agent:
         else:
             self._reap(key.fd)
             self._start_background()
+            if not self._children:  # nobody waits; it may have been the first gang
+                with contextlib.suppress(ConfigError):  # each checkpoint reports it
+                    load_for_members(self._load())
 
     def _is_needed(self, is_recent: bool) -> bool:  # noqa: FBT001 - its only argument
         if self._is_stopping:
@@ -555,6 +561,7 @@ def _serve(runtime_dir: Path, *, detached: bool) -> None:
     if metrics is not None:
         importlib.import_module("ocihook.agent.metrics")  # its files may be another version's when it is asked
     gangs = _gang_listener(runtime_dir)
+    load_for_members(settings)
     load_bindings()  # while the files that this agent was started from are still there
     try:
         Agent(listener, runtime_dir, load_settings, metrics, gangs).run(settings.idle_timeout_s)
@@ -567,6 +574,13 @@ def _serve(runtime_dir: Path, *, detached: bool) -> None:
             (runtime_dir / wire.SOCKET_NAME).unlink(missing_ok=True)
         listener.close()
         os.close(lock)
+
+
+def load_for_members(settings: Settings) -> None:
+    """Where there are gangs, import what each member needs: they come at once, each with a process of its own."""
+    if settings.coordinator or any(all_gangs(Path(settings.gang_dir))):
+        load_http()
+        load_messages()
 
 
 def _listener(runtime_dir: Path) -> tuple[socket.socket, bool]:

@@ -21,6 +21,11 @@ _TIMEOUT_S = 10.0  # to connect, and for an answer beyond what the coordinator w
 _MAX_ANSWER_BYTES = 64 << 20
 
 
+def load_http() -> None:
+    """Import what is otherwise imported late: once, for all processes that are forked from this one."""
+    import http.client  # noqa: F401 - it takes 20 ms
+
+
 class Link(NamedTuple):
     """Where the coordinator is."""
 

@@ -5,6 +5,7 @@ setns(2) moves the thread that calls it and no other, so what the agent does els
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import threading
@@ -49,7 +50,7 @@ class NetNamespace(NamedTuple):
         Raises:
             FileNotFoundError: if it is gone.
         """
-        for path in (self.path, *_places(self.inode)):
+        for path in itertools.chain([self.path], _places(self.inode)):  # searched for only if it is not there
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 if os.fstat(fd).st_ino == self.inode:

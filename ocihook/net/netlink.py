@@ -1,7 +1,7 @@
 """What the kernel reports of a network namespace over netlink: its sockets, links, addresses and routes.
 
-Messages are pyroute2's, which is imported here only, and late: it takes 0.1 s and 20 MiB. They go over a plain socket
-with a time-out. See sock_diag(7) and rtnetlink(7).
+Messages are pyroute2's, which is imported here only, and late: it takes 0.1 s and 20 MiB (`load_messages`). They go
+over a plain socket with a time-out. See sock_diag(7) and rtnetlink(7).
 """
 
 import errno
@@ -100,6 +100,12 @@ class Route(NamedTuple):
     destination: str  # 0.0.0.0/0 or ::/0 for the default
     gateway: str  # "" if it needs none
     device: int  # index; 0: of several
+
+
+def load_messages() -> None:
+    """Import what is otherwise imported late: once, for all processes that are forked from this one."""
+    from pyroute2.netlink.diag import inet_diag_msg  # noqa: F401
+    from pyroute2.netlink.rtnl import ifaddrmsg, ifinfmsg, rtmsg  # noqa: F401
 
 
 def endpoint(address: IPAddress, port: int) -> str:

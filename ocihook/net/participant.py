@@ -1,7 +1,7 @@
 """The network's place in a dump and a restore."""
 
 from ocihook.net.dump import freeze_for_repair, hold_network, refuse
-from ocihook.net.restore import Moving, move_sockets, prepare, release_sockets, wake_senders
+from ocihook.net.restore import Moving, end_release, move_sockets, prepare, release_sockets, wake_senders
 from ocihook.session.participant import Dump, Participant, Restore
 
 
@@ -41,6 +41,10 @@ class Network(Participant):
         """Put back what CRIU has lost, and let traffic pass: nothing after this may fail."""
         return release_sockets(restore)
 
-    def running(self, restore: Restore) -> None:
-        """Wake connections that wait for a timer."""
+    def about_to_run(self, restore: Restore) -> None:
+        """Wake connections that wait for a timer: their peers need not wait until tasks run."""
         wake_senders(restore)
+
+    def running(self, restore: Restore) -> None:
+        """Wake them again; measure how long they have stalled."""
+        end_release(restore)

@@ -37,6 +37,7 @@ from ocihook.session.participant import Restore
 
 _MAX_I32, _MAX_U32 = (1 << 31) - 1, (1 << 32) - 1
 _SHOWN = 3  # connections that a message names
+_SOON_S = 0.01  # that tasks are kept from running, to see that their connections go on: a round trip
 
 log = logging.getLogger(__name__)
 
@@ -299,20 +300,39 @@ def _put_back(init_pid: int, wanted: Iterable[tuple[Place, TcpOptions]]) -> list
 
 
 def wake_senders(restore: Restore) -> None:
-    """Wake connections that wait for a timer; measure how long they have stalled; report what has old addresses."""
+    """Wake connections that wait for a timer, and record how long they have stalled if all go on at once.
+
+    CRIU has ended their repair mode, and their peers need not wait until tasks run.
+    """
+    with _wake(restore) as watch:
+        if watch.go_on(_SOON_S):
+            facts = restore.journal.facts(NetworkFacts)
+            watch.record(restore.journal, facts.released_at)
+            restore.journal.note(replace(facts, senders=[]))
+
+
+def end_release(restore: Restore) -> None:
+    """Wake those connections again that did not go on; record how long they stalled; report what has old addresses."""
     journal = restore.journal
     facts = journal.facts(NetworkFacts)
+    with _wake(restore) as watch:
+        watch.record(journal, facts.released_at)
+    forget_hold(journal)
+    for found in _old_addresses(restore.init_pid, facts):
+        log.warning("container %s: %s", journal.container, found)
+
+
+def _wake(restore: Restore) -> Watch:
+    """Wake senders; return what watches them: without connections if none wait, or they cannot be woken."""
+    facts = restore.journal.facts(NetworkFacts)
     if facts.network is not None and facts.senders:
         try:
             wake(facts.network, [_sender(place, number) for place, number in facts.senders], restore.init_pid)
             places = {place for place, _ in facts.senders}
-            with Watch(descendants(restore.init_pid), places, is_restored=True) as watch:
-                watch.record(journal, facts.released_at)
+            return Watch(descendants(restore.init_pid), places, is_restored=True)
         except (OcihookError, OSError) as error:  # they resume by themselves, a second or more later
-            log.warning("container %s: its connections are not woken: %s", journal.container, plain(error))
-    forget_hold(journal)
-    for found in _old_addresses(restore.init_pid, facts):
-        log.warning("container %s: %s", journal.container, found)
+            log.warning("container %s: its connections are not woken: %s", restore.journal.container, plain(error))
+    return Watch((), ())
 
 
 def _old_addresses(init_pid: int, facts: NetworkFacts) -> Iterator[str]:

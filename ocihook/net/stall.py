@@ -57,12 +57,18 @@ class Watch(AbstractContextManager["Watch"]):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def go_on(self, limit_s: float) -> bool:
+        """Return whether there are any, and all of them go on within so long."""
+        patience = Patience(timeout_s=limit_s)
+        return bool(self._connections) and patience.until(
+            lambda: all(_goes_on(sock, before) for sock, before in self._connections)
+        )
+
     def record(self, journal: Journal, released_at: float) -> None:
         """Record as a phase how long they have stalled since traffic passes (seconds since 1970)."""
         if not self._connections:
             return
-        patience = Patience(timeout_s=_LIMIT_S)
-        is_going = patience.until(lambda: all(_goes_on(sock, before) for sock, before in self._connections))
+        is_going = self.go_on(_LIMIT_S)
         journal.add_phase("connections stalled" if is_going else "connections stalled (at least)", released_at)
 
 

@@ -6,6 +6,8 @@ import os
 import shutil
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -446,6 +448,18 @@ def test_a_restored_member_joins_the_gang_of_its_own_namespace(
     assert other.epoch == 1, "the first of their gang"
     shown = serving.link.ask(None, Patience(timeout_s=LIMIT_S))["gangs"]
     assert {(row["namespace"], *row["attempt"]["members"]) for row in shown} == {("team", "a"), ("victims", "b")}
+
+
+def test_an_agent_has_at_hand_what_members_need_once_there_are_any(tmp_path: Path) -> None:
+    code = (
+        f"import sys; from pathlib import Path; from ocihook.agent import server; from ocihook.config import Settings; "
+        f"from ocihook.gang.epochs import Epochs; root = {str(tmp_path)!r}; "
+        "has = lambda: {'http.client', 'pyroute2.netlink.rtnl.ifinfmsg'} & set(sys.modules); "
+        "server.load_for_members(Settings(gang_dir=root)); assert not has(), has(); "
+        "Epochs(Path(root), '', 'job').take(1); "
+        "server.load_for_members(Settings(gang_dir=root)); assert len(has()) == 2, has()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S * 2)
 
 
 def test_one_number_of_two_coordinators_is_not_one_dump(serving: Serving, journals: list[Journal]) -> None:

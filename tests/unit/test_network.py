@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -29,12 +31,12 @@ from ocihook.net.kick import Sender, wake
 from ocihook.net.lost_options import TcpOptions, keep, multicast_groups, put_back, read_options, tcp_sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
-from ocihook.net.restore import NetworkFacts
+from ocihook.net.restore import NetworkFacts, end_release, wake_senders
 from ocihook.net.stall import Watch, place_of
 from ocihook.net.survey import Survey
 from ocihook.packs.frame import encode_frame
 from ocihook.session.journal import Journal
-from ocihook.session.participant import CallFacts, Dump
+from ocihook.session.participant import CallFacts, Dump, Restore
 from ocihook.session.undo import undo_all, undo_interrupted
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces")
@@ -135,8 +137,17 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def test_a_namespace_is_found_again_by_its_inode(workload: "subprocess.Popen[str]") -> None:
+def test_a_namespace_is_found_again_by_its_inode(
+    workload: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
     namespace = NetNamespace.of(workload.pid)
+
+    def search(inode: int) -> Iterator[str]:
+        yield pytest.fail(f"{inode} is searched for")
+
+    with monkeypatch.context() as patch:  # to look at all processes is for what is no more where it was
+        patch.setattr("ocihook.net.namespace._places", search)
+        os.close(namespace.open())
     assert not namespace.is_ours
     assert NetNamespace.of(os.getpid()).is_ours
     elsewhere = NetNamespace("/proc/self/ns/net", namespace.inode)
@@ -697,6 +708,29 @@ def test_a_container_may_call_its_interfaces_what_it_likes(name: bytes, tmp_path
     shown = printable(name.decode("utf-8", "surrogateescape"))
     assert f"239.1.2.3 on {shown}" in groups
     assert [str(address) for address in note.addresses[shown]] == ["10.9.9.1"]
+
+
+def test_connections_that_go_on_before_tasks_run_are_not_waited_for_again(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path, Process(1000, 1))
+    restore = cast("Restore", SimpleNamespace(journal=journal, init_pid=os.getpid()))
+
+    def stalls() -> list[str]:
+        return [phase["name"] for phase in journal.to_json()["phases"]]
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            senders = [(place_of(client), 7)]
+            journal.note(NetworkFacts(network=NetNamespace.of(os.getpid()), senders=senders, released_at=time.time()))
+            wake_senders(restore)
+            assert (stalls(), journal.facts(NetworkFacts).senders) == ([], senders)
+            client.sendall(b"data")
+            with Watch([os.getpid()], {place_of(client)}, is_restored=True) as watch:
+                assert watch.go_on(60)
+            wake_senders(restore)
+            assert (stalls(), journal.facts(NetworkFacts).senders) == (["connections stalled"], [])
+            end_release(restore)
+            assert stalls() == ["connections stalled"]
 
 
 def test_a_stall_is_measured_until_the_peer_acknowledges() -> None:
