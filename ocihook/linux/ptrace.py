@@ -26,16 +26,17 @@ from typing import NamedTuple
 from ocihook.errors import GivenUp, TraceError, plain
 from ocihook.linux.memory import memory_path, read_mappings, write_memory
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.procfs import Process, thread_ids, tracer_pid
+from ocihook.linux.procfs import Process, status_fields, thread_ids, tracer_pid
 from ocihook.linux.sigframe import CALL_AND_RETURN, RESTORERS, STACK_POINTER, build_frame
 from ocihook.linux.workers import outliving_parent
 
 # linux/ptrace.h, linux/elf.h, linux/wait.h
 _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
-_SYSCALL, _CONT = 24, 7
+_SYSCALL, _CONT, _SETOPTIONS = 24, 7, 0x4200
 _GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO = 0x420A, 0x420B, 0x420E
 # Without it, a stop at a system call is one with SIGTRAP, which the thread gets if its tracer dies then.
 _O_TRACESYSGOOD = 1
+_O_EXITKILL, _O_SUSPEND_SECCOMP = 1 << 20, 1 << 21
 _SYSCALL_STOP = signal.SIGTRAP | 0x80
 _SYSCALL_INFO = struct.Struct("<B3xIQQQ6Q")  # op, arch, ip, sp; of an entry: number, arguments; of an exit: result
 _ENTRY, _EXIT = 1, 2
@@ -75,13 +76,17 @@ class _Machine:
 
 _MACHINES: Mapping[str, _Machine] = {
     # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
-    "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True, {"madvise": 28, "mmap": 9}),
+    "x86_64": _Machine(
+        27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True,
+        {"madvise": 28, "mmap": 9, "clone": 56, "wait4": 61, "close_range": 436},
+    ),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
     # before a tracer looks; a timed wait then starts over.
     "aarch64": _Machine(
-        34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False, {"madvise": 233, "mmap": 222}
+        34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False,
+        {"madvise": 233, "mmap": 222, "clone": 220, "wait4": 260, "close_range": 436},
     ),
-}
+}  # fmt: skip
 
 
 def _ptrace(request: int, tid: int, address: int = 0, data: object = None) -> None:
@@ -124,6 +129,26 @@ class HeldThread:
             with contextlib.suppress(OSError):
                 _ptrace(_DETACH, tid)
             raise
+
+    @contextlib.contextmanager
+    def without_filter(self) -> Iterator[None]:
+        """Let its calls pass its seccomp filter, which may not know them, or end the process for one.
+
+        Raises:
+            OSError: if it has a filter, and this process may not suspend it.
+        """
+        if not self._has_filter():
+            yield
+            return
+        _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD | _O_SUSPEND_SECCOMP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it has ended
+                _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD)
+
+    def _has_filter(self) -> bool:
+        return status_fields(self.tid).get("Seccomp", "0") != "0"
 
     def _wait(self, patience: Patience = ENDLESS) -> int:
         """Wait for a stop; return its status, and keep the signal that is then to be delivered, 0 for none.
@@ -180,7 +205,7 @@ class HeldThread:
                 self._has_stopped = False
         return self._has_ended
 
-    def make_call(self, name: str, instruction: CallInstruction, *arguments: int) -> int:
+    def make_call(self, name: str, instruction: CallInstruction, *arguments: int, patience: Patience = ENDLESS) -> int:
         """Have the thread make a system call; return its result.
 
         Signals wait meanwhile. Afterwards the thread is as it was, and an interrupted call of its own continues. That
@@ -190,9 +215,11 @@ class HeldThread:
             name: of the call.
             instruction: of `find_call_instruction`.
             arguments: of the call.
+            patience: how long to wait for it, for a thread that never runs by itself: one that was not in time has not
+                stopped, and can make no other call.
 
         Raises:
-            OSError: with the call's own error number, or if the thread died.
+            OSError: with the call's own error number, if the thread died, or has not made it in time.
         """
         machine = _machine()
         with outliving_parent():
@@ -210,12 +237,12 @@ class HeldThread:
             try:
                 self._set_registers(changed)
                 self._set_signal_mask(_ALL_SIGNALS)
-                self._run_to(_SYSCALL, _is_system_call)
-                self._run_to(_SYSCALL, _is_system_call)
+                self._run_to(_SYSCALL, _is_system_call, patience)
+                self._run_to(_SYSCALL, _is_system_call, patience)
                 _, result, _ = self._system_call()
                 # From a stop of this kind the kernel restarts an interrupted call, as it would have without us.
                 _ptrace(_INTERRUPT, self.tid)
-                self._run_to(_CONT, _is_event)
+                self._run_to(_CONT, _is_event, patience)
             finally:
                 self._set_signal_mask(mask)
                 self._set_registers(saved)
@@ -242,11 +269,11 @@ class HeldThread:
             pass
         return 0
 
-    def _run_to(self, request: int, is_it: Callable[[int], bool]) -> None:
+    def _run_to(self, request: int, is_it: Callable[[int], bool], patience: Patience) -> None:
         """Run it until a stop of some kind. A signal that arrives before is passed on, to wait or to stop all."""
         while True:
             _ptrace(request, self.tid, 0, self._signal)
-            if is_it(self._wait()):
+            if is_it(self._wait(patience)):
                 return
 
     def watch_mappings(self, child: int, least_bytes: int, report: Callable[[int, int], object]) -> None:
@@ -328,6 +355,22 @@ class HeldThread:
 
     def _set_signal_mask(self, mask: int) -> None:
         _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(mask)))
+
+
+class BornHeld(HeldThread):
+    """A child that a held thread has made with CLONE_PTRACE: traced as that one is, and stopped before it runs."""
+
+    def __init__(self, tid: int) -> None:  # it need not be seized
+        """Take it over: it dies with this process from here on, and no seccomp filter applies to it.
+
+        Raises:
+            OSError: if it has ended.
+        """
+        self.tid = tid
+        self._signal, self._has_stopped, self._has_ended = 0, True, False
+        self._wait()
+        suspended = _O_SUSPEND_SECCOMP if self._has_filter() else 0
+        _ptrace(_SETOPTIONS, tid, 0, _O_TRACESYSGOOD | _O_EXITKILL | suspended)
 
 
 def _poll_stop(tid: int) -> tuple[int, int]:
