@@ -31,7 +31,7 @@ import xxhash
 
 from ocihook.gpu.driver import CudaDriver
 from ocihook.gpu.processes import checkpoint_all, driver_threads, lock_all
-from ocihook.linux.forked import Fork, fork, reap
+from ocihook.linux.forked import Fork, end, fork, reap
 from ocihook.linux.memory import ProcessMemory, Span, available_bytes, read_detailed_mappings, read_mappings
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Child, Process, children, thread_ids
@@ -225,7 +225,7 @@ def go(way: str, process: Process, driver: CudaDriver, found: dict[str, Any]) ->
             after = forked.drop if way == "dropped" else lambda _: None
             found["child after restore"] = content(forked.process.pid, spans, after)
         with clock.step("end"):
-            forked.end()
+            end(forked.process)
             reap(forked.process, [process])
         found["zombie"] = Child.find(forked.process.pid) is not None
         equal = {*found.get("child meanwhile", []), found["child after restore"], found["parent"]}

@@ -1,8 +1,8 @@
 """A process's memory as it is at one instant: in a child that the process is made to fork, and that never runs.
 
 The child shares the memory until one of the two writes to it, or the child drops it. It is traced from its first
-moment, and dies with its tracer. If the tracer is killed in the microseconds before the kernel knows that, it cannot
-run either: its stack is at an invalid address, and signals are blocked. It sends its parent no signal. It shares the
+moment, and dies with its tracer; if that is killed in the microseconds before the kernel knows so, the child exits at
+its first instruction (linux/ptrace.py), with all signals blocked. It sends its parent no signal. It shares the
 parent's descriptors only until the parent runs again: it keeps no file, pipe or port open. It shares its working
 directory, so that a file system that the parent leaves can be unmounted; a program that the parent executes meanwhile
 gets no rights from its file (set-user-ID), as under any tracer. If memory runs out the kernel ends it before others.
@@ -15,15 +15,15 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from ocihook.errors import TraceError, plain
 from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.memory import Span
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Child, Process, children, pid_below, thread_ids
-from ocihook.linux.ptrace import BornHeld, CallInstruction, HeldThread, find_call_instruction
+from ocihook.linux.procfs import Child, Process, children, pid_below
+from ocihook.linux.ptrace import BornHeld, CallInstruction, HeldThread, find_call_instruction, held
 
 # linux/sched.h, linux/wait.h, linux/close_range.h, asm-generic/mman-common.h
 _CLONE_FS, _CLONE_FILES, _CLONE_PTRACE = 0x200, 0x400, 0x2000
@@ -31,7 +31,7 @@ _WNOHANG, _WALL = 1, 0x40000000
 _CLOSE_RANGE_UNSHARE = 2
 _MADV_DONTNEED = 4
 _ALL_DESCRIPTORS = (1 << 32) - 1
-_NO_STACK = 16
+_FLAGS = _CLONE_PTRACE | _CLONE_FILES | _CLONE_FS
 _MOST_EXPENDABLE = "1000"
 _CALL_TIMEOUT_S = 20.0  # of a child's: it is in a cgroup that may be frozen any time
 _END_TIMEOUT_S = 20.0
@@ -64,23 +64,27 @@ class Fork:
                 # Else it has ended, or is on its way into a call: it is frozen.
                 self._can_call = error.errno in (errno.EINVAL, errno.EPERM, errno.ENOMEM, errno.ENOSYS)
 
-    def end(self) -> None:
-        """End it; its parent has not been made to wait for it then.
 
-        Raises:
-            TraceError: if it does not end in time, as in a frozen cgroup (v1).
-        """
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send(signal.SIGKILL)
-        if not Patience(timeout_s=_END_TIMEOUT_S).until(self._has_ended):
-            raise TraceError(f"process {self.process.pid}, the snapshot of {self.parent.pid}, does not end")
+def end(fork: Process) -> None:
+    """End a fork, whoever traces it; its parent has not been made to wait for it then.
 
-    def _has_ended(self) -> bool:
-        try:
-            found, status = os.waitpid(self.process.pid, os.WNOHANG | _WALL)
-        except ChildProcessError:
-            return True
-        return bool(found) and not os.WIFSTOPPED(status)
+    Raises:
+        TraceError: if it does not end in time, as in a frozen cgroup (v1).
+    """
+    fork.send(signal.SIGKILL)
+    if not Patience(timeout_s=_END_TIMEOUT_S).until(lambda: _has_ended(fork)):
+        raise TraceError(f"process {fork.pid}, which has the memory of another one, does not end")
+
+
+def _has_ended(fork: Process) -> bool:
+    child = Child.find(fork.pid)
+    if child is None or child.process != fork:
+        return True
+    try:
+        found, status = os.waitpid(fork.pid, os.WNOHANG | _WALL)
+    except ChildProcessError:  # this process does not trace it, or does not any more
+        return child.has_ended
+    return bool(found) and not os.WIFSTOPPED(status)
 
 
 def clock_ticks() -> int:
@@ -107,17 +111,17 @@ def fork(process: Process, threads: Sequence[HeldThread], instruction: CallInstr
         if not _keeps_namespace(process.pid):
             raise PermissionError(errno.EPERM, "its next child would be the first of a new PID namespace")
         with thread.without_filter():
-            flags = _CLONE_PTRACE | _CLONE_FILES | _CLONE_FS
-            number = thread.make_call("clone", instruction, flags, _NO_STACK, 0, 0, 0)
+            number = thread.fork(instruction, _FLAGS)
         child = _find_child(process.pid, number)
         taken = BornHeld(child.pid)
     except OSError as error:
         raise TraceError(f"process {process.pid} cannot be forked: {plain(error)}") from error
     forked = Fork(process, child, taken, instruction)
     try:
+        thread.put_back(child.pid)
         Path(f"/proc/{child.pid}/oom_score_adj").write_text(_MOST_EXPENDABLE)
     except OSError as error:
-        forked.end()
+        end(child)
         raise TraceError(f"the fork of process {process.pid} cannot be used: {plain(error)}") from error
     return forked
 
@@ -136,11 +140,38 @@ def _find_child(parent: int, number: int) -> Process:
 
 
 def find_forks(parent: Process, since_ticks: int) -> list[Process]:
-    """Return the children of a process that may be such forks: made since then, and ending without a signal."""
+    """Return the children of a process that may be such forks: made since then, and ending without a signal.
+
+    That is also those that a thread makes once it goes on after its tracer was killed.
+
+    Raises:
+        TraceError: if the process cannot be held for a moment.
+    """
     if not parent.is_alive():
         return []
+    instruction, patience = find_call_instruction(parent.pid), Patience(timeout_s=_CALL_TIMEOUT_S)
+
+    def is_quiet() -> bool:
+        with _all_held(parent.pid) as threads:
+            return not any(thread.is_in_fork(instruction, _FLAGS) for thread in threads)
+
+    patience.until(is_quiet)
     found = filter(None, map(Child.find, children(parent.pid)))
     return [child.process for child in found if not child.end_signal and child.process.start_ticks >= since_ticks]
+
+
+@contextlib.contextmanager
+def _all_held(pid: int) -> Iterator[list[HeldThread]]:
+    """Hold all threads of a process, and give those that live.
+
+    Raises:
+        TraceError: if it is frozen, traced, or does not stop.
+    """
+    freezer = find_freezer(pid)
+    if freezer and freezer.is_frozen():
+        raise TraceError(f"process {pid} is frozen")
+    with held(pid, Patience(timeout_s=_CALL_TIMEOUT_S)) as threads:
+        yield [thread for thread in threads if Process.find(thread.tid)]
 
 
 def reap(ended: Process, parents: Collection[Process]) -> None:
@@ -162,16 +193,16 @@ def reap(ended: Process, parents: Collection[Process]) -> None:
     if parent is None or not (parent in parents or _is_inside(parent.pid)):
         return  # the init of the node, or the supervisor of a container: they wait for whatever ends
     number = int(pid_below(parent.pid, ended.pid).split("/")[0] or 0)
-    freezer = find_freezer(parent.pid)
-    if freezer and freezer.is_frozen():
-        raise TraceError(f"process {parent.pid} is frozen: it cannot wait for its ended child {ended.pid}")
     try:
-        _wait_for(parent, number)
-    except OSError as error:
-        if error.errno not in (errno.ECHILD, errno.ESRCH) or _is_still_there(ended):
-            raise TraceError(
-                f"process {parent.pid} cannot wait for its ended child {ended.pid}: {plain(error)}"
-            ) from error
+        instruction = find_call_instruction(parent.pid)
+        with _all_held(parent.pid) as threads:
+            for thread in threads[:1]:
+                with thread.without_filter():
+                    thread.make_call("wait4", instruction, number, 0, _WNOHANG | _WALL, 0)
+    except (OSError, TraceError) as error:
+        if _is_still_there(ended):
+            what = f"process {parent.pid} cannot wait for its ended child {ended.pid}"
+            raise TraceError(f"{what}: {plain(error)}") from error
 
 
 def _is_inside(pid: int) -> bool:
@@ -184,21 +215,3 @@ def _is_inside(pid: int) -> bool:
 def _is_still_there(ended: Process) -> bool:
     child = Child.find(ended.pid)
     return child is not None and child.process == ended
-
-
-def _wait_for(parent: Process, number: int) -> None:
-    instruction = find_call_instruction(parent.pid)
-    failure: OSError = ProcessLookupError(errno.ESRCH, "it has ended")
-    for tid in thread_ids(parent.pid):
-        try:
-            thread = HeldThread(tid, Patience(timeout_s=_CALL_TIMEOUT_S))
-        except OSError as error:  # one that has ended while others go on
-            failure = error
-            continue
-        try:
-            with thread.without_filter():
-                thread.make_call("wait4", instruction, number, 0, _WNOHANG | _WALL, 0)
-        finally:
-            thread.release()
-        return
-    raise failure

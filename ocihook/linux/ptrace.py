@@ -4,8 +4,9 @@ A tracer may be killed at any moment, and the program is not to notice:
 - A thread that is held resumes by itself then. Its stops are those of a system call or of ptrace's own, which leave
   nothing behind; never the one of a signal that this module has caused, which would be delivered. A single step causes
   one, SIGTRAP, and even resets the program's handler of it.
-- A thread whose registers are changed restores itself: it returns from the call into a frame on its stack, which has
-  them all, and the signal mask. Registers are changed before the mask, and the mask is put back before them.
+- A thread whose registers are changed restores itself: it returns from the call into a frame below its stack, which has
+  them all, and the signal mask. Registers are changed before the mask, and the mask is put back before them. Then what
+  was in the frame's place is put back, too: a stack may be a small part of a program's own memory, as Go's are.
 
 Where there can be no such frame (aarch64, a shadow stack, no room on the stack) it comes back with the wrong registers.
 For that the tracer at least does not die with its parent.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ocihook.errors import GivenUp, TraceError, plain
-from ocihook.linux.memory import memory_path, read_mappings, write_memory
+from ocihook.linux.memory import memory_path, read_mappings, read_memory, write_memory
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, status_fields, thread_ids, tracer_pid
 from ocihook.linux.sigframe import CALL_AND_RETURN, RESTORERS, STACK_POINTER, build_frame
@@ -47,6 +48,8 @@ _WALL = 0x40000000
 _EVENT_STOP = 128
 _ALL_SIGNALS = (1 << 64) - 1
 _NO_CALL = (1 << 64) - 1  # -1
+_NO_STACK = 16
+_CODE_BYTES = 10  # of the longest of RESTORERS, and of a call and return
 _POLL_S = 0.001
 _SPIN_S = 0.0003  # most stops come within 0.05 ms, and no timer is as fast
 _STOP_TIMEOUT_S = 20.0  # for running threads to stop
@@ -78,13 +81,13 @@ _MACHINES: Mapping[str, _Machine] = {
     # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
     "x86_64": _Machine(
         27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True,
-        {"madvise": 28, "mmap": 9, "clone": 56, "wait4": 61, "close_range": 436},
+        {"madvise": 28, "mmap": 9, "clone": 56, "wait4": 61, "exit_group": 231, "close_range": 436},
     ),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
     # before a tracer looks; a timed wait then starts over.
     "aarch64": _Machine(
         34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False,
-        {"madvise": 233, "mmap": 222, "clone": 220, "wait4": 260, "close_range": 436},
+        {"madvise": 233, "mmap": 222, "clone": 220, "wait4": 260, "exit_group": 94, "close_range": 436},
     ),
 }  # fmt: skip
 
@@ -120,6 +123,7 @@ class HeldThread:
         self.tid = tid
         _ptrace(_SEIZE, tid, 0, _O_TRACESYSGOOD)
         self._signal, self._has_stopped, self._has_ended = 0, False, False
+        self._covered: list[tuple[int, bytes]] = []
         try:
             _ptrace(_INTERRUPT, tid)
             if patience is not None:
@@ -221,7 +225,39 @@ class HeldThread:
         Raises:
             OSError: with the call's own error number, if the thread died, or has not made it in time.
         """
+        return self._call(name, instruction, arguments, patience)
+
+    def fork(self, instruction: CallInstruction, flags: int) -> int:
+        """Have the thread call clone(2) without sharing memory; return the child's pid as its parent knows it.
+
+        If the child ever runs, since its tracer was killed, it exits; where there are no frames it has no stack.
+
+        Raises:
+            OSError: as `make_call`.
+        """
+        return self._call("clone", instruction, (flags, _NO_STACK, 0, 0, 0), ENDLESS)
+
+    def is_in_fork(self, instruction: CallInstruction, flags: int) -> bool:
+        """Return whether a tracer was killed during `fork`, and the thread has not come to its end by itself yet."""
         machine = _machine()
+        registers = self._registers(machine)
+        at = registers[machine.program_counter]
+        places = [instruction.address, *([instruction.restorer] if instruction.restorer else [])]
+        is_there = any(place <= at < place + _CODE_BYTES for place in places)
+        return is_there and registers[machine.arguments[0]] == flags
+
+    def put_back(self, pid: int) -> None:
+        """Put back in a process what the frames of the last call have covered: in the thread's own this was done.
+
+        Raises:
+            OSError: if it is gone.
+        """
+        for address, content in reversed(self._covered):
+            write_memory(pid, [content], address)
+
+    def _call(self, name: str, instruction: CallInstruction, arguments: Sequence[int], patience: Patience) -> int:
+        machine = _machine()
+        self._covered = []
         with outliving_parent():
             saved, mask = self._registers(machine), self._signal_mask()
             changed = type(saved)(*saved)
@@ -234,6 +270,11 @@ class HeldThread:
             if machine.has_frames and instruction.restorer and not self._has_shadow_stack():
                 frame = self._leave_frame(_made_anew(machine, saved), mask, instruction.restorer)
                 changed[STACK_POINTER] = frame or saved[STACK_POINTER]
+                if frame and name == "clone":
+                    leaving = list(changed)
+                    leaving[machine.number], leaving[machine.arguments[0]] = machine.numbers["exit_group"], 0
+                    own = self._leave_frame(leaving, _ALL_SIGNALS, instruction.restorer)
+                    changed[machine.arguments[1]] = own or _NO_STACK
             try:
                 self._set_registers(changed)
                 self._set_signal_mask(_ALL_SIGNALS)
@@ -246,6 +287,7 @@ class HeldThread:
             finally:
                 self._set_signal_mask(mask)
                 self._set_registers(saved)
+                self.put_back(self.tid)
         result = ctypes.c_int64(result).value
         if result < 0:
             raise OSError(-result, f"{name} in thread {self.tid}: {os.strerror(-result)}")
@@ -263,7 +305,13 @@ class HeldThread:
         """Leave a frame on the thread's stack from which it restores itself; return its address, 0 if there is none."""
         try:
             frame = build_frame(registers, mask, self._register_set(_NT_X86_XSTATE, _MOST_STATE_BYTES), restorer)
-            if frame is not None and write_memory(self.tid, [frame.data], frame.address) == len(frame.data):
+            if frame is None:
+                return 0
+            earlier = bytearray(len(frame.data))
+            if read_memory(self.tid, memoryview(earlier), frame.address) < len(earlier):
+                return 0
+            self._covered.append((frame.address, bytes(earlier)))
+            if write_memory(self.tid, [frame.data], frame.address) == len(frame.data):
                 return frame.address
         except OSError:  # no room
             pass
@@ -368,6 +416,7 @@ class BornHeld(HeldThread):
         """
         self.tid = tid
         self._signal, self._has_stopped, self._has_ended = 0, True, False
+        self._covered = []
         self._wait()
         suspended = _O_SUSPEND_SECCOMP if self._has_filter() else 0
         _ptrace(_SETOPTIONS, tid, 0, _O_TRACESYSGOOD | _O_EXITKILL | suspended)
