@@ -35,6 +35,7 @@ _FLAGS = _CLONE_PTRACE | _CLONE_FILES | _CLONE_FS
 _MOST_EXPENDABLE = "1000"
 _CALL_TIMEOUT_S = 20.0  # of a child's: it is in a cgroup that may be frozen any time
 _END_TIMEOUT_S = 20.0
+_TRIES = 5
 
 
 class Fork:
@@ -184,14 +185,22 @@ def reap(ended: Process, parents: Collection[Process]) -> None:
     Raises:
         TraceError: if that is not possible now: it has not ended, or its parent is frozen, traced, or does not stop.
     """
-    child = Child.find(ended.pid)
-    if child is None or child.process != ended:
-        return
-    if not child.has_ended:
-        raise TraceError(f"process {ended.pid}, a snapshot, has not ended yet")
-    parent = Process.find(child.parent)
-    if parent is None or not (parent in parents or _is_inside(parent.pid)):
-        return  # the init of the node, or the supervisor of a container: they wait for whatever ends
+    for _ in range(_TRIES):
+        child = Child.find(ended.pid)
+        if child is None or child.process != ended:
+            return
+        if not child.has_ended:
+            raise TraceError(f"process {ended.pid}, which has the memory of another one, has not ended yet")
+        parent = Process.find(child.parent)
+        if parent is not None and not (parent in parents or _is_inside(parent.pid)):
+            return  # the init of the node, or the supervisor of a container: they wait for whatever ends
+        if parent is not None:
+            _wait_for(parent, ended)
+        # It may have another parent by now: the one that it had has ended.
+    raise TraceError(f"nobody can be made to wait for process {ended.pid}, which has ended")
+
+
+def _wait_for(parent: Process, ended: Process) -> None:
     number = int(pid_below(parent.pid, ended.pid).split("/")[0] or 0)
     try:
         instruction = find_call_instruction(parent.pid)
@@ -200,7 +209,7 @@ def reap(ended: Process, parents: Collection[Process]) -> None:
                 with thread.without_filter():
                     thread.make_call("wait4", instruction, number, 0, _WNOHANG | _WALL, 0)
     except (OSError, TraceError) as error:
-        if _is_still_there(ended):
+        if parent.is_alive() and Child.find(ended.pid) is not None:
             what = f"process {parent.pid} cannot wait for its ended child {ended.pid}"
             raise TraceError(f"{what}: {plain(error)}") from error
 
@@ -210,8 +219,3 @@ def _is_inside(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
     return False
-
-
-def _is_still_there(ended: Process) -> bool:
-    child = Child.find(ended.pid)
-    return child is not None and child.process == ended

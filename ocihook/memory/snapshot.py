@@ -143,7 +143,7 @@ def copy(  # noqa: PLR0913 - what is copied, how, and for whom
         OcihookError, OSError: if packing fails, or a process has ended. The others go on.
     """
     processes = sorted({area.process for area in areas})
-    instructions = {process: find_call_instruction(process.pid) for process in processes} if may_fork else {}
+    instructions = _instructions(processes) if may_fork else {}
     effect = journal.add(Snapshotted(processes=processes, since_ticks=clock_ticks()))
     keep = partial(
         pack, directory=directory, prefix=prefix, workers=workers, durable=durable, patience=patience, progress=progress
@@ -168,6 +168,15 @@ def copy(  # noqa: PLR0913 - what is copied, how, and for whom
     for piece in pieces:
         rows[piece.area] += next(found[piece.fork is not None])
     return Copied(rows, [*packs, *more], was_forked=bool(forks))
+
+
+def _instructions(processes: Iterable[Process]) -> dict[Process, CallInstruction]:
+    """Find where each process can be made to fork; {} if one cannot."""
+    try:
+        return {process: find_call_instruction(process.pid) for process in processes}
+    except TraceError as error:
+        log.warning("memory is read while all stand still, which takes longer: %s", error)
+        return {}
 
 
 def _fork_all(
