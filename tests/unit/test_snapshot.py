@@ -413,6 +413,43 @@ def test_an_agent_that_is_killed_while_it_reads_leaves_nothing(
     one.check()
 
 
+class AlwaysFrozen:
+    def is_frozen(self) -> bool:
+        return True
+
+
+def test_a_frozen_process_waits_for_its_fork_once_it_runs(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    with monkeypatch.context() as patched:
+        patched.setattr(forked, "find_freezer", lambda _pid: AlwaysFrozen())
+        copied = take(journal, tmp_path / "packs", one)
+    check_copy(copied, tmp_path / "packs", one)
+    (fork,) = children(one.process.pid)
+    assert isinstance(journal.effects[0], Snapshotted)
+    assert [process.pid for process in journal.effects[0].forks] == [fork]
+    undo_all(Journal.load(journal.path), ENDLESS)
+    one.check()
+
+
+def test_a_stopped_process_stays_stopped(start: Callable[..., Versions], journal: Journal, tmp_path: Path) -> None:
+    one = start()
+    one.popen.send_signal(signal.SIGSTOP)
+    wait_for(lambda: is_stopped(one.process))
+    copied = take(journal, tmp_path / "packs", one)
+    assert copied.was_forked
+    assert check_copy(copied, tmp_path / "packs", one) == one.total
+    wait_for(lambda: is_stopped(one.process))
+    assert children(one.process.pid) == []
+    one.popen.send_signal(signal.SIGCONT)
+    one.check()
+
+
+def is_stopped(process: Process) -> bool:
+    return " T " in Path(f"/proc/{process.pid}/stat").read_text()
+
+
 def test_a_child_of_its_own_is_not_taken_for_a_fork(
     start: Callable[..., Versions], journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
