@@ -94,6 +94,12 @@ class TraceError(OcihookError):
     code = "trace"
 
 
+class SnapshotLost(OcihookError):
+    """The copy of a container's memory ended before it was read: there is no checkpoint. The container runs on."""
+
+    code = "snapshot-lost"
+
+
 class QuiesceError(OcihookError):
     """An application did not answer before its dump."""
 

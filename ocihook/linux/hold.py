@@ -3,9 +3,12 @@
 import contextlib
 from collections.abc import Mapping
 
+from ocihook.errors import TraceError
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.linux.ptrace import held
+from ocihook.linux.ptrace import HeldThread, held
+
+_STOP_TIMEOUT_S = 20.0
 
 
 class Hold:
@@ -13,7 +16,12 @@ class Hold:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self.is_empty = True
+        self.threads: dict[Process, list[HeldThread]] = {}  # those that are held, of each process
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no process was added since all were released."""
+        return not self.threads
 
     def add(self, threads: Mapping[Process, int], patience: Patience | None) -> None:
         """Hold all threads of processes but one each; without patience, frozen ones need not have stopped yet.
@@ -25,10 +33,21 @@ class Hold:
             GivenUp: if nobody waits for it any more.
         """
         for process, able in threads.items():
-            self._stack.enter_context(held(process.pid, patience, without=able))
-            self.is_empty = False
+            found = self._stack.enter_context(held(process.pid, patience, without=able))
+            self.threads.setdefault(process, []).extend(found)
+
+    def settle(self, patience: Patience) -> None:
+        """Wait until all have stopped, those that were frozen when they were added, too.
+
+        Raises:
+            TraceError: if one has not in time.
+            GivenUp: if nobody waits for it any more.
+        """
+        threads = [thread for found in self.threads.values() for thread in found]
+        if not patience.within(_STOP_TIMEOUT_S).until(lambda: all(thread.has_settled() for thread in threads)):
+            raise TraceError("not all threads stop: is the container frozen?")
 
     def release(self) -> None:
         """Resume all."""
         self._stack.close()
-        self.is_empty = True
+        self.threads = {}

@@ -176,9 +176,7 @@ class ProcessMemory:
 
     def read_into(self, view: memoryview, address: int) -> int:
         """Fill `view`, which must be writable, from an address; return how many bytes there were."""
-        local = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
-        remote = (ctypes.c_size_t * 2)(address, len(view))
-        return _done(_libc.process_vm_readv(self._pid, local, 1, remote, 1, 0))
+        return read_memory(self._pid, view, address)
 
     def write(self, buffers: Sequence[bytes | memoryview], address: int) -> int:
         """Write buffers, up to IOV_MAX of them, one after the other from an address on; return the bytes written."""
@@ -202,6 +200,13 @@ class ProcessMemory:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def read_memory(pid: int, view: memoryview, address: int) -> int:
+    """Fill a writable `view` from an address of a process, as `ProcessMemory` does; `pid` may be that of a thread."""
+    local = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+    remote = (ctypes.c_size_t * 2)(address, len(view))
+    return _done(_libc.process_vm_readv(pid, local, 1, remote, 1, 0))
 
 
 def write_memory(pid: int, buffers: Sequence[bytes | memoryview], address: int) -> int:

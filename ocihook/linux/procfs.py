@@ -56,13 +56,30 @@ def _stat_fields(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()  # a command name may contain anything, ')' too
 
 
-def _status(pid: int) -> dict[str, str]:
+def status_fields(pid: int) -> dict[str, str]:
     """Return the lines of /proc/PID/status by their names; {} when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+class Child(NamedTuple):
+    """A child as its parent's kernel records have it, alive or not waited for yet."""
+
+    process: Process
+    parent: int
+    has_ended: bool
+    end_signal: int  # what its parent gets when it ends; 0: nothing
+
+    @classmethod
+    def find(cls, pid: int) -> "Child | None":
+        """Return what has this pid, if there is anything."""
+        fields = _stat_fields(pid)
+        if not fields:
+            return None
+        return cls(Process(pid, int(fields[19])), int(fields[1]), fields[0] in "ZX", int(fields[35]))
 
 
 def parent_pid(pid: int) -> int:
@@ -79,7 +96,9 @@ def is_session_leader(pid: int) -> bool:
 
 def has_session_outside(pid: int) -> bool:
     """Return whether the leader of a process's session is outside its PID namespace; False when it is gone."""
-    return _status(pid).get("NSsid", "").split()[-1:] == ["0"]  # as each namespace sees it, its own last (proc(5))
+    return status_fields(pid).get("NSsid", "").split()[-1:] == [
+        "0"
+    ]  # as each namespace sees it, its own last (proc(5))
 
 
 def command_line(pid: int) -> list[str]:
@@ -93,13 +112,13 @@ def command_line(pid: int) -> list[str]:
 
 def tracer_pid(pid: int) -> int | None:
     """Return the pid of the process that traces this one, 0 for none, None when it is gone."""
-    value = _status(pid).get("TracerPid")
+    value = status_fields(pid).get("TracerPid")
     return int(value) if value else None
 
 
 def has_pending(tid: int, number: signal.Signals) -> bool:
     """Return whether a signal waits for a thread, or for its process; False when it is gone."""
-    status = _status(tid)
+    status = status_fields(tid)
     pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
     return bool(pending & 1 << number - 1)
 
@@ -118,9 +137,16 @@ def descendants(pid: int) -> list[int]:
     """Return a process and all that descend from it, parents first; what ends meanwhile may be missing."""
     found = [pid]
     for parent in found:  # grows while it is iterated
-        for task in _listed(f"/proc/{parent}/task"):
-            with contextlib.suppress(OSError):
-                found += [int(word) for word in Path(f"/proc/{parent}/task/{task}/children").read_text().split()]
+        found += children(parent)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of a process, ended ones that it has not waited for included."""
+    found: list[int] = []
+    for task in _listed(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     return found
 
 

@@ -4,8 +4,9 @@ A tracer may be killed at any moment, and the program is not to notice:
 - A thread that is held resumes by itself then. Its stops are those of a system call or of ptrace's own, which leave
   nothing behind; never the one of a signal that this module has caused, which would be delivered. A single step causes
   one, SIGTRAP, and even resets the program's handler of it.
-- A thread whose registers are changed restores itself: it returns from the call into a frame on its stack, which has
-  them all, and the signal mask. Registers are changed before the mask, and the mask is put back before them.
+- A thread whose registers are changed restores itself: it returns from the call into a frame below its stack, which has
+  them all, and the signal mask. Registers are changed before the mask, and the mask is put back before them. Then what
+  was in the frame's place is put back, too: a stack may be a small part of a program's own memory, as Go's are.
 
 Where there can be no such frame (aarch64, a shadow stack, no room on the stack) it comes back with the wrong registers.
 For that the tracer at least does not die with its parent.
@@ -24,18 +25,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ocihook.errors import GivenUp, TraceError, plain
-from ocihook.linux.memory import memory_path, read_mappings, write_memory
+from ocihook.linux.memory import memory_path, read_mappings, read_memory, write_memory
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.procfs import Process, thread_ids, tracer_pid
+from ocihook.linux.procfs import Process, status_fields, thread_ids, tracer_pid
 from ocihook.linux.sigframe import CALL_AND_RETURN, RESTORERS, STACK_POINTER, build_frame
 from ocihook.linux.workers import outliving_parent
 
 # linux/ptrace.h, linux/elf.h, linux/wait.h
 _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
-_SYSCALL, _CONT = 24, 7
+_SYSCALL, _CONT, _SETOPTIONS = 24, 7, 0x4200
 _GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO = 0x420A, 0x420B, 0x420E
 # Without it, a stop at a system call is one with SIGTRAP, which the thread gets if its tracer dies then.
 _O_TRACESYSGOOD = 1
+_O_EXITKILL, _O_SUSPEND_SECCOMP = 1 << 20, 1 << 21
 _SYSCALL_STOP = signal.SIGTRAP | 0x80
 _SYSCALL_INFO = struct.Struct("<B3xIQQQ6Q")  # op, arch, ip, sp; of an entry: number, arguments; of an exit: result
 _ENTRY, _EXIT = 1, 2
@@ -46,6 +48,8 @@ _WALL = 0x40000000
 _EVENT_STOP = 128
 _ALL_SIGNALS = (1 << 64) - 1
 _NO_CALL = (1 << 64) - 1  # -1
+_NO_STACK = 16
+_CODE_BYTES = 10  # of the longest of RESTORERS, and of a call and return
 _POLL_S = 0.001
 _SPIN_S = 0.0003  # most stops come within 0.05 ms, and no timer is as fast
 _STOP_TIMEOUT_S = 20.0  # for running threads to stop
@@ -75,13 +79,17 @@ class _Machine:
 
 _MACHINES: Mapping[str, _Machine] = {
     # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
-    "x86_64": _Machine(27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True, {"madvise": 28, "mmap": 9}),
+    "x86_64": _Machine(
+        27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True,
+        {"madvise": 28, "mmap": 9, "clone": 56, "wait4": 61, "exit_group": 231, "close_range": 436},
+    ),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
     # before a tracer looks; a timed wait then starts over.
     "aarch64": _Machine(
-        34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False, {"madvise": 233, "mmap": 222}
+        34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False,
+        {"madvise": 233, "mmap": 222, "clone": 220, "wait4": 260, "exit_group": 94, "close_range": 436},
     ),
-}
+}  # fmt: skip
 
 
 def _ptrace(request: int, tid: int, address: int = 0, data: object = None) -> None:
@@ -115,6 +123,7 @@ class HeldThread:
         self.tid = tid
         _ptrace(_SEIZE, tid, 0, _O_TRACESYSGOOD)
         self._signal, self._has_stopped, self._has_ended = 0, False, False
+        self._covered: list[tuple[int, bytes]] = []
         try:
             _ptrace(_INTERRUPT, tid)
             if patience is not None:
@@ -124,6 +133,26 @@ class HeldThread:
             with contextlib.suppress(OSError):
                 _ptrace(_DETACH, tid)
             raise
+
+    @contextlib.contextmanager
+    def without_filter(self) -> Iterator[None]:
+        """Let its calls pass its seccomp filter, which may not know them, or end the process for one.
+
+        Raises:
+            OSError: if it has a filter, and this process may not suspend it.
+        """
+        if not self._has_filter():
+            yield
+            return
+        _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD | _O_SUSPEND_SECCOMP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it has ended
+                _ptrace(_SETOPTIONS, self.tid, 0, _O_TRACESYSGOOD)
+
+    def _has_filter(self) -> bool:
+        return status_fields(self.tid).get("Seccomp", "0") != "0"
 
     def _wait(self, patience: Patience = ENDLESS) -> int:
         """Wait for a stop; return its status, and keep the signal that is then to be delivered, 0 for none.
@@ -180,7 +209,7 @@ class HeldThread:
                 self._has_stopped = False
         return self._has_ended
 
-    def make_call(self, name: str, instruction: CallInstruction, *arguments: int) -> int:
+    def make_call(self, name: str, instruction: CallInstruction, *arguments: int, patience: Patience = ENDLESS) -> int:
         """Have the thread make a system call; return its result.
 
         Signals wait meanwhile. Afterwards the thread is as it was, and an interrupted call of its own continues. That
@@ -190,11 +219,45 @@ class HeldThread:
             name: of the call.
             instruction: of `find_call_instruction`.
             arguments: of the call.
+            patience: how long to wait for it, for a thread that never runs by itself: one that was not in time has not
+                stopped, and can make no other call.
 
         Raises:
-            OSError: with the call's own error number, or if the thread died.
+            OSError: with the call's own error number, if the thread died, or has not made it in time.
         """
+        return self._call(name, instruction, arguments, patience)
+
+    def fork(self, instruction: CallInstruction, flags: int) -> int:
+        """Have the thread call clone(2) without sharing memory; return the child's pid as its parent knows it.
+
+        If the child ever runs, since its tracer was killed, it exits; where there are no frames it has no stack.
+
+        Raises:
+            OSError: as `make_call`.
+        """
+        return self._call("clone", instruction, (flags, _NO_STACK, 0, 0, 0), ENDLESS)
+
+    def is_in_fork(self, instruction: CallInstruction, flags: int) -> bool:
+        """Return whether a tracer was killed during `fork`, and the thread has not come to its end by itself yet."""
         machine = _machine()
+        registers = self._registers(machine)
+        at = registers[machine.program_counter]
+        places = [instruction.address, *([instruction.restorer] if instruction.restorer else [])]
+        is_there = any(place <= at < place + _CODE_BYTES for place in places)
+        return is_there and registers[machine.arguments[0]] == flags
+
+    def put_back(self, pid: int) -> None:
+        """Put back in a process what the frames of the last call have covered: in the thread's own this was done.
+
+        Raises:
+            OSError: if it is gone.
+        """
+        for address, content in reversed(self._covered):
+            write_memory(pid, [content], address)
+
+    def _call(self, name: str, instruction: CallInstruction, arguments: Sequence[int], patience: Patience) -> int:
+        machine = _machine()
+        self._covered = []
         with outliving_parent():
             saved, mask = self._registers(machine), self._signal_mask()
             changed = type(saved)(*saved)
@@ -207,18 +270,24 @@ class HeldThread:
             if machine.has_frames and instruction.restorer and not self._has_shadow_stack():
                 frame = self._leave_frame(_made_anew(machine, saved), mask, instruction.restorer)
                 changed[STACK_POINTER] = frame or saved[STACK_POINTER]
+                if frame and name == "clone":
+                    leaving = list(changed)
+                    leaving[machine.number], leaving[machine.arguments[0]] = machine.numbers["exit_group"], 0
+                    own = self._leave_frame(leaving, _ALL_SIGNALS, instruction.restorer)
+                    changed[machine.arguments[1]] = own or _NO_STACK
             try:
                 self._set_registers(changed)
                 self._set_signal_mask(_ALL_SIGNALS)
-                self._run_to(_SYSCALL, _is_system_call)
-                self._run_to(_SYSCALL, _is_system_call)
+                self._run_to(_SYSCALL, _is_system_call, patience)
+                self._run_to(_SYSCALL, _is_system_call, patience)
                 _, result, _ = self._system_call()
                 # From a stop of this kind the kernel restarts an interrupted call, as it would have without us.
                 _ptrace(_INTERRUPT, self.tid)
-                self._run_to(_CONT, _is_event)
+                self._run_to(_CONT, _is_event, patience)
             finally:
                 self._set_signal_mask(mask)
                 self._set_registers(saved)
+                self.put_back(self.tid)
         result = ctypes.c_int64(result).value
         if result < 0:
             raise OSError(-result, f"{name} in thread {self.tid}: {os.strerror(-result)}")
@@ -236,17 +305,23 @@ class HeldThread:
         """Leave a frame on the thread's stack from which it restores itself; return its address, 0 if there is none."""
         try:
             frame = build_frame(registers, mask, self._register_set(_NT_X86_XSTATE, _MOST_STATE_BYTES), restorer)
-            if frame is not None and write_memory(self.tid, [frame.data], frame.address) == len(frame.data):
+            if frame is None:
+                return 0
+            earlier = bytearray(len(frame.data))
+            if read_memory(self.tid, memoryview(earlier), frame.address) < len(earlier):
+                return 0
+            self._covered.append((frame.address, bytes(earlier)))
+            if write_memory(self.tid, [frame.data], frame.address) == len(frame.data):
                 return frame.address
         except OSError:  # no room
             pass
         return 0
 
-    def _run_to(self, request: int, is_it: Callable[[int], bool]) -> None:
+    def _run_to(self, request: int, is_it: Callable[[int], bool], patience: Patience) -> None:
         """Run it until a stop of some kind. A signal that arrives before is passed on, to wait or to stop all."""
         while True:
             _ptrace(request, self.tid, 0, self._signal)
-            if is_it(self._wait()):
+            if is_it(self._wait(patience)):
                 return
 
     def watch_mappings(self, child: int, least_bytes: int, report: Callable[[int, int], object]) -> None:
@@ -328,6 +403,23 @@ class HeldThread:
 
     def _set_signal_mask(self, mask: int) -> None:
         _ptrace(_SETSIGMASK, self.tid, 8, ctypes.byref(ctypes.c_uint64(mask)))
+
+
+class BornHeld(HeldThread):
+    """A child that a held thread has made with CLONE_PTRACE: traced as that one is, and stopped before it runs."""
+
+    def __init__(self, tid: int) -> None:  # it need not be seized
+        """Take it over: it dies with this process from here on, and no seccomp filter applies to it.
+
+        Raises:
+            OSError: if it has ended.
+        """
+        self.tid = tid
+        self._signal, self._has_stopped, self._has_ended = 0, True, False
+        self._covered = []
+        self._wait()
+        suspended = _O_SUSPEND_SECCOMP if self._has_filter() else 0
+        _ptrace(_SETOPTIONS, tid, 0, _O_TRACESYSGOOD | _O_EXITKILL | suspended)
 
 
 def _poll_stop(tid: int) -> tuple[int, int]:

@@ -80,6 +80,23 @@ def run_at_low_priority() -> None:
 
 
 @contextlib.contextmanager
+def at_idle_priority() -> Iterator[None]:
+    """Let this process, and those that it forks in here, use processors and disks only when no other process does."""
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    number = _IOPRIO_GET.get(platform.machine())
+    io_priority = 0 if number is None else int(_libc.syscall(number, _IOPRIO_WHO_PROCESS, 0))
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    _set_io_priority(_IOPRIO_CLASS_IDLE << 13)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, policy, parameters)
+        _set_io_priority(max(0, io_priority))
+
+
+@contextlib.contextmanager
 def at_normal_priority() -> Iterator[None]:
     """Run this process at normal priority while others may wait for it; without permission, keep its priority."""
     nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -79,12 +79,15 @@ def pack(
     directory: Path,
     *,
     prefix: str,
+    first: int = 0,
     workers: int,
     durable: bool,
     patience: Patience = ENDLESS,
     progress: Progress = no_progress,
 ) -> tuple[list[tuple[Segment, ...]], list[PackInfo]]:
     """Pack sources into new packs `<prefix>N.pack` in `directory`; return where each of them is, and the packs.
+
+    N begins with `first`, and there are up to `workers` of them.
 
     The sources, of whole pages each, are left as they are. On any error the new packs are left too, for the caller to
     remove.
@@ -102,12 +105,12 @@ def pack(
             buffer = CopyBuffer(BATCH_BYTES)
             for task in task_numbers:
                 if writer is None:
-                    writer = stack.enter_context(PackWriter(directory / f"{prefix}{worker_number}.pack"))
+                    writer = stack.enter_context(PackWriter(directory / f"{prefix}{first + worker_number}.pack"))
                 number, start, size = tasks[task]
-                first = writer.chunks
+                first_chunk = writer.chunks
                 with contextlib.closing(sources[number].open()) as pages:
                     _pack_range(pages, sources[number].start + start, size, writer, buffer)
-                yield _SegmentPacked(task, Segment(writer.path.name, first, writer.chunks - first))
+                yield _SegmentPacked(task, Segment(writer.path.name, first_chunk, writer.chunks - first_chunk))
             if writer is not None:
                 yield writer.close(durable=durable)
 

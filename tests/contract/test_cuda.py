@@ -129,3 +129,18 @@ def test_doctor_tells_of_the_driver(environment: dict[str, str]) -> None:
         if env is environment or finding["status"] == "skip":  # a node with a GPU says ok in both
             assert finding["status"] == status
             assert detail in finding["detail"]
+
+
+def test_what_is_asked_of_a_real_driver_about_forks_can_be_asked(environment: dict[str, str], tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    script = PROJECT / "integration/gpu/fork.py"
+    environment = {**environment, "PINNED_BYTES": str(1 << 20), "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, str(script), str(results), str(VRAM_BYTES / (1 << 30))]
+    subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True)
+    (case,) = json.loads(results.read_text())["cases"]
+    assert [way["way"] for way in case["ways"]] == ["plain", "forked", "dropped"], case
+    for way in case["ways"]:
+        assert way["GPU memory is intact"], way
+        assert way["goes on"], way
+        assert way["children"] == 0, way
+        assert way.get("child is equal", way["way"] == "plain"), way

@@ -1,0 +1,365 @@
+"""A snapshot of processes' memory: they stand still until each has forked, and the forks are read while they go on.
+
+How long they stand still depends on how much memory they have, but not on where it goes to. Until it is read, each page
+that they write to is copied, which counts as theirs: so a fork drops what has been read, and a container without room
+for that is read while it stands still (`has_room`). So is one of which a process cannot be forked.
+
+A fork has no pages that were set to stay out of one (MADV_DONTFORK, MADV_WIPEONFORK): those are read before all go on.
+It has no shared memory of its own either; that is CRIU's. A snapshot may be lost: forks end with the agent, with the
+container, and before any other process where memory runs out. That costs the checkpoint, and never the job.
+"""
+
+import fcntl
+import logging
+import os
+import struct
+import sys
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from ocihook.errors import GivenUp, OcihookError, SnapshotLost, TraceError
+from ocihook.linux.cgroup import memory_headroom_bytes
+from ocihook.linux.forked import Fork, clock_ticks, end, find_forks, fork, reap
+from ocihook.linux.hold import Hold
+from ocihook.linux.memory import ProcessMemory, Span, available_bytes, read_mappings, subtract
+from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.procfs import Process
+from ocihook.linux.ptrace import CallInstruction, find_call_instruction
+from ocihook.linux.workers import at_idle_priority
+from ocihook.packs.pack import PAGE_BYTES, PackInfo
+from ocihook.packs.packed_manifest import Segment
+from ocihook.packs.packing import pack
+from ocihook.packs.pages import Parts, Progress, Source, no_progress
+from ocihook.session.effect import Effect
+from ocihook.session.journal import Journal
+
+_THERE = 3 << 62  # /proc/PID/pagemap: present, or swapped (Documentation/admin-guide/mm/pagemap.rst)
+_ENTRY_BYTES = 8
+_TABLE_SHARE = 512  # a page table has an entry of 8 bytes for each page of 4 KiB
+_NOTE = struct.Struct("<QQQ")  # pid, start and end of what has been read
+_UNRECORDED_END_S = 5.0  # for the end of a fork whose tracer was killed before it was on record
+
+Kept = tuple[list[tuple[Segment, ...]], list[PackInfo]]
+
+log = logging.getLogger(__name__)
+
+
+class Area(NamedTuple):
+    """Memory of a process that is packed as one row of pages."""
+
+    process: Process
+    spans: tuple[Span, ...]  # in order
+
+
+class Copied(NamedTuple):
+    """Where the memory is."""
+
+    rows: list[tuple[Segment, ...]]  # of each area
+    packs: list[PackInfo]
+    was_forked: bool  # else it was read while all stood still
+
+
+@dataclass(kw_only=True)
+class Snapshotted(Effect, kind="snapshotted"):
+    """Processes have forks with their memory, or are about to."""
+
+    holds_container: ClassVar[bool] = False
+    processes: list[Process]  # which are made to fork
+    since_ticks: int
+    forks: list[Process] = field(default_factory=list)
+    are_all_known: bool = False
+
+    def undo(self, _journal: Journal, patience: Patience) -> None:
+        """End the forks, and have their parents wait for them: they have died with the agent if it was killed.
+
+        Raises:
+            TraceError: as long as a container is frozen or traced; it can be tried again.
+        """
+        forks = [*self.forks, *self._unrecorded(patience)]
+        for one in forks:
+            end(one)
+        for one in forks:
+            reap(one, self.processes)
+
+    def _unrecorded(self, patience: Patience) -> list[Process]:
+        """Return the forks that are not on record. They have ended: one that lives is a child of the job's own."""
+        if self.are_all_known:
+            return []
+        found = [one for process in self.processes for one in find_forks(process, self.since_ticks)]
+        rest = [one for one in found if one not in self.forks]
+        patience.within(_UNRECORDED_END_S).until(lambda: not any(one.is_alive() for one in rest))
+        return [one for one in rest if not one.is_alive()]
+
+
+def has_room(init_pid: int, memory_bytes: int, share: float) -> bool:
+    """Return whether there is room for what a container may write while its snapshot is read.
+
+    Args:
+        init_pid: of the container, whose limit on memory counts, too.
+        memory_bytes: that it has.
+        share: how much of it it may write meanwhile.
+    """
+    need, limit = memory_bytes * share + memory_bytes / _TABLE_SHARE, memory_headroom_bytes(init_pid)
+    return need <= available_bytes() and (limit is None or need <= limit)
+
+
+def copy(  # noqa: PLR0913 - what is copied, how, and for whom
+    areas: Sequence[Area],
+    directory: Path,
+    *,
+    journal: Journal,
+    still: AbstractContextManager[Hold],
+    prefix: str,
+    workers: int,
+    durable: bool,
+    may_fork: bool = True,
+    patience: Patience = ENDLESS,
+    progress: Progress = no_progress,
+) -> Copied:
+    """Copy memory of processes into packs as it is at one instant; the processes stand still no longer than they must.
+
+    Args:
+        areas: what is copied.
+        directory: gets packs `<prefix>N.pack`. On any error those are left, for the caller to remove.
+        journal: of the session.
+        still: holds all threads of all the processes in its block; they may still be on their way to their stop.
+        prefix: of the packs.
+        workers: processes that pack.
+        durable: whether packs are synced.
+        may_fork: False: there is no room for that.
+        patience: how long to wait.
+        progress: called with the bytes done.
+
+    Raises:
+        SnapshotLost: if a fork ended before it was read.
+        OcihookError, OSError: if packing fails, or a process has ended. The others go on.
+    """
+    processes = sorted({area.process for area in areas})
+    instructions = _instructions(processes) if may_fork else {}
+    effect = journal.add(Snapshotted(processes=processes, since_ticks=clock_ticks()))
+    keep = partial(
+        pack, directory=directory, prefix=prefix, workers=workers, durable=durable, patience=patience, progress=progress
+    )
+    try:
+        with still as hold:
+            hold.settle(patience)
+            forks = _fork_all(instructions, hold, effect, journal)
+            pieces = [piece for number, area in enumerate(areas) for piece in _pieces(number, area, forks)]
+            with journal.phase("memory read") as phase:
+                at_once = [piece for piece in pieces if piece.fork is None]
+                phase["bytes"] = sum(piece.size_bytes for piece in at_once)
+                read, packs = keep([piece.source() for piece in at_once])
+        later = [piece for piece in pieces if piece.fork is not None]
+        with journal.phase("snapshot read") as phase:
+            phase["bytes"] = sum(piece.size_bytes for piece in later)
+            read_later, more = _read_forks(later, forks, partial(keep, first=workers), progress)
+    finally:
+        _finish(effect, journal)
+    rows: list[tuple[Segment, ...]] = [()] * len(areas)
+    found = {True: iter(read_later), False: iter(read)}
+    for piece in pieces:
+        rows[piece.area] += next(found[piece.fork is not None])
+    return Copied(rows, [*packs, *more], was_forked=bool(forks))
+
+
+def _instructions(processes: Iterable[Process]) -> dict[Process, CallInstruction]:
+    """Find where each process can be made to fork; {} if one cannot."""
+    try:
+        return {process: find_call_instruction(process.pid) for process in processes}
+    except TraceError as error:
+        log.warning("memory is read while all stand still, which takes longer: %s", error)
+        return {}
+
+
+def _fork_all(
+    instructions: Mapping[Process, CallInstruction], hold: Hold, effect: Snapshotted, journal: Journal
+) -> dict[Process, Fork]:
+    """Fork all processes, or none."""
+    forks: dict[Process, Fork] = {}
+    try:
+        with journal.phase("fork"):
+            for process, instruction in instructions.items():
+                forks[process] = fork(process, hold.threads.get(process, ()), instruction)
+                effect.forks.append(forks[process].process)
+        effect.are_all_known = True
+    except TraceError as error:
+        log.warning("memory is read while all stand still, which takes longer: %s", error)
+        for one in forks.values():
+            end(one.process)
+        forks = {}
+    journal.save()
+    return forks
+
+
+class _Piece(NamedTuple):
+    """A part of an area that is read at once."""
+
+    area: int
+    spans: tuple[Span, ...]
+    process: Process
+    fork: Process | None  # None: while it stands still
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return sum(span.size_bytes for span in self.spans)
+
+    def source(self, notes: int = -1, starts: Sequence[int] = ()) -> Source:
+        """Return what is packed.
+
+        Args:
+            notes: file that gets which addresses were read and are of no use any more; -1: none.
+            starts: of all that is read of this fork, in order.
+        """
+        parts, at = [], 0
+        for span in self.spans:
+            parts.append((at, span.size_bytes, span.start))
+            at += span.size_bytes
+        return Source(partial(_Pages, self.fork or self.process, Parts(parts), notes, starts), 0, at)
+
+
+def _pieces(number: int, area: Area, forks: Mapping[Process, Fork]) -> Iterator[_Piece]:
+    """Cut an area into what its process's fork has, and what it has not."""
+    forked = forks.get(area.process)
+    if forked is None:
+        yield _Piece(number, area.spans, area.process, None)
+        return
+    missing = _missing(area, forked.process)
+    if not missing:
+        yield _Piece(number, area.spans, area.process, forked.process)
+        return
+    there = subtract(area.spans, missing)
+    parts = [(span, forked.process) for span in there] + [(span, None) for span in subtract(area.spans, there)]
+    for reader, row in groupby(sorted(parts, key=itemgetter(0)), key=itemgetter(1)):
+        yield _Piece(number, tuple(span for span, _ in row), area.process, reader)
+
+
+def _missing(area: Area, fork: Process) -> list[Span]:
+    """Return the mappings that an area is in and a fork has not, or has empty.
+
+    One that is in a fork has all pages there that it had. So one page of each that is there in the process tells.
+    """
+    missing = []
+    starts = [span.start for span in area.spans]
+    ours, its = (os.open(f"/proc/{one.pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC) for one in (area.process, fork))
+    try:
+        for mapping in read_mappings(area.process.pid):
+            first = max(0, bisect_right(starts, mapping.span.start) - 1)
+            for span in area.spans[first : first + 2]:
+                at = max(span.start, mapping.span.start)
+                if at < min(span.end, mapping.span.end):
+                    if not (_is_there(its, at) and _is_there(ours, at)):
+                        missing.append(mapping.span)
+                    break
+    finally:
+        os.close(ours)
+        os.close(its)
+    return missing
+
+
+def _is_there(pagemap: int, address: int) -> bool:
+    entry = os.pread(pagemap, _ENTRY_BYTES, address // PAGE_BYTES * _ENTRY_BYTES)
+    return bool(int.from_bytes(entry, sys.byteorder) & _THERE)
+
+
+class _Pages:
+    """Reads spans of a process's memory as if they lay one after the other."""
+
+    def __init__(self, process: Process, parts: Parts, notes: int, starts: Sequence[int]) -> None:
+        self._memory = ProcessMemory(process)
+        self._pid = process.pid
+        self._parts, self._notes, self._starts = parts, notes, starts
+        self._done: list[Span] = []
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view`; return how many bytes there were."""
+        done = 0
+        for start, size, address in self._parts.within(offset, offset + len(view)):
+            got = self._memory.read_into(view[start - offset : start - offset + size], address)
+            done += got
+            self._note(Span(address, address + got))
+            if got < size:
+                break
+        return done
+
+    def _note(self, span: Span) -> None:
+        last = self._done[-1] if self._done else None
+        # Nothing that is still to be read lies between them.
+        if last and bisect_left(self._starts, last.end) == bisect_left(self._starts, span.start):
+            self._done[-1] = Span(last.start, span.end)
+        else:
+            self._done.append(span)
+
+    def close(self) -> None:
+        """Note what was read."""
+        if self._notes >= 0:
+            for span in self._done:
+                os.write(self._notes, _NOTE.pack(self._pid, *span))
+
+
+def _read_forks(
+    pieces: Sequence[_Piece], forks: Mapping[Process, Fork], keep: Callable[..., Kept], progress: Progress
+) -> Kept:
+    """Read forks while their parents go on, when nobody else needs the processor; they drop what has been read.
+
+    Raises:
+        SnapshotLost: if one has ended.
+    """
+    by_pid = {one.process.pid: one for one in forks.values()}
+    starts: dict[Process | None, list[int]] = defaultdict(list)
+    for piece in pieces:
+        starts[piece.fork] += [span.start for span in piece.spans]
+    for row in starts.values():
+        row.sort()
+    for one in forks.values():
+        one.close_files()
+    notes = os.memfd_create("ocihook-read", os.MFD_CLOEXEC)
+    fcntl.fcntl(notes, fcntl.F_SETFL, os.O_APPEND)
+    seen = 0
+
+    def drop(size_bytes: int) -> None:
+        nonlocal seen
+        progress(size_bytes)
+        while note := os.pread(notes, _NOTE.size, seen):
+            seen += len(note)
+            pid, start, end_address = _NOTE.unpack(note)
+            by_pid[pid].drop(Span(start, end_address))
+
+    try:
+        with at_idle_priority():
+            found = keep([piece.source(notes, starts[piece.fork]) for piece in pieces], progress=drop)
+    except (OcihookError, OSError) as error:
+        if not isinstance(error, GivenUp):
+            _check(forks.values(), error)
+        raise
+    finally:
+        os.close(notes)
+    _check(forks.values())
+    return found
+
+
+def _check(forks: Iterable[Fork], error: Exception | None = None) -> None:
+    lost = [one for one in forks if not one.process.is_alive()]
+    if lost:
+        who = ", ".join(str(one.parent.pid) for one in lost)
+        raise SnapshotLost(
+            f"the snapshot of the memory of process {who} ended before it was read",
+            hint="make another checkpoint; where memory runs out the kernel ends snapshots first",
+        ) from error
+
+
+def _finish(effect: Snapshotted, journal: Journal) -> None:
+    try:
+        effect.undo(journal, ENDLESS)
+    except (OcihookError, OSError) as error:  # tried again when the session ends
+        log.warning("%s", error)
+    else:
+        journal.forget(effect)

@@ -1,0 +1,471 @@
+"""A snapshot is of one instant, whatever its process does meanwhile; and no end of anybody leaves a trace in a process.
+
+The process keeps a sum over all its pages while it changes them (tests/fakes/versions.c). Needs root.
+"""
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ocihook.errors import SnapshotLost
+from ocihook.linux import forked, ptrace
+from ocihook.linux.hold import Hold
+from ocihook.linux.memory import ProcessMemory, Span
+from ocihook.linux.patience import ENDLESS
+from ocihook.linux.procfs import Process, children, descendants, tracer_pid
+from ocihook.memory import snapshot
+from ocihook.memory.snapshot import Area, Copied, Snapshotted, copy, has_room
+from ocihook.packs.pack import PAGE_BYTES, PackFile
+from ocihook.packs.packed_manifest import PackedRegion
+from ocihook.packs.unpacking import Packs
+from ocihook.session.journal import Journal
+from ocihook.session.undo import undo_all
+from tests.fakes.images import read_pages
+
+SOURCE = Path(__file__).parent.parent / "fakes" / "versions.c"
+WAIT_S = 60
+PLAIN_MIB = 24
+PREFIX = "ocihook-region-"
+
+
+class Versions:
+    """The process."""
+
+    def __init__(self, binary: Path, *, pages: str = "4k", mib: int = PLAIN_MIB, around: Sequence[str] = ()) -> None:
+        command = [*around, str(binary), str(mib), pages]
+        self.popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        ready, self.port, *numbers = self._line().split()
+        assert ready == "ready"
+        places = list(map(int, numbers))
+        self.spans = [Span(start, start + size) for start, size in zip(places[::2], places[1::2], strict=True)]
+        process = Process.find(descendants(self.popen.pid)[-1])
+        assert process is not None
+        self.process = process
+        self.files = self._files()
+
+    def _line(self) -> str:
+        assert self.popen.stdout is not None
+        assert select.select([self.popen.stdout], [], [], WAIT_S)[0], "it says nothing"
+        return self.popen.stdout.readline().decode().strip()
+
+    def _files(self) -> list[str]:
+        return sorted(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def do(self, command: str) -> str:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(command.encode() + b"\n")
+        return self._line()
+
+    @property
+    def total(self) -> int:
+        view = memoryview(bytearray(8))
+        assert ProcessMemory(self.process).read_into(view, self.spans[0].start + 16) == 8
+        return int.from_bytes(view, "little")
+
+    @property
+    def area(self) -> Area:
+        return Area(self.process, tuple(sorted(self.spans)))
+
+    def check(self) -> None:
+        """Check that it is as it was but for its versions, and that nothing of a snapshot is left."""
+        before = self.total
+        wait_for(lambda: self.total > before)
+        assert self.do("check").startswith("ok ")
+        assert children(self.process.pid) == []
+        assert {tracer_pid(int(tid)) for tid in os.listdir(f"/proc/{self.process.pid}/task")} == {0}
+        assert self._files() == self.files
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("versions") / "versions"
+    path.parent.chmod(0o755)
+    subprocess.run(
+        ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", path, SOURCE, "-lpthread"], check=True, timeout=60
+    )
+    return path
+
+
+@pytest.fixture
+def start(binary: Path) -> Iterator[Callable[..., Versions]]:
+    with contextlib.ExitStack() as stack:
+
+        def run(**options: object) -> Versions:
+            versions = Versions(binary, **options)  # type: ignore[arg-type]
+            stack.callback(versions.end)
+            return versions
+
+        yield run
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    me = Process.find(os.getpid())
+    assert me is not None
+    return Journal.create(tmp_path / "run", me)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def still(*processes: Versions) -> Iterator[Hold]:
+    hold = Hold()
+    try:
+        for one in processes:
+            hold.add({one.process: 0}, None)
+        yield hold
+    finally:
+        hold.release()
+
+
+def take(journal: Journal, directory: Path, *processes: Versions, during: Callable[[int], None] = lambda _: None,
+         may_fork: bool = True, workers: int = 2) -> Copied:  # fmt: skip
+    directory.mkdir(exist_ok=True)
+    return copy(
+        [one.area for one in processes], directory, journal=journal, still=still(*processes), prefix=PREFIX,
+        workers=workers, durable=False, may_fork=may_fork, progress=during,
+    )  # fmt: skip
+
+
+def content(copied: Copied, directory: Path, number: int, one: Versions) -> dict[Span, bytes]:
+    """Return what a copy has of each mapping."""
+    region = PackedRegion("1", 0, sum(span.size_bytes for span in one.spans), copied.rows[number])
+    packs = Packs([region], copied.packs, {info.name: PackFile(directory / info.name) for info in copied.packs})
+    try:
+        data = b"".join(read_pages(packs, region.name))
+    finally:
+        packs.close()
+    found, at = {}, 0
+    for span in one.area.spans:
+        found[span] = data[at : at + span.size_bytes]
+        at += span.size_bytes
+    return found
+
+
+def check_copy(copied: Copied, directory: Path, *processes: Versions) -> int:
+    """Check that a copy is of one instant; return the total in it, of the first process."""
+    totals = []
+    for number, one in enumerate(processes):
+        mappings = content(copied, directory, number, one)
+        pages = [
+            memoryview(mappings[span])[at : at + PAGE_BYTES].cast("Q")
+            for span in one.spans
+            for at in range(0, span.size_bytes, PAGE_BYTES)
+        ]
+        assert [page[0] for page in pages] == list(range(len(pages)))
+        total = pages[0][2]
+        assert sum(page[1] for page in pages[1:]) in (total, total + 1)
+        assert len({page[3] for page in pages}) == len(pages)
+        totals.append(total)
+    return totals[0]
+
+
+class Meanwhile:
+    """Does something once, when a part of a snapshot has been read, and its process goes on."""
+
+    def __init__(self, one: Versions, act: Callable[[], object]) -> None:
+        self._one, self._act = one, act
+        self.was_done = False
+
+    def __call__(self, _size_bytes: int) -> None:
+        if not self.was_done and tracer_pid(self._one.process.pid) == 0:
+            self.was_done = True
+            self._act()
+
+
+@pytest.mark.parametrize("around", [(), ("unshare", "-pf", "--kill-child")], ids=["", "namespace"])
+@pytest.mark.parametrize("pages", ["4k", "huge"])
+def test_a_snapshot_is_of_one_instant(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, pages: str, around: tuple[str, ...]
+) -> None:
+    one = start(pages=pages, mib=48, around=around)
+    one.check()
+    seen: list[int] = []
+    resident: list[int] = []
+
+    def during(_size_bytes: int) -> None:
+        if tracer_pid(one.process.pid) != 0:
+            return  # what forks do not have is read first
+        effect = journal.find(Snapshotted)
+        assert effect is not None
+        (fork,) = effect.forks
+        if not seen:
+            first = one.total
+            wait_for(lambda: one.total > first + 1000)
+            assert os.listdir(f"/proc/{fork.pid}/fd") == []
+            assert Path(f"/proc/{fork.pid}/oom_score_adj").read_text() == "1000\n"
+        seen.append(one.total)
+        resident.append(int(Path(f"/proc/{fork.pid}/statm").read_text().split()[1]) * PAGE_BYTES)
+
+    copied = take(journal, tmp_path / "packs", one, during=during)
+    assert copied.was_forked
+    assert check_copy(copied, tmp_path / "packs", one) < seen[-1] - 1000
+    assert resident[-1] < resident[0] - (16 << 20), "it drops what has been read"
+    assert journal.effects == []
+    one.check()
+    again = take(journal, tmp_path / "again", one)
+    assert check_copy(again, tmp_path / "again", one) >= seen[-1]
+    one.check()
+
+
+def test_nothing_below_a_stack_is_changed_in_a_process_or_its_fork(start: Callable[..., Versions]) -> None:
+    """It may be memory of others: a stack of Go's is a part of its heap."""
+    one = start()
+    with still(one) as hold:
+        hold.settle(ENDLESS)
+        thread = hold.threads[one.process][0]
+        stack = int(Path(f"/proc/{thread.tid}/syscall").read_text().split()[-2], 16)
+
+        def below(process: Process) -> bytes:
+            view = memoryview(bytearray(32 << 10))
+            assert ProcessMemory(process).read_into(view, stack - len(view)) == len(view)
+            return bytes(view)
+
+        earlier = below(one.process)
+        made = forked.fork(one.process, hold.threads[one.process], ptrace.find_call_instruction(one.process.pid))
+        assert below(one.process) == earlier
+        assert below(made.process) == earlier
+    forked.end(made.process)
+    forked.reap(made.process, [one.process])
+    one.check()
+
+
+def test_a_filter_that_knows_none_of_the_calls_does_not_matter(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path
+) -> None:
+    one = start()
+    assert one.do("filter") == "done"
+    copied = take(journal, tmp_path / "packs", one)
+    assert copied.was_forked
+    check_copy(copied, tmp_path / "packs", one)
+    one.check()
+
+
+def test_processes_are_copied_at_one_instant_or_while_all_stand_still(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path
+) -> None:
+    """Whatever keeps one of them from being forked: no more processes, or a PID namespace that one would open."""
+    free, other = start(), start(mib=4)
+    copied = take(journal, tmp_path / "forked", free, other)
+    assert copied.was_forked
+    check_copy(copied, tmp_path / "forked", free, other)
+    for number, why in enumerate(("", "limit", "unshare")):
+        hindered = start(mib=4)
+        if why:
+            assert hindered.do(why) == "done"
+        where = tmp_path / f"held-{number}"
+        totals: list[int] = []
+        during = partial(lambda totals, _size_bytes: totals.append(free.total), totals)
+        copied = take(journal, where, free, hindered, during=during, may_fork=bool(why))
+        assert not copied.was_forked
+        assert len(set(totals)) == 1, "it stands still"
+        assert check_copy(copied, where, free, hindered) == totals[0]
+        assert journal.effects == []
+        free.check()
+        hindered.check()
+        hindered.end()
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            again.bind(("127.0.0.1", port))
+            again.listen()
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("command", ["exit", "exec", "map", "fork"])
+def test_a_process_may_do_anything_while_its_snapshot_is_read(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, command: str
+) -> None:
+    one = start()
+
+    def act() -> None:
+        if command == "exit":
+            assert one.popen.stdin is not None
+            one.popen.stdin.write(b"exit\n")
+            wait_for(lambda: not one.process.is_alive())
+        else:
+            assert one.do(command) == "done"
+        if command in ("exit", "exec"):
+            wait_for(lambda: is_free(int(one.port)))  # a snapshot keeps none
+
+    meanwhile = Meanwhile(one, act)
+    copied = take(journal, tmp_path / "packs", one, during=meanwhile, workers=1)
+    assert meanwhile.was_done
+    assert copied.was_forked
+    check_copy(copied, tmp_path / "packs", one)
+    assert journal.effects == []
+    if command != "exit":
+        assert children(one.process.pid) == []
+        assert one.process.is_alive()
+
+
+def test_a_snapshot_that_is_killed_is_lost_and_nothing_else(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path
+) -> None:
+    one = start()
+
+    def kill() -> None:
+        effect = journal.find(Snapshotted)
+        assert effect is not None
+        assert effect.forks[0].send(signal.SIGKILL)
+        wait_for(lambda: not effect.forks[0].is_alive())
+
+    with pytest.raises(SnapshotLost, match=str(one.process.pid)):
+        take(journal, tmp_path / "packs", one, during=Meanwhile(one, kill), workers=1)
+    assert journal.effects == []
+    one.check()
+
+
+def run_killed(journal: Journal, arm: Callable[[], object], work: Callable[[], object]) -> bool:
+    """Let a process of its own do something that may kill it; undo what it did; return whether it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            arm()
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL), "it failed"
+    undo_all(Journal.load(journal.path), ENDLESS)
+    return code != 0
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="what a killed tracer leaves there is not undone")
+def test_an_agent_that_is_killed_at_any_point_leaves_nothing(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path
+) -> None:
+    """At each request to the kernel that makes or ends a fork: also before that is set to end with its tracer."""
+    one = start(mib=1)
+    (tmp_path / "packs").mkdir()
+
+    def arm(at: int) -> None:
+        left = itertools.count(at, -1)
+        depth = 0
+
+        def counting(function: Callable[..., object]) -> Callable[..., object]:
+            def wrapped(*arguments: object, **options: object) -> object:
+                nonlocal depth
+                depth += 1
+                try:
+                    return function(*arguments, **options)
+                finally:
+                    depth -= 1
+
+            return wrapped
+
+        def killing(function: Callable[..., object]) -> Callable[..., object]:
+            def wrapped(*arguments: object, **options: object) -> object:
+                if depth and next(left) == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return wrapped
+
+        for module, name in ((ptrace, "_ptrace"), (forked, "_find_child"), (forked, "_has_ended")):
+            setattr(module, name, killing(getattr(module, name)))
+        for name in ("_fork_all", "_finish"):
+            setattr(snapshot, name, counting(getattr(snapshot, name)))
+
+    for at in itertools.count():
+        for pack in (tmp_path / "packs").iterdir():
+            pack.unlink()
+        if not run_killed(journal, partial(arm, at), lambda: take(journal, tmp_path / "packs", one, workers=1)):
+            break
+        one.check()
+    assert at > 30
+    one.check()
+
+
+def test_an_agent_that_is_killed_while_it_reads_leaves_nothing(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path
+) -> None:
+    one = start()
+    kill = Meanwhile(one, lambda: os.kill(os.getpid(), signal.SIGKILL))  # while workers read
+    work = partial(take, journal, tmp_path / "packs", one, during=kill)
+    assert run_killed(journal, lambda: None, work)
+    one.check()
+
+
+class AlwaysFrozen:
+    def is_frozen(self) -> bool:
+        return True
+
+
+def test_a_frozen_process_waits_for_its_fork_once_it_runs(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    with monkeypatch.context() as patched:
+        patched.setattr(forked, "find_freezer", lambda _pid: AlwaysFrozen())
+        copied = take(journal, tmp_path / "packs", one)
+    check_copy(copied, tmp_path / "packs", one)
+    (fork,) = children(one.process.pid)
+    assert isinstance(journal.effects[0], Snapshotted)
+    assert [process.pid for process in journal.effects[0].forks] == [fork]
+    undo_all(Journal.load(journal.path), ENDLESS)
+    one.check()
+
+
+def test_a_stopped_process_stays_stopped(start: Callable[..., Versions], journal: Journal, tmp_path: Path) -> None:
+    one = start()
+    one.popen.send_signal(signal.SIGSTOP)
+    wait_for(lambda: is_stopped(one.process))
+    copied = take(journal, tmp_path / "packs", one)
+    assert copied.was_forked
+    assert check_copy(copied, tmp_path / "packs", one) == one.total
+    wait_for(lambda: is_stopped(one.process))
+    assert children(one.process.pid) == []
+    one.popen.send_signal(signal.SIGCONT)
+    one.check()
+
+
+def is_stopped(process: Process) -> bool:
+    return " T " in Path(f"/proc/{process.pid}/stat").read_text()
+
+
+def test_a_child_of_its_own_is_not_taken_for_a_fork(
+    start: Callable[..., Versions], journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_UNRECORDED_END_S", 0.1)
+    one = start()
+    effect = Snapshotted(processes=[one.process], since_ticks=forked.clock_ticks() - 1)
+    child = Process.find(int(one.do("child")))
+    assert child is not None
+    assert forked.find_forks(one.process, effect.since_ticks) == [child]
+    effect.undo(journal, ENDLESS)
+    assert child.is_alive()
+    child.send(signal.SIGKILL)
+
+
+def test_there_must_be_room_for_what_is_written_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, available, is_enough in ((None, 11, True), (None, 9, False), (11, 99, True), (9, 99, False)):
+        monkeypatch.setattr(snapshot, "available_bytes", lambda available=available: available << 30)
+        monkeypatch.setattr(snapshot, "memory_headroom_bytes", lambda _pid, limit=limit: limit and limit << 30)
+        assert has_room(1, 100 << 30, 0.1) is is_enough
