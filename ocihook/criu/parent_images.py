@@ -16,18 +16,22 @@ from ocihook.criu.images import INVENTORY_NAME
 LINK_NAME = "parent"
 PARENT_NAME = "ocihook-parent"  # what the link names: a directory beside it
 PAGES_ID = 1
-# The first line `prev-images-dir` of a configuration that is for all containers: no parent of anybody's is there.
-NO_PARENT = "/"
+_NO_PARENT = "/"  # what configurations name that have CRIU track memory in every dump: nobody's earlier dump is there
 _INVENTORY_MAGIC = 0x58313116  # criu/include/magic.h
 _TWO_NUMBERS = struct.Struct("<II")
 
 
-def link_target(directory: Path) -> str:
-    """Return what an image directory names as its parent; "" for nothing."""
+def has_parent(directory: Path) -> bool:
+    """Return whether CRIU was given an earlier dump by its caller."""
+    return os.path.lexists(directory / LINK_NAME) and not _is_ours(directory / LINK_NAME)
+
+
+def _is_ours(link: Path) -> bool:
+    """Return whether a link leads to what was made up here, or nowhere: by whatever path."""
     try:
-        return os.readlink(directory / LINK_NAME)
+        return link.is_symlink() and (os.readlink(link) == PARENT_NAME or link.samefile(_NO_PARENT))
     except OSError:
-        return ""
+        return False
 
 
 def make_parent(directory: Path, pagemaps: Mapping[int, bytes]) -> None:
@@ -55,7 +59,7 @@ def remove_parent(directory: Path) -> None:
     Raises:
         OSError: from the file system.
     """
-    if link_target(directory) in (PARENT_NAME, NO_PARENT):
+    if _is_ours(directory / LINK_NAME):
         (directory / LINK_NAME).unlink(missing_ok=True)
     if os.path.lexists(directory / PARENT_NAME):
         shutil.rmtree(directory / PARENT_NAME)

@@ -148,9 +148,10 @@ def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patien
         OSError: on anything else; likewise.
         GivenUp: if nobody waits for it any more.
     """
-    missing = [pack.name for pack in moved.packs if not (directory / pack.name).exists()]
-    if len(missing) == len(moved.packs):
-        discard_all(directory)
+    here = {segment.pack for image in moved.images for segment in image.segments}  # read past CRIU (clean_pages.py)
+    discard_packs(directory)
+    for name in set(_pack_names(directory)) - here:
+        (directory / name).unlink(missing_ok=True)
 
     def copy(name: str) -> None:
         with (source / name).open("rb") as packed, create_private(directory / name) as copied:
@@ -158,7 +159,7 @@ def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patien
                 pass
 
     try:
-        for outcome in call_each(copy, missing, patience):
+        for outcome in call_each(copy, [pack.name for pack in moved.packs if pack.name not in here], patience):
             if isinstance(outcome, Exception):
                 raise outcome
     except BaseException as error:

@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 from ocihook import __version__
 from ocihook.criu.files import options_for
 from ocihook.criu.images import make_pagemap
-from ocihook.criu.parent_images import NO_PARENT, PAGES_ID, link_target, make_parent, remove_parent
+from ocihook.criu.parent_images import PAGES_ID, has_parent, make_parent, remove_parent
 from ocihook.errors import IntegrityError, OcihookError, StoreFull, plain
 from ocihook.images.image_set import MovedRegions, discard_packs, discard_regions
 from ocihook.images.merging import READ_PREFIX, Merged, complete_pagemaps, merge_images, pages_name_of
@@ -157,9 +157,9 @@ def _is_tracked(dump: Dump) -> bool:
     call, journal = dump.call(), dump.journal
     if not journal.facts(TrackFacts).tracks_memory:  # else it was found before the agent was killed
         options = options_for(dump.container.runtime, call.criu_config, call.criu_asked)
-        # The launcher has removed a link that leads to no earlier dump.
-        is_free = link_target(dump.directory) in ("", NO_PARENT)
-        if not (is_free and options.has("track-mem") and options.has("prev-images-dir")):
+        # Runtimes have CRIU track memory where an earlier dump is named; the launcher has removed a link to none.
+        is_asked = options.has("parent-path") or (options.has("track-mem") and options.has("prev-images-dir"))
+        if not is_asked or has_parent(dump.directory):
             return False
         journal.note(TrackFacts(tracks_memory=True))
     return True
@@ -215,7 +215,7 @@ def _discard_earlier(place: Path) -> None:
     if read_manifest(place) is not None:
         discard_packs(place)
         discard_regions(place)
-    discard_read(place)
+    discard_read(place)  # also of one that the node's power loss has ended
 
 
 def _find(dump: Dump, pid: int) -> _Read | None:
