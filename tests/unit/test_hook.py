@@ -140,6 +140,24 @@ def test_the_action_passes_on_only_where_there_is_gpu_memory(tmp_path: Path, sta
     assert run_action(tmp_path, stage) == "called"
 
 
+@pytest.mark.parametrize("stage", ["pre-dump", "post-dump", "pre-restore", "orphan-pts-master"])
+def test_the_action_removes_the_link_to_no_parent_and_no_other(tmp_path: Path, stage: str) -> None:
+    """Also in stages of which nothing else is passed on, and whoever is to answer."""
+    link, previous = tmp_path / "parent", tmp_path / "previous"
+    previous.mkdir()
+    link.symlink_to("/")
+    run_action(tmp_path, stage)
+    assert not link.is_symlink()
+    for target in ("previous", "missing", "../.."):
+        link.symlink_to(target)
+        run_action(tmp_path, stage)
+        assert str(link.readlink()) == target
+        link.unlink()
+    link.mkdir()
+    run_action(tmp_path, stage)
+    assert link.is_dir()
+
+
 def test_the_action_asks_again_only_what_was_not_answered(tmp_path: Path) -> None:
     """CRIU adds up what its starts return: after a veto they may ask again, but none may pass for another CRIU."""
     criu = Process.find(os.getpid())
