@@ -1,5 +1,6 @@
 """`kill`, `state` and `delete` of containers that the handler stops, and the agent's part in it."""
 
+import itertools
 import json
 import os
 import shutil
@@ -288,6 +289,7 @@ def test_a_member_of_a_gang_that_is_stopped_alone(node: Path, monkeypatch: pytes
     """The others are dumped with it, and left running, if it wants that; else none is, and its last epoch counts."""
     monkeypatch.setattr("ocihook.runtime.stopping.STOPS_S", 0.05)
     monkeypatch.setattr("ocihook.runtime.dumping.check_sizes", lambda *_: None)
+    monkeypatch.setattr("ocihook.linux.soft_dirty.works", lambda: policy == "checkpoint")
     notes = {**_PAIR, "ocihook.io/on-member-stop": policy}
     stopped, other, stranger = (keep(node, name, notes) for name in "abd")
     (node / "d/config.json").write_text(json.dumps({"annotations": {**notes, "ocihook.io/gang": "theirs"}}))
@@ -305,4 +307,10 @@ def test_a_member_of_a_gang_that_is_stopped_alone(node: Path, monkeypatch: pytes
         "without the others there is no checkpoint, and it is stopped"
     )
     assert stranger not in "".join(called(node))
+    for words in map(str.split, dumps):  # CRIU tracks memory for each dump alone, if the kernel can
+        named = {word: Path(following) for word, following in itertools.pairwise(words)}
+        assert ("--parent-path" in named) == (policy == "checkpoint")
+        if "--parent-path" in named:
+            assert not named["--parent-path"].is_absolute()
+            assert Path(os.path.normpath(named["--image-path"] / named["--parent-path"])) == Path("/")
     assert not list((node / "store/stopping").iterdir())
