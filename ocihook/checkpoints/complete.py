@@ -159,8 +159,12 @@ def _store(
     sources = {name: Source(partial(ImageFile, path), 0, job.sizes[name]) for name, path in job.images.items()}
     belongings = sources.pop(BELONGINGS_NAME, None)
     packs = None
+    sizes = {name: size for name, size in job.sizes.items() if name != BELONGINGS_NAME}
     if moved is not None:
         packs = open_packs(pending, moved)  # shared with the workers, which read at offsets of their own
+        for image in moved.packed_images:
+            sources[image.name] = Source(partial(RunPages, packs.parts[image.name]), 0, image.size_bytes)
+            sizes[image.name] = image.size_bytes
         for region, packed in zip(regions, moved.regions, strict=True):
             sources[region.name] = Source(partial(RunPages, packs.parts[packed.name]), 0, region.size_bytes)
     if belongings is not None:
@@ -198,7 +202,7 @@ def _store(
         seed=domain.seed,
         container=job.container,
         host=job.host,
-        images=tuple(StoredImage(name, size) for name, size in job.sizes.items() if name != BELONGINGS_NAME),
+        images=tuple(StoredImage(name, size) for name, size in sizes.items()),
         regions=regions,
         gpu=moved.gpu if moved else {},
         other_images=job.other_images,

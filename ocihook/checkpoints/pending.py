@@ -41,7 +41,7 @@ class Job:
     images: Mapping[str, Path]  # where each page image is, and BELONGINGS_NAME
     sizes: Mapping[str, int]
     other_images: tuple[OtherImage, ...]
-    region_bytes: int = 0  # of memory that went past CRIU
+    region_bytes: int = 0  # of memory that went past CRIU, and is in packs beside it
     is_pushed: bool = False  # to the remote, once it is complete
     boot_id: str  # of the boot on which images that were not synced are whole; "": they were
 

@@ -121,6 +121,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
         OSError: from the file system, a full one included.
     """
     pending = place.pending
+    in_packs = [image.name for image in moved.images] if moved else []
     taken = {name: _take(directory / name, pending) for name in names}
     if with_belongings:
         taken[BELONGINGS_NAME] = pending / BELONGINGS_NAME
@@ -139,14 +140,14 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
         host=host,
         images=taken,
         sizes={name: os.stat(path).st_size for name, path in taken.items()},
-        other_images=tuple(list_other_images(directory, packed_names=set(names))),
-        region_bytes=sum(region.size_bytes for region in moved.regions) if moved else 0,
+        other_images=tuple(list_other_images(directory, packed_names={*names, *in_packs})),
+        region_bytes=record_of(moved, container).raw_bytes if moved else 0,
         is_pushed=is_pushed,
         boot_id="" if durable and is_linked else this_boot(),
     )
     write_job(store.open(place.domain), job, durable=durable)
     write_thin(directory, Thin(place.domain, job.id), durable=durable)
-    for name in (*names, STAGED_NAME):
+    for name in (*names, *in_packs, STAGED_NAME):
         (directory / name).unlink(missing_ok=True)
     return job
 
@@ -182,7 +183,7 @@ def record_of(moved: MovedRegions, container: ContainerRef) -> PackedManifest:
         writer=f"ocihook {__version__}",
         container=container,
         host={},
-        packed_images=(),
+        packed_images=moved.images,
         other_images=(),
         packs=moved.packs,
         regions=moved.regions,

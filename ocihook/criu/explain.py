@@ -135,7 +135,9 @@ _HAS_SUCCEEDED = re.compile(r"(?:Dumping|Restore) finished successfully")
 _IS_VERBOSE = re.compile(r"^\([0-9.]+\) (?:Running \S+ scripts|Version: )", re.MULTILINE)
 _HAS_ENDED = re.compile(r"(?:Dumping|Restoring) FAILED")
 # CRIU logs these before anything is wrong, or after every failure.
-_NOISE = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER_XT_MARK|exited, status=")
+_NOISE = re.compile(
+    r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER_XT_MARK|exited, status=|No parent image found"
+)
 _PROCESS = re.compile(r"(?:Dumping (?:task|opened files|path)|Collecting mappings|Dump files)[^(]*\(pid: ([0-9]+)")
 _PATH = re.compile(r"Dumping path for -?[0-9]+ fd via self -?[0-9]+ \[(.*)\]$")
 # In a frozen cgroup CRIU takes a traced process for one about to end, and retries until its timeout. A zombie cannot be
@@ -404,6 +406,12 @@ _CAUSES: Sequence[Cause] = (
             r"Cannot allocate memory",
             "the node, or the container's memory limit, had no memory left",
             "free memory, or raise the container's limit",
+        ),
+        (
+            "earlier-dump",
+            r"Missing \w+ in parent pagemap|Can't open parent path",
+            "the earlier dump that CRIU compares memory with is gone, or does not have all that is unchanged since",
+            'checkpoint again; `host_memory = "criu"` has CRIU write all memory by itself',
         ),
         (
             "plugin-version",

@@ -11,6 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError, Message
@@ -28,7 +29,7 @@ _SERVICE_MAGIC = 0x55105940
 _PAGEMAP_MAGIC = 0x56084025
 _PSTREE_MAGIC = 0x50273030
 _STATS_MAGIC = 0x57093306
-_PE_PRESENT = 1 << 2  # criu/include/pagemap.h
+_PE_PARENT, _PE_PRESENT = 1 << 0, 1 << 2  # criu/include/pagemap.h
 _MAX_PAGEMAP_BYTES = 64 << 20  # three million runs, of which none are kept
 _MAX_PSTREE_BYTES = 4 << 20  # a hundred thousand processes; each takes some ten times as much when it is read
 _MAX_MESSAGE_BYTES = 1 << 20  # far above any message of these images; a limit for damaged ones
@@ -198,6 +199,33 @@ def cut_pagemap(data: bytes, gone: Iterable[tuple[int, int]], pages_id: int, nam
     return bytes(made)
 
 
+def make_pagemap(runs: Iterable[tuple[int, int]], pages_id: int) -> bytes:
+    """Return a pagemap image of memory that page image `pages_id` has, given start and end of each run."""
+    made = bytearray(_TWO_MAGICS.pack(COMMON_MAGIC, _PAGEMAP_MAGIC))
+    made += _framed(message_class("pagemap_head")(pages_id=pages_id))
+    for start, end in runs:
+        entry = message_class("pagemap_entry")(nr_pages=0, flags=_PE_PRESENT)
+        _set_run(entry, start, (end - start) // PAGE_BYTES)
+        made += _framed(entry)
+    return bytes(made)
+
+
+def complete_pagemap(data: bytes, name: str = "pagemap") -> bytes:
+    """Return a pagemap image whose page image has all pages, those too that were in a parent's.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    head, entries = _open_pagemap(data, name)
+    made = bytearray(_TWO_MAGICS.pack(COMMON_MAGIC, _PAGEMAP_MAGIC) + _framed(head))
+    for entry in entries:
+        if entry.HasField("flags"):
+            entry.flags = entry.flags & ~_PE_PARENT | _PE_PRESENT  # type: ignore[attr-defined]
+        entry.ClearField("in_parent")
+        made += _framed(entry)
+    return bytes(made)
+
+
 def _left(start: int, end: int, gone: deque[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield what is left of a run; entries of `gone` that end before it does are dropped."""
     while gone and gone[0][0] < end:
@@ -299,8 +327,12 @@ def page_images(directory: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(directory) if PAGES_NAME.fullmatch(entry.name))
 
 
-def check_page_images(directory: Path) -> None:
+def check_page_images(directory: Path, elsewhere: Mapping[str, int] = MappingProxyType({})) -> None:
     """Check that each page image is there and as large as its pagemap says: CRIU itself takes a missing one as empty.
+
+    Args:
+        directory: the image set.
+        elsewhere: sizes in bytes of page images, by name, that are in packs, whatever is left of them in the directory.
 
     Raises:
         ImageError: naming the first that is not.
@@ -310,7 +342,7 @@ def check_page_images(directory: Path) -> None:
     for pagemap in pagemaps.values():
         with contextlib.suppress(FileNotFoundError):
             sizes[pagemap.pages_name] = os.stat(directory / pagemap.pages_name, follow_symlinks=True).st_size
-    check_page_sizes(pagemaps, sizes)
+    check_page_sizes(pagemaps, sizes | dict(elsewhere))
 
 
 def check_page_sizes(pagemaps: Mapping[str, Pagemap], sizes: Mapping[str, int]) -> None:

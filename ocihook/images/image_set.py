@@ -30,6 +30,7 @@ from ocihook.packs.packed_manifest import (
     PACK_PREFIX,
     REGION_PACK_PREFIX,
     OtherImage,
+    PackedImage,
     PackedManifest,
     PackedRegion,
     digest_file,
@@ -54,6 +55,7 @@ class MovedRegions(NamedTuple):
     regions: tuple[PackedRegion, ...]
     packs: tuple[PackInfo, ...]
     gpu: Mapping[str, Any]
+    images: tuple[PackedImage, ...] = ()  # page images of which CRIU has written a part, at most; wholly in the packs
 
 
 def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and how
@@ -89,9 +91,11 @@ def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and h
         StoreFull: if there is no space for the packs.
         OcihookError: on anything else that makes packing impossible.
     """
-    check_page_images(directory)  # first: without page images, the packs are the only copy of the memory
+    images = moved.images if moved else ()
+    # First: without page images, the packs are the only copy of the memory.
+    check_page_images(directory, {image.name: image.size_bytes for image in images})
     discard_packs(directory)
-    names = list_packable(directory)
+    names = list_packable(directory, images)
     if not with_images or not any(_size(directory / name) for name in names):
         names = []
     if not names and moved is None:
@@ -111,8 +115,8 @@ def pack_image_set(  # noqa: PLR0913 - what is packed, what is said of it, and h
             writer=f"ocihook {__version__}",
             container=container,
             host=host,
-            packed_images=tuple(packed),
-            other_images=tuple(list_other_images(directory, packed_names=set(names))),
+            packed_images=tuple(packed) + images,
+            other_images=tuple(list_other_images(directory, packed_names={*names, *(image.name for image in images)})),
             packs=tuple(packs) + (moved.packs if moved else ()),
             regions=moved.regions if moved else (),
             gpu=moved.gpu if moved else {},
@@ -144,7 +148,9 @@ def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patien
         OSError: on anything else; likewise.
         GivenUp: if nobody waits for it any more.
     """
-    discard_all(directory)
+    missing = [pack.name for pack in moved.packs if not (directory / pack.name).exists()]
+    if len(missing) == len(moved.packs):
+        discard_all(directory)
 
     def copy(name: str) -> None:
         with (source / name).open("rb") as packed, create_private(directory / name) as copied:
@@ -152,7 +158,7 @@ def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patien
                 pass
 
     try:
-        for outcome in call_each(copy, [pack.name for pack in moved.packs], patience):
+        for outcome in call_each(copy, missing, patience):
             if isinstance(outcome, Exception):
                 raise outcome
     except BaseException as error:
@@ -163,13 +169,18 @@ def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patien
         raise
 
 
-def list_packable(directory: Path) -> list[str]:
+def list_packable(directory: Path, without: Iterable[PackedImage] = ()) -> list[str]:
     """Return the page images of an image set that a pagemap names, without those that CRIU itself has compressed.
+
+    Args:
+        directory: the image set.
+        without: page images that are in packs already.
 
     Raises:
         ImageError: if a pagemap is damaged.
     """
     plain = {pagemap.pages_name for pagemap in read_pagemaps(directory).values() if not pagemap.is_compressed}
+    plain -= {image.name for image in without}
     return [name for name in page_images(directory) if name in plain]
 
 
@@ -353,7 +364,8 @@ def check_regions(directory: Path, regions: Iterable[PackedRegion | StoredRegion
 
 def region_bytes(manifest: PackedManifest) -> int:
     """Return how many bytes of memory went past CRIU, at least: as they are stored, without zero pages."""
-    return sum(pack.size_bytes for pack in manifest.packs if pack.name.startswith(REGION_PACK_PREFIX))
+    names = {segment.pack for region in manifest.regions for segment in region.segments}
+    return sum(pack.size_bytes for pack in manifest.packs if pack.name in names)
 
 
 def is_read_twice(regions: Iterable[PackedRegion | StoredRegion]) -> bool:

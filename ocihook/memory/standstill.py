@@ -101,7 +101,7 @@ class Standstill(Participant):
         if freezer is None:
             return
         if not freezer.is_frozen():
-            if dump.has_gpu or dump.has_connections:
+            if dump.has_gpu or dump.has_connections or dump.reads_memory:
                 journal.add(Frozen(directory=freezer.directory, version=freezer.version))
             return
         journal.add(Paused(directory=freezer.directory, version=freezer.version, is_thawed=dump.needs_tasks))
@@ -110,9 +110,13 @@ class Standstill(Participant):
                 freezer.thaw(dump.patience)
 
     def hold(self, dump: Dump) -> None:
-        """Freeze a container that was frozen, or has threads that must not run; the threads need no other hold then."""
+        """Freeze a container that was frozen, has threads that must not run, or is to be read.
+
+        The threads need no other hold then.
+        """
         paused, freezer = dump.journal.find(Paused), dump.freezer
-        if freezer is not None and (not dump.hold.is_empty or (paused and paused.is_thawed)):
+        must_stop = not dump.hold.is_empty or dump.reads_memory
+        if freezer is not None and (must_stop or (paused and paused.is_thawed)):
             with dump.journal.phase("freeze"):
                 freezer.freeze(dump.patience, meanwhile=dump.hold.release)
             if paused is not None:

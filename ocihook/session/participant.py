@@ -123,10 +123,13 @@ class Dump(Act):
     needs_tasks: bool = False  # tasks must run before CRIU begins
     has_gpu: bool = False
     has_connections: bool = False  # of TCP, which CRIU dumps in several steps
+    reads_memory: bool = False  # most host memory is read before CRIU begins, which leaves it out
     gang_addresses: Collection[str] = ()  # of members of the gang that it is connected with
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
-    moved: MovedRegions | None = None  # memory that is in packs and not in CRIU's images; None: no GPU
+    moved: MovedRegions | None = (
+        None  # memory that is in packs and not in CRIU's images; None: no GPU, and nothing read
+    )
     remark: str = ""  # to be reported, though the dump continues
 
     @property

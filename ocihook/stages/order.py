@@ -2,6 +2,7 @@
 
 from ocihook.gang.participant import Membership
 from ocihook.gpu.participant import Gpu
+from ocihook.memory.clean_pages import MergedPages, ReadPages
 from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
@@ -15,12 +16,14 @@ from ocihook.stages.until_started import UntilStarted
 _ORDER: tuple[type[Participant], ...] = (
     UntilStarted,  # freezes what is restored, and not started yet
     Membership,  # the other containers of the job come to the same moment, or none does
+    ReadPages,  # most host memory is read, once all stand still and CRIU is about to begin
     Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
     Quiesce,  # the application quiesces itself
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
     Network,  # no packet moves any more; sockets move to where the container is restored
     HostMemory,  # and most of the memory in them goes into restored processes past CRIU
+    MergedPages,  # what was read joins what CRIU has written, before all that is packed or stored
     Gpu,  # GPU memory goes into packs, or into the processes' own
     NotedOrigin,  # first once there are images: it is one of those that are packed or stored
 )

@@ -143,7 +143,7 @@ class PageImages(Participant):
         kept = dump.journal.find(KeptMemory)
         record = read_manifest(kept.directory) if kept else None
         if record is not None:
-            dump.moved = MovedRegions(record.regions, record.packs, record.gpu)
+            dump.moved = MovedRegions(record.regions, record.packs, record.gpu, record.packed_images)
         return self._replace(dump)
 
     def _replace(self, dump: Dump) -> str:
@@ -155,7 +155,7 @@ class PageImages(Participant):
             manifest = read_manifest(dump.directory)
             if manifest is not None:
                 return _packed(dump, manifest, begun)
-        elif not (moved and moved.regions):
+        elif not (moved and moved.packs):
             discard_all(dump.directory)
         kept = dump.journal.find(KeptMemory)
         if begun is None and moved and kept and _is_kept(dump):

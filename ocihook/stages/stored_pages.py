@@ -157,8 +157,9 @@ class StoredPages(Participant):
             dump.remark = dump.degrade(error, "The checkpoint goes into the engine's archive")
 
     def prepare(self, dump: Dump) -> None:
-        """Make a place, if GPU memory goes there before CRIU begins."""
-        if dump.policy.mode == "store" and dump.policy.gpu_memory == "packs" and dump.has_gpu:
+        """Make a place, if memory goes there before CRIU begins."""
+        moves_gpu = dump.policy.gpu_memory == "packs" and dump.has_gpu
+        if dump.policy.mode == "store" and (moves_gpu or dump.reads_memory):
             staging = begin(dump.journal, dump.container, Path(dump.image_dir), dump.directory, dump.store)
             dump.staged_at = dump.memory = staging.place.pending
             (dump.directory / STAGED_NAME).touch(mode=0o600)
@@ -180,7 +181,7 @@ class StoredPages(Participant):
                 phase["bytes"] = self._stage(dump, effect)
         except (OcihookError, OSError) as error:
             dump.patience.check()
-            is_half = dump.moved is not None and bool(dump.moved.regions)
+            is_half = dump.moved is not None and bool(dump.moved.packs)
             if is_half or dump.policy.on_pack_error == "fail":  # the archive would have only half of the memory
                 raise
             effect = dump.journal.find(Staging)
@@ -197,17 +198,18 @@ class StoredPages(Participant):
         )
 
     def _stage(self, dump: Dump, effect: Staging | None) -> int:
-        check_page_images(dump.directory)
+        in_packs = dump.moved.images if dump.moved else ()
+        check_page_images(dump.directory, {image.name: image.size_bytes for image in in_packs})
         discard_packs(dump.directory)
-        names = list_packable(dump.directory)
+        names = list_packable(dump.directory, in_packs)
         with_belongings = is_stopped(dump)
         if not names and dump.moved is None and not with_belongings:
             return 0
         effect = effect or begin(dump.journal, dump.container, Path(dump.image_dir), dump.directory, dump.store)
-        effect.names = names
+        effect.names = [*names, *(image.name for image in in_packs)]
         dump.journal.save()
         if with_belongings:
-            save_belongings(dump, effect.place.pending, names)
+            save_belongings(dump, effect.place.pending, effect.names)
         call = dump.call()
         job = stage(
             effect.place,

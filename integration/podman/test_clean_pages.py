@@ -1,0 +1,151 @@
+"""Memory read past CRIU, with a real podman: whatever goes wrong, the container runs on with all that it had."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.journals import last_session
+from integration.namespace import wait_for
+from integration.podman.conftest import MakePodman
+from integration.podman.engine import Podman, assert_packed, image_names
+from integration.podman.test_faults import (
+    end_agent,
+    end_dying_agent,
+    kill_at_any_step,
+    start_agent,
+    start_dying_agent,
+)
+from integration.podman.test_gpu_faults import assert_nothing_is_left, start_killing_agent
+from integration.soft_dirty import track_memory
+from ocihook.criu.parent_images import LINK_NAME, PARENT_NAME
+
+MIB = 72  # of each of three mappings
+READ = 5 * MIB  # at least: by the first process all three, and one by each child
+FAULTY_AGENT = Path(__file__).parents[1] / "faulty_agent.py"
+# What the engine says of a dump that fails; "": CRIU writes all memory by itself, and the dump succeeds.
+FAULTS = {
+    "forgetful": "does not have all that is unchanged since",
+    "missing": "the earlier dump that CRIU compares memory with is gone",
+    "damaged": "Magic doesn't match for inventory.img",
+    "refused": "",
+    "full": "",
+}
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The static program that containers run here."""
+    binary = tmp_path_factory.mktemp("mappings") / "workload"
+    source = Path(__file__).parents[1] / "mappings.c"
+    subprocess.run(["gcc", "-O2", "-static", "-s", "-pthread", "-o", binary, source], check=True, timeout=120)
+    return binary
+
+
+@pytest.fixture
+def patient_podman(podman: Podman) -> Iterator[Podman]:
+    """One whose CRIU tracks memory."""
+    track_memory(podman)
+    yield podman
+    end_agent(podman)  # conmon would wait for one that a hook has started
+
+
+def read_bytes(podman: Podman) -> int:
+    """Return how much of the last dump was read past CRIU."""
+    dump = last_session(podman.namespace, "pre-dump")
+    assert dump["effects"] == []
+    return sum(phase["bytes"] for phase in dump["phases"] if phase["name"] == "merge")
+
+
+def start(podman: Podman, memory: int | str = MIB, **annotations: str) -> None:
+    """Run a workload until its children have answered."""
+    podman.start("c", memory, **annotations)
+    wait_for("the children to have answered", lambda: podman.count("c")[0] > 4)
+
+
+def assert_runs_on(podman: Podman, before: tuple[int, str]) -> None:
+    """Check that the container runs on with all its memory, and that nothing is left."""
+    assert_nothing_is_left(podman)
+    podman.assert_goes_on("c", before)
+    (images,) = podman.scratch.glob("podman/**/userdata")
+    left = {path.name for path in images.rglob("*")}
+    assert not {name for name in left if name in (LINK_NAME, PARENT_NAME)}
+
+
+@pytest.mark.parametrize(("runtime", "mode"), [("runc", "inline"), ("crun", "store")])
+def test_memory_of_every_kind(make_podman: MakePodman, runtime: str, mode: str) -> None:
+    """Each stage is called twice, as this CRIU calls them; what was read is a page image like any other."""
+    podman = make_podman(runtime)
+    podman.install()
+    podman.configure(f'[agent]\nidle_timeout_s = 2\nworkers = 4\nstore_dir = "{podman.scratch}/store"\n')
+    track_memory(podman)
+    archive = podman.scratch / "c.tar"
+    start(podman, f"{MIB}+5", mode=mode)
+    before = podman.count("c")
+    podman.checkpoint("c", archive, "--leave-running")
+    assert_runs_on(podman, before)
+    podman.checkpoint("c", archive)
+    before = podman.count("c")
+    assert before[1] != "torn"
+    assert READ << 20 < read_bytes(podman) < (READ + 24) << 20
+    if mode == "inline":
+        assert_packed(archive)
+        assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
+    assert not {name.split("/")[0] for name in image_names(archive)} & {LINK_NAME, PARENT_NAME}
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+
+
+def test_what_goes_wrong_costs_a_checkpoint_at_most(patient_podman: Podman) -> None:
+    podman = patient_podman
+    archive = podman.scratch / "c.tar"
+    start(podman)
+    before = podman.count("c")
+    for fault, message in FAULTS.items():
+        start_agent(podman, FAULTY_AGENT, fault)
+        output = podman.checkpoint("c", archive, "--leave-running", check=not message)
+        end_agent(podman)
+        assert message in output
+        if not message:
+            assert read_bytes(podman) == 0
+            assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
+        assert_runs_on(podman, before)
+    podman.checkpoint("c", archive)
+    before = podman.count("c")
+    assert read_bytes(podman) > READ << 20
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+
+
+def test_killed_criu_and_agents_killed_at_any_step(patient_podman: Podman) -> None:
+    podman = patient_podman
+    archive = podman.scratch / "c.tar"
+    start(podman)
+    before = podman.count("c")
+    for stage in ("pre-dump", "post-dump"):
+        podman.namespace.path("/run/ocihook/killed").unlink(missing_ok=True)
+        start_killing_agent(podman, stage)
+        podman.checkpoint("c", archive, check=False)
+        assert podman.namespace.path("/run/ocihook/killed").exists()
+        end_agent(podman)
+        assert_runs_on(podman, before)
+
+    def dump(last: int, _last_of_restore: int) -> tuple[list[str], list[str]]:
+        end_agent(podman)
+        start_dying_agent(podman, last)
+        podman.checkpoint("c", archive, "--leave-running")
+        steps = end_dying_agent(podman)
+        assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
+        assert read_bytes(podman) > READ << 20
+        assert_runs_on(podman, before)
+        return steps, []
+
+    kill_at_any_step(dump, rounds=4)
+    podman.checkpoint("c", archive)
+    before = podman.count("c")
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)

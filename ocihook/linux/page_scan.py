@@ -1,0 +1,94 @@
+"""Which pages of a process's own memory are there: the ones that CRIU dumps.
+
+By the ioctl PAGEMAP_SCAN of /proc/PID/pagemap (since Linux 6.7: Documentation/admin-guide/mm/pagemap.rst), with the
+mask that CRIU itself uses (criu/pagemap-cache.c): present or swapped, neither a zero page nor a file's.
+"""
+
+import ctypes
+import fcntl
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ocihook.linux.memory import Mapping, Span, read_mappings
+
+_PAGEMAP_SCAN = 0xC0606610
+_FILE, _PRESENT, _SWAPPED, _ZERO = 1 << 2, 1 << 3, 1 << 4, 1 << 5  # include/uapi/linux/fs.h: PAGE_IS_...
+_ARGUMENT = struct.Struct("<12Q")  # struct pm_scan_arg
+_WALK_END = struct.Struct("<32xQ")  # of that, where it has come to
+_RUN_NUMBERS = 3  # struct page_region: start, end, categories
+_RUNS_AT_ONCE = 4096
+# What the kernel brings by itself; whatever a process has of huge pages of hugetlbfs or of devices is up to CRIU.
+_NOT_MEMORY = ("[vvar", "[vsyscall]", "/anon_hugepage", "/dev/")
+_VDSO = "[vdso]"  # CRIU dumps it whole
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return how much private memory without a file a process has, swapped or not; 0 if it is gone."""
+    size = 0
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("RssAnon:", "VmSwap:")):
+                size += int(line.split()[1]) << 10
+    except OSError:
+        return 0
+    return size
+
+
+def scan_private(pid: int) -> list[Span]:
+    """Return the runs of pages that CRIU dumps of a process's private readable memory, in order; it must stand still.
+
+    Raises:
+        OSError: if it is gone, or the kernel has no PAGEMAP_SCAN.
+    """
+    fd = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return list(_joined(run for mapping in read_mappings(pid) for run in _scan(fd, mapping)))
+    finally:
+        os.close(fd)
+
+
+def _scan(fd: int, mapping: Mapping) -> Iterable[Span]:
+    if mapping.mode[0] != "r" or mapping.mode[3] != "p" or mapping.name.startswith(_NOT_MEMORY):
+        return ()
+    return [mapping.span] if mapping.name == _VDSO else _runs(fd, mapping.span)
+
+
+def _runs(fd: int, span: Span) -> Iterator[Span]:
+    found = (ctypes.c_uint64 * (_RUN_NUMBERS * _RUNS_AT_ONCE))()
+    at = span.start
+    while at < span.end:
+        argument = bytearray(
+            _ARGUMENT.pack(
+                _ARGUMENT.size,
+                0,  # flags
+                at,
+                span.end,
+                0,  # walk_end: set by the kernel
+                ctypes.addressof(found),
+                _RUNS_AT_ONCE,
+                0,  # max_pages: any number
+                _ZERO | _FILE,  # category_inverted
+                _ZERO | _FILE,  # category_mask
+                _PRESENT | _SWAPPED,  # category_anyof_mask
+                _PRESENT | _SWAPPED,  # return_mask
+            )
+        )
+        count = fcntl.ioctl(fd, _PAGEMAP_SCAN, argument)
+        for number in range(0, _RUN_NUMBERS * count, _RUN_NUMBERS):
+            yield Span(found[number], found[number + 1])
+        at = _WALK_END.unpack_from(argument)[0]
+
+
+def _joined(runs: Iterable[Span]) -> Iterator[Span]:
+    last = Span(0, 0)
+    for run in runs:
+        if last.end == run.start:
+            last = Span(last.start, run.end)
+            continue
+        if last.size_bytes:
+            yield last
+        last = run
+    if last.size_bytes:
+        yield last

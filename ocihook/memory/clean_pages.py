@@ -1,0 +1,306 @@
+"""Host memory in a dump: read past CRIU on all cores while everything stands still; no process loses a page.
+
+CRIU, told to track memory, writes no page that is clean since an earlier dump. So all private memory is read and marked
+as clean, and an earlier dump is made up that has it (criu/parent_images.py). What CRIU writes beside it, and what it
+leaves out, become one page image (images/merging.py). Where anything goes wrong before CRIU begins, it dumps all by
+itself.
+
+Which memory is clean the kernel knows by its soft-dirty bits: Documentation/admin-guide/mm/soft-dirty.rst.
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from ocihook import __version__
+from ocihook.criu.files import options_for
+from ocihook.criu.images import make_pagemap
+from ocihook.criu.parent_images import NO_PARENT, PAGES_ID, link_target, make_parent, remove_parent
+from ocihook.errors import IntegrityError, OcihookError, StoreFull, plain
+from ocihook.images.image_set import MovedRegions, discard_packs, discard_regions
+from ocihook.images.merging import READ_PREFIX, Merged, complete_pagemaps, merge_images, pages_name_of
+from ocihook.linux import soft_dirty
+from ocihook.linux.files import identity, same_directory
+from ocihook.linux.memory import ProcessMemory, Span
+from ocihook.linux.page_scan import anonymous_bytes, scan_private
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process, descendants, pid_below
+from ocihook.packs.packed_manifest import PackedImage, PackedManifest, read_manifest, write_manifest
+from ocihook.packs.packing import pack
+from ocihook.packs.pages import Parts, Source
+from ocihook.session.effect import Effect, Facts
+from ocihook.session.journal import Journal
+from ocihook.session.participant import Dump, Participant
+from ocihook.session.timing import opener
+
+LEAST_PROCESS_BYTES = 64 << 20  # of private memory; of a process with less, CRIU is as fast
+# A longer run is packed for itself, so that what CRIU writes of the short ones beside it leaves it where it is.
+_LONG_RUN_BYTES = 1 << 20
+_CLEAR_SOFT_DIRTY = "4"  # proc_pid_clear_refs(5)
+_MERGED_NAME = "merged"  # directory, in that with the record, with the manifest of what was joined
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackFacts(Facts):
+    """How CRIU was called."""
+
+    tracks_memory: bool = False  # and nobody but us makes it a parent
+
+
+@dataclass(kw_only=True)
+class PagesRead(Effect, kind="pages-read"):
+    """Memory was read into packs, and an earlier dump made up that CRIU compares with."""
+
+    holds_container: ClassVar[bool] = False
+    directory: Path  # the image directory
+    identity: list[int]
+    place: Path  # of the packs
+    place_identity: list[int]
+    record: Path  # directory with what was read
+
+    def undo(self, _journal: Journal, _patience: Patience) -> None:
+        """Remove the made-up dump; and the packs, if they did not become a checkpoint."""
+        images = same_directory(self.directory, self.identity)
+        if images:
+            remove_parent(images)
+        place = same_directory(self.place, self.place_identity)
+        if place:
+            discard_regions(place)
+        shutil.rmtree(self.record, ignore_errors=True)
+
+
+class _Read(NamedTuple):
+    """A process whose memory is read."""
+
+    process: Process
+    pid: int  # CRIU's number
+    runs: list[Span]
+
+
+class ReadPages(Participant):
+    """Reads memory once all stands still, just before CRIU begins."""
+
+    def needs_tasks(self, dump: Dump) -> bool:
+        """Find out whether CRIU tracks memory, and any process has enough of it; tasks need not run for that."""
+        dump.reads_memory = can_read(dump)
+        return False
+
+    def hold(self, dump: Dump) -> None:
+        """Read it; or leave it to CRIU if that is not possible."""
+        if not dump.reads_memory:
+            return
+        effect = PagesRead(
+            directory=Path(dump.image_dir),
+            identity=identity(dump.directory),
+            place=dump.place_name,
+            place_identity=identity(dump.place),
+            record=dump.journal.path.with_suffix(".read"),
+        )
+        dump.journal.add(effect)
+        remove_parent(dump.directory)
+        try:
+            _read(dump, effect)
+        except (OcihookError, OSError) as error:
+            remove_parent(dump.directory)
+            discard_read(dump.place)
+            shutil.rmtree(effect.record, ignore_errors=True)
+            dump.journal.forget(effect)
+            dump.patience.check()
+            log.warning("container %s: all memory goes through CRIU: %s", dump.container, plain(error))
+
+
+class MergedPages(Participant):
+    """Joins what was read with what CRIU has written."""
+
+    def after_images(self, dump: Dump) -> str:
+        """Join it; refuse the dump if CRIU has left out anything that was not read."""
+        effect = dump.journal.find(PagesRead)
+        if effect is None:
+            return ""
+        with dump.journal.phase("merge") as phase:
+            merged = _merge(dump, effect)
+            complete_pagemaps(dump.directory)
+            remove_parent(dump.directory)
+            phase["bytes"] = sum(image.size_bytes for image in merged.images)
+        if not merged.images:  # CRIU took each process for another one than was read
+            discard_read(_place(dump, effect))
+            return ""
+        moved = dump.moved or MovedRegions((), (), {})
+        dump.moved = moved._replace(packs=moved.packs + merged.packs, images=merged.images)
+        return f"{phase['bytes']} bytes of host memory were read past CRIU"
+
+
+def can_read(dump: Dump) -> bool:
+    """Return whether memory is to be read past CRIU: it tracks memory, the kernel too, and there is enough of it."""
+    policy = dump.policy
+    return (
+        policy.mode != "off"
+        and policy.host_memory == "direct"
+        and _is_tracked(dump)
+        and soft_dirty.works()
+        and dump.freezer is not None
+        and any(anonymous_bytes(pid) >= LEAST_PROCESS_BYTES for pid in descendants(dump.init_pid))
+    )
+
+
+def _is_tracked(dump: Dump) -> bool:
+    """Return whether CRIU tracks memory, and nobody but us makes it an earlier dump to compare with."""
+    call, journal = dump.call(), dump.journal
+    if not journal.facts(TrackFacts).tracks_memory:  # else it was found before the agent was killed
+        options = options_for(dump.container.runtime, call.criu_config, call.criu_asked)
+        # The launcher has removed a link that leads to no earlier dump.
+        is_free = link_target(dump.directory) in ("", NO_PARENT)
+        if not (is_free and options.has("track-mem") and options.has("prev-images-dir")):
+            return False
+        journal.note(TrackFacts(tracks_memory=True))
+    return True
+
+
+def discard_read(place: Path) -> None:
+    """Remove packs of what was read that are not used."""
+    for path in place.glob(f"{READ_PREFIX}[0-9]*.pack"):
+        path.unlink(missing_ok=True)
+
+
+def _read(dump: Dump, effect: PagesRead) -> None:
+    journal, place = dump.journal, dump.place
+    if dump.freezer is None or not dump.freezer.is_frozen():
+        raise OcihookError("its tasks are not frozen")
+    _discard_earlier(place)
+    found = [one for pid in descendants(dump.init_pid) if (one := _find(dump, pid))]
+    size = sum(run.size_bytes for one in found for run in one.runs)
+    space = os.statvfs(place)
+    if size > space.f_bavail * space.f_frsize:
+        raise StoreFull(f"its {size} bytes of memory do not fit into {dump.place_name}")
+    with journal.phase("memory read") as phase, journal.spans(phase) as spans:
+        phase["bytes"] = size
+        sources = [(one, source) for one in found for source in _sources(one, partial(opener, spans))]
+        rows, packs = pack(
+            [source for _, source in sources],
+            place,
+            prefix=READ_PREFIX,
+            workers=dump.call().workers,
+            durable=not dump.call().leave_running,
+            patience=dump.patience,
+            progress=dump.progress,
+        )
+    with journal.phase("mark clean"):
+        for one in found:
+            if not one.process.is_alive():
+                raise OcihookError(f"process {one.process.pid} ended while its memory was read")
+            Path(f"/proc/{one.process.pid}/clear_refs").write_text(_CLEAR_SOFT_DIRTY)
+    images = []
+    for one in found:
+        segments = tuple(s for (other, _), row in zip(sources, rows, strict=True) if other is one for s in row)
+        images.append(PackedImage(pages_name_of(one.pid), sum(run.size_bytes for run in one.runs), segments))
+    pagemaps = {one.pid: make_pagemap(one.runs, PAGES_ID) for one in found}
+    effect.record.mkdir(mode=0o700)
+    for pid, pagemap in pagemaps.items():
+        (effect.record / str(pid)).write_bytes(pagemap)
+    write_manifest(effect.record, _manifest(dump, Merged(tuple(images), tuple(packs))), durable=False)
+    make_parent(dump.directory, pagemaps)
+
+
+def _discard_earlier(place: Path) -> None:
+    """Remove what an earlier dump into the same directory has left, but nothing that this one has moved there."""
+    if read_manifest(place) is not None:
+        discard_packs(place)
+        discard_regions(place)
+    discard_read(place)
+
+
+def _find(dump: Dump, pid: int) -> _Read | None:
+    process = Process.find(pid)
+    if process is None or anonymous_bytes(pid) < LEAST_PROCESS_BYTES:
+        return None
+    number = pid_below(dump.init_pid, pid).split("/")[0]
+    return _Read(process, int(number), scan_private(pid)) if number.isdigit() else None
+
+
+class _RunPages:
+    """Reads runs of a process's memory as if they lay one after the other."""
+
+    def __init__(self, memory: ProcessMemory, parts: Parts) -> None:
+        self._memory, self._parts = memory, parts
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view`; return how many bytes there were."""
+        done = 0
+        for start, size, address in self._parts.within(offset, offset + len(view)):
+            got = self._memory.read_into(view[start - offset : start - offset + size], address)
+            done += got
+            if got < size:
+                break
+        return done
+
+    def close(self) -> None:
+        """Close the memory."""
+        self._memory.close()
+
+
+def _sources(one: _Read, opener_of: Callable[[Process], Callable[[], ProcessMemory]]) -> Iterator[Source]:
+    for is_long, runs in groupby(one.runs, lambda run: run.size_bytes >= _LONG_RUN_BYTES):
+        for group in ([run] for run in runs) if is_long else (list(runs),):
+            parts = Parts(_one_after_the_other(group))
+            yield Source(partial(_open, opener_of(one.process), parts), 0, parts.size_bytes)
+
+
+def _open(opened: Callable[[], ProcessMemory], parts: Parts) -> _RunPages:
+    return _RunPages(opened(), parts)
+
+
+def _one_after_the_other(runs: Iterable[Span]) -> Iterator[tuple[int, int, int]]:
+    at = 0
+    for run in runs:
+        yield at, run.size_bytes, run.start
+        at += run.size_bytes
+
+
+def _merge(dump: Dump, effect: PagesRead) -> Merged:
+    """Join what is to be joined, or find what was joined before the agent was killed."""
+    done = effect.record / _MERGED_NAME
+    known = read_manifest(done) if done.exists() else None
+    if known is not None:
+        return Merged(known.packed_images, known.packs)
+    read = read_manifest(effect.record)
+    if read is None:
+        raise IntegrityError(f"{effect.record}, the record of what memory was read, is gone")
+    pagemaps = {int(path.name): path.read_bytes() for path in effect.record.iterdir() if path.name.isdigit()}
+    merged = merge_images(
+        dump.directory,
+        _place(dump, effect),
+        read,
+        pagemaps,
+        workers=dump.call().workers,
+        durable=not dump.call().leave_running,
+        patience=dump.patience,
+        progress=dump.progress,
+    )
+    done.mkdir(mode=0o700, exist_ok=True)
+    write_manifest(done, _manifest(dump, merged), durable=False)
+    return merged
+
+
+def _place(dump: Dump, effect: PagesRead) -> Path:
+    return dump.directory if identity(dump.directory) == effect.place_identity else effect.place
+
+
+def _manifest(dump: Dump, merged: Merged) -> PackedManifest:
+    return PackedManifest(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        writer=f"ocihook {__version__}",
+        container=dump.container,
+        host={},
+        packed_images=merged.images,
+        other_images=(),
+        packs=merged.packs,
+    )
