@@ -159,7 +159,8 @@ def _is_tracked(dump: Dump) -> bool:
         options = options_for(dump.container.runtime, call.criu_config, call.criu_asked)
         # The launcher has removed a link that leads to no earlier dump.
         is_free = link_target(dump.directory) in ("", NO_PARENT)
-        if not (is_free and options.has("track-mem") and options.has("prev-images-dir")):
+        is_told = options.has("track-mem") and options.has("prev-images-dir")
+        if not (is_free and (is_told or options.has("parent-path"))):  # the latter as the runtime handler has it
             return False
         journal.note(TrackFacts(tracks_memory=True))
     return True
