@@ -5,7 +5,6 @@ it has all that a root of virtiofs needs. `integration/node-setup vm DIR` gets i
 """
 
 import contextlib
-import os
 import shlex
 import socket
 import subprocess
@@ -37,7 +36,7 @@ class Machine:
         self._number = 0
         self._running: list[subprocess.Popen[bytes]] = []
         (kernel,) = (kernel_root / "boot").glob("vmlinuz-*")
-        shares = {"root": (Path("/"), "--readonly"), "share": (self._share,)}
+        shares = {"root": (Path("/"), "--readonly", "--no-announce-submounts"), "share": (self._share,)}
         words: list[str | Path] = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max"]
         words += ["-m", _MEMORY, "-smp", "2", "-display", "none", "-nodefaults", "-no-reboot", "-kernel", kernel]
         words += ["-object", f"memory-backend-memfd,id=mem,size={_MEMORY},share=on", "-numa", "node,memdev=mem"]
@@ -45,7 +44,12 @@ class Machine:
             at = directory / f"{name}.sock"
             self._start(_VIRTIOFSD, "--socket-path", at, "--shared-dir", path, "--sandbox", "none", *options)
             wait_for(f"virtiofsd of {name}", at.exists)
-            words += ["-chardev", f"socket,id={name},path={at}", "-device", f"vhost-user-fs-pci,chardev={name},tag={name}"]
+            words += [
+                "-chardev",
+                f"socket,id={name},path={at}",
+                "-device",
+                f"vhost-user-fs-pci,chardev={name},tag={name}",
+            ]
         line = directory / "line.sock"
         words += ["-serial", f"file:{directory / 'console'}", "-serial", f"unix:{line},server=on,wait=off"]
         options = ["console=ttyS0", "panic=-1", "root=root", "rootfstype=virtiofs", "ro", f"init={_INIT}"]
@@ -92,8 +96,9 @@ class Machine:
 
     def put(self, name: str, content: bytes) -> str:
         """Put a file into its share; return its path in it."""
-        (self._share / name).write_bytes(content)
-        os.chmod(self._share / name, 0o755)
+        path = self._share / name
+        path.write_bytes(content)
+        path.chmod(0o755)
         return f"/run/share/{name}"
 
     def close(self) -> None:
