@@ -61,7 +61,8 @@ lint: .venv/.ready
 unit: .venv/.ready
 	$(BIN)/pytest -n auto tests
 
-# Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has, and `vm`.
+# Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has,
+# and `make vm`.
 integration: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup documents

@@ -52,8 +52,8 @@ class Machine:
             ]
         line = directory / "line.sock"
         words += ["-serial", f"file:{directory / 'console'}", "-serial", f"unix:{line},server=on,wait=off"]
-        options = ["console=ttyS0", "panic=-1", "root=root", "rootfstype=virtiofs", "ro", f"init={_INIT}"]
-        words += ["-append", " ".join([*options, f"ocihook.modules={kernel_root}"])]
+        kernel_options = ["console=ttyS0", "panic=-1", "root=root", "rootfstype=virtiofs", "ro", f"init={_INIT}"]
+        words += ["-append", " ".join([*kernel_options, f"ocihook.modules={kernel_root}"])]
         self._start(*words)
         wait_for("qemu", line.exists)
         self._line = socket.socket(socket.AF_UNIX)
@@ -64,7 +64,7 @@ class Machine:
 
     def _start(self, *words: str | Path) -> None:
         with (self._directory / "programs.log").open("ab") as log:
-            command = ["setpriv", "--pdeathsig", "KILL", *words]
+            command: list[str | Path] = ["setpriv", "--pdeathsig", "KILL", *words]
             self._running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
     def _answer(self, what: str) -> str:

@@ -49,6 +49,11 @@ def counts(machine: Machine, name: str) -> list[tuple[int, str]]:
     return [(int(count), total) for count, total in re.findall(r"^count (\d+) checksum (\w+)", text, re.MULTILINE)]
 
 
+def test_this_kernel_marks_what_is_written(machine: Machine) -> None:
+    code = "from ocihook.linux import soft_dirty; print(soft_dirty.works())"
+    assert machine.run(f"{sys.executable} -c '{code}'").strip() == "True"
+
+
 def test_memory_is_tracked_dumped_and_restored_within_its_limit(
     machine: Machine, workload: Path, tmp_path: Path
 ) -> None:
@@ -56,12 +61,14 @@ def test_memory_is_tracked_dumped_and_restored_within_its_limit(
     config = machine.put("config.json", config_of(tmp_path, LIMIT))
     machine.run(f"{OCIHOOK} install --track-memory; grep -x track-mem /etc/criu/runc.conf")
     machine.run(f"mkdir -p /tmp/b/rootfs/proc; cp {program} /tmp/b/rootfs/workload; cp {config} /tmp/b/config.json")
+    machine.run(
+        f"({OCIHOOK} agent >/run/ocihook-agent.log 2>&1 &); until [ -S /run/ocihook/agent.sock ]; do sleep 0.2; done"
+    )
     machine.run("cd /tmp/b; (runc run --detach job </dev/null 2>&1 | cat >/tmp/first) &")
     wait_for("the workload to count", lambda: len(counts(machine, "first")) > 2)
-    try:
-        machine.run("runc checkpoint --image-path /tmp/images --work-path /tmp/work job")
-    finally:
-        said = machine.run("tail -n 30 /tmp/work/dump.log; cat /run/ocihook/agent.log", check=False)
+    done = machine.run("runc checkpoint --image-path /tmp/images --work-path /tmp/work job && echo done", check=False)
+    said = machine.run("tail -n 30 /tmp/work/dump.log; cat /run/ocihook-agent.log", check=False)
+    assert "done" in done.split(), said
     before = counts(machine, "first")[-1]
     [record] = [
         json.loads(line)
