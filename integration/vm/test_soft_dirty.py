@@ -70,11 +70,9 @@ def test_memory_is_tracked_dumped_and_restored_within_its_limit(
     said = machine.run("tail -n 30 /tmp/work/dump.log; cat /run/ocihook-agent.log", check=False)
     assert "done" in done.split(), said
     before = counts(machine, "first")[-1]
-    [record] = [
-        json.loads(line)
-        for line in machine.run("for f in /var/lib/ocihook/history/*.json; do cat $f; echo; done").splitlines()
-        if line
-    ]
+    history = "/var/lib/ocihook/history/*.json"
+    wait_for("the session to be over", lambda: bool(machine.run(f"cat {history}", check=False).startswith("{")))
+    record = json.loads(machine.run(f"cat {history}"))
     read = sum(phase["bytes"] for phase in record["phases"] if phase["name"] == "merge")
     assert read >= MIB << 20, said
     assert "parent" not in machine.run("ls /tmp/images").split()
