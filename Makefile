@@ -1,11 +1,12 @@
 # Two commands matter: `make demo` shows it working, `make test` proves it. Both install what they need (Debian 12, root).
-.PHONY: demo test lint unit fuzz integration bench proto docs deb rpm image requirements clean
+.PHONY: demo test lint unit fuzz integration vm bench proto docs deb rpm image requirements clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 FORKY_ROOT ?= /var/cache/ocihook/forky
 IMAGE_PREFIX ?= /opt/ocihook
 PACKAGE_ROOTS ?= /var/cache/ocihook/packages
+VM_ROOT ?= /var/cache/ocihook/vm
 export OCIHOOK_FORKY_ROOT := $(FORKY_ROOT)
 export OCIHOOK_PACKAGE_ROOTS := $(PACKAGE_ROOTS)
 
@@ -60,14 +61,20 @@ lint: .venv/.ready
 unit: .venv/.ready
 	$(BIN)/pytest -n auto tests
 
-# Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has.
-# loadgroup gives a worker one test at a time: some take two minutes.
+# Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has,
+# and `make vm`. loadgroup gives a worker one test at a time: some take two minutes.
 integration: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup documents
 	integration/node-setup forky $(FORKY_ROOT)
 	integration/node-setup packages $(PACKAGE_ROOTS)
 	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest -n 2 --dist loadgroup integration
+
+# A kernel with soft-dirty bits, emulated (x86-64, a few minutes): nightly.
+vm: .venv/.ready
+	integration/node-setup trixie
+	integration/node-setup vm $(VM_ROOT)
+	OCIHOOK_VM_ROOT=$(VM_ROOT) $(BIN)/pytest integration/vm
 
 fuzz: .venv/.ready
 	$(BIN)/python tests/fuzz/fuzz_readers.py --seconds 30

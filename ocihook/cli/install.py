@@ -16,10 +16,13 @@ from ocihook.node.install import (
     Change,
     apply_change,
     apply_install,
+    apply_refresh,
     apply_uninstall,
+    check_tracking,
     default_libexec,
     other_action_scripts,
     plan_install,
+    plan_refresh,
     plan_uninstall,
 )
 
@@ -40,9 +43,26 @@ _dry_run = click.option("--dry-run", is_flag=True, help="Show what would change,
 @_root
 @_libexec
 @click.option("--runtime", "with_handler", is_flag=True, help="Put the runtime handler before runc and crun, too.")
+@click.option(
+    "--track-memory",
+    is_flag=True,
+    help="Have CRIU track memory, so that large processes are dumped past it, in parallel.",
+)
+@click.option(
+    "--refresh", is_flag=True, help="Bring what is installed in order; install nothing where nothing is installed."
+)
 @_dry_run
 @json_option
-def install(*, root: Path, libexec: Path, with_handler: bool, dry_run: bool, as_json: bool) -> None:
+def install(
+    *,
+    root: Path,
+    libexec: Path,
+    with_handler: bool,
+    track_memory: bool,
+    refresh: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Have CRIU call ocihook at every checkpoint and restore on this node.
 
     Writes a marked block into the CRIU configuration files that this node's runtimes read; every other line stays
@@ -50,9 +70,21 @@ def install(*, root: Path, libexec: Path, with_handler: bool, dry_run: bool, as_
 
     With --runtime, engines get a handler `ocihook` by a drop-in each: its containers are checkpointed when they are
     stopped, and resume where they were when they are created again, as their annotations ask for it.
+
+    With --track-memory, the block has CRIU track which memory is written to, in every dump of this node. The kernel
+    must be able to (soft-dirty bits), or CRIU would refuse every dump and restore: it is tested now, and at each boot
+    before the engines start; where the test fails the lines go again. So they do when it is installed without this
+    option. Containers of the runtime handler need none of this.
     """
+    if refresh and (with_handler or track_memory):
+        raise click.UsageError("--refresh keeps what is installed: neither --runtime nor --track-memory goes with it")
     root = root.resolve()
-    changes = plan_install(root, libexec)
+    if refresh:
+        _refresh(root, libexec, dry_run=dry_run, as_json=as_json)
+        return
+    if track_memory:
+        check_tracking(root)
+    changes = plan_install(root, libexec, track_memory=track_memory)
     handler = handlers.plan_handlers(root, libexec) if with_handler else []
     if not dry_run:
         _check_root(root)
@@ -65,6 +97,14 @@ def install(*, root: Path, libexec: Path, with_handler: bool, dry_run: bool, as_
         click.echo(f"note: {path} also names {script}: it stays, and runs too", err=True)
     for note in handlers.notes(root) if with_handler and not dry_run else ():
         click.echo(f"note: {note}", err=True)
+
+
+def _refresh(root: Path, libexec: Path, *, dry_run: bool, as_json: bool) -> None:
+    changes = plan_refresh(root, libexec)
+    if not dry_run:
+        _check_root(root)
+        apply_refresh(changes, root)
+    _report(changes, dry_run=dry_run, as_json=as_json, nothing="What is installed is in order; nothing to change.")
 
 
 @click.command()

@@ -30,6 +30,7 @@ from ocihook.criu.conf import (
 from ocihook.criu.plugin import is_to_stay_out
 from ocihook.criu.version import crun_reads_its_conf, find_program, find_program_in, locks_by_nftables
 from ocihook.errors import UnsupportedError
+from ocihook.linux import soft_dirty
 from ocihook.linux.files import replace_file
 from ocihook.node import distribution
 from ocihook.node.drain import wait_until_unused
@@ -45,15 +46,19 @@ _KEPT_CONNECTIONS = {
     "crun.conf": ("tcp-established", "skip-in-flight"),
     "default.conf": ("skip-in-flight",),
 }
+# With these CRIU leaves out pages that are clean since an earlier dump. There is none in /; but any other directory
+# would have to exist at every dump and restore. ocihook makes one up where it reads the memory itself.
+TRACKING = ("track-mem", "prev-images-dir /")
 UNIT_DIR = Path("/etc/systemd/system")
 # What is enabled, with the target that wants it: the agent listens, prunes once a day, and looks after a boot for
-# what the one before left.
+# what the one before left. Before the engines start, what a new kernel cannot do is taken out of the configuration.
 SOCKET = "ocihook.socket"
 LISTEN = f"systemctl enable --now {SOCKET}"
 WANTED_BY = {
     SOCKET: "sockets.target",
     "ocihook-prune.timer": "timers.target",
     "ocihook.service": "multi-user.target",
+    "ocihook-kernel.service": "multi-user.target",
 }
 PACKAGE_LIBEXEC = distribution.PACKAGE_PREFIX / distribution.LIBEXEC_BELOW_PREFIX
 DRAIN_S = 900.0  # as long as systemd gives sessions to finish, too
@@ -93,8 +98,13 @@ def default_libexec() -> Path:
     return PACKAGE_LIBEXEC if distribution.is_packaged() else LIBEXEC
 
 
-def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
+def plan_install(root: Path, libexec: Path = LIBEXEC, *, track_memory: bool = False) -> list[Change]:
     """Return what is to be changed below `root`, in the order in which it must be.
+
+    Args:
+        root: of the node, or of a tree.
+        libexec: where the launcher goes.
+        track_memory: CRIU is to track memory in every dump; without, it is told to no longer.
 
     Raises:
         ConfigError: if a block of ours in CRIU's configuration is damaged.
@@ -103,7 +113,7 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     launcher = libexec / LAUNCHER_NAME
     for path in (launcher, *map(Path, distribution.interpreters()), distribution.SITE, Path(distribution.command()[0])):
         _check_nameable(path)
-    blocks = _blocks(root, launcher)
+    blocks = _blocks(root, launcher, track_memory=track_memory)
     place = below(root, launcher)
     launchers = _launchers(root, libexec)
     older = [Change(path, read(path), None) for path in launchers if path != place]
@@ -122,6 +132,49 @@ def plan_install(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
     template = (distribution.PACKAGE_DIR / "hook" / LAUNCHER_NAME).read_text()
     changes = [_written(place, template + record, 0o755), *units, *blocks, *older]
     return [change for change in changes if change.is_needed()]
+
+
+def plan_refresh(root: Path, libexec: Path = LIBEXEC) -> list[Change]:
+    """Return what brings an installation in order, with what was asked for before if this kernel can; [] without one.
+
+    Raises:
+        OcihookError: as `plan_install` does.
+    """
+    return plan_install(root, libexec, track_memory=goes_on_tracking(root)) if _own_blocks(root) else []
+
+
+def goes_on_tracking(root: Path) -> bool:
+    """Return whether CRIU is told to track memory by a block of ours, and can.
+
+    Raises:
+        ConfigError: if a block is damaged.
+    """
+    return any(set(TRACKING) & set(block.others) for block in _own_blocks(root)) and soft_dirty.works()
+
+
+def check_tracking(root: Path) -> None:
+    """Check that CRIU can track memory: with a kernel that does not, it would refuse every dump and every restore.
+
+    Raises:
+        UnsupportedError: if it cannot, or nobody knows which kernel it will be.
+    """
+    if root != NODE:
+        raise UnsupportedError(
+            f"which kernel will run the tree {root} is not known, so memory cannot be tracked; nothing was changed",
+            hint="install without --track-memory, then with it on the node",
+        )
+    if not soft_dirty.works():
+        raise UnsupportedError(
+            f"this kernel ({os.uname().release}) does not mark what is written to (soft-dirty bits): CRIU would then "
+            "refuse every dump and restore; nothing was changed",
+            hint="install without --track-memory: all else works here",
+        )
+
+
+def _own_blocks(root: Path) -> list[Block]:
+    paths = [below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES]
+    found = (read_block(read(path) or b"", where=str(path)) for path in paths)
+    return [block for block in found if block is not None]
 
 
 def conf_names(root: Path) -> list[str]:
@@ -185,6 +238,19 @@ def apply_install(changes: list[Change], root: Path) -> None:
             with _explained(link), contextlib.suppress(FileExistsError):
                 make_directories(link.parent)
                 link.symlink_to(UNIT_DIR / link.name)
+
+
+def apply_refresh(changes: list[Change], root: Path) -> None:
+    """Make the changes of `plan_refresh`; systemd is called only for units, as this runs while the node boots.
+
+    Raises:
+        UnsupportedError: if something cannot be written.
+    """
+    if any(change.path.parent == below(root, UNIT_DIR) for change in changes):
+        apply_install(changes, root)
+        return
+    for change in changes:
+        apply_change(change)
 
 
 def listen() -> str:
@@ -265,7 +331,7 @@ def _plugin_dir(root: Path, libexec: Path) -> str:
     return str(libexec) if not named and is_to_stay_out(partial(below, root)) else ""
 
 
-def _blocks(root: Path, launcher: Path) -> list[Change]:
+def _blocks(root: Path, launcher: Path, *, track_memory: bool) -> list[Change]:
     """Return what is to be changed in CRIU's configuration files."""
     wanted, plugins = conf_names(root), _plugin_dir(root, launcher.parent)
     changes = []
@@ -276,7 +342,8 @@ def _blocks(root: Path, launcher: Path) -> list[Change]:
         old = read_block(before or b"", where=str(path))
         made_file = old.made_file if old else before is None
         if name in wanted:
-            block = Block(str(launcher), made_file, plugins, (*others, *_KEPT_CONNECTIONS[name]))
+            tracking = TRACKING if track_memory else ()
+            block = Block(str(launcher), made_file, plugins, (*others, *_KEPT_CONNECTIONS[name], *tracking))
         elif others:
             block = Block("", made_file, others=others)
         else:
@@ -319,11 +386,8 @@ def render(template: str, origin: str, site: Path) -> str:
 
 def _launchers(root: Path, libexec: Path) -> list[Path]:
     """Return the launchers of ours that are there: in `libexec`, and wherever a block of ours names one."""
-    named = [str(libexec / LAUNCHER_NAME)]
-    for name in CONF_NAMES:
-        path = below(root, CRIU_CONF_DIR / name)
-        block = read_block(read(path) or b"", where=str(path))
-        named += [block.action_script] if block and block.action_script.startswith("/") else []
+    scripts = [block.action_script for block in _own_blocks(root)]
+    named = [str(libexec / LAUNCHER_NAME), *(script for script in scripts if script.startswith("/"))]
     places = dict.fromkeys(below(root, Path(launcher)) for launcher in named)
     return [place for place in places if is_signed(read(place))]
 

@@ -26,11 +26,62 @@ def test_a_tree_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [install, uninstall])
 def test_only_root_changes_the_node(monkeypatch: pytest.MonkeyPatch, command: object) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("ocihook.cli.install.plan_install", lambda *_: [])
+    monkeypatch.setattr("ocihook.cli.install.plan_install", lambda *_, **__: [])
     monkeypatch.setattr("ocihook.cli.install.plan_uninstall", lambda *_: [])
     result = CliRunner().invoke(command, [])  # type: ignore[arg-type]
     assert isinstance(result.exception, UnsupportedError)
     assert result.exception.hint == "use sudo, --root DIR, or --dry-run"
+
+
+def test_memory_is_tracked_where_the_kernel_can_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is a tree here; and it is another boot where `works` changes."""
+    works = True
+    monkeypatch.setattr("ocihook.linux.soft_dirty.works", lambda: works)
+    monkeypatch.setattr("ocihook.node.install.NODE", tmp_path)
+    conf = tmp_path / "etc/criu/runc.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("shell-job\n")
+
+    def run(*options: str) -> str:
+        result = CliRunner().invoke(install, ["--root", str(tmp_path), *options], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    def is_tracking() -> bool:
+        return {"track-mem", "prev-images-dir /"} <= set(conf.read_text().splitlines())
+
+    run("--refresh")
+    assert conf.read_text() == "shell-job\n"  # there was nothing to refresh
+    assert "+prev-images-dir /\n" in run("--track-memory", "--dry-run")
+    assert conf.read_text() == "shell-job\n"
+    run("--track-memory")
+    assert is_tracking()
+    assert "in order" in run("--refresh")
+    assert "nothing to change" in run("--track-memory")
+    run()
+    assert not is_tracking()
+    run("--track-memory")
+    works = False
+    assert "-track-mem\n" in run("--refresh", "--dry-run")
+    assert is_tracking()
+    run("--refresh")
+    assert not is_tracking()
+    before = conf.read_text()
+    assert before.endswith("shell-job\n")
+    for options in (["--track-memory"], ["--track-memory", "--dry-run"]):
+        with pytest.raises(UnsupportedError, match=r"would then refuse every dump and restore; nothing was changed"):
+            run(*options)
+    assert conf.read_text() == before
+    works = True
+    run("--refresh")
+    assert conf.read_text() == before  # who wants it again says so
+    monkeypatch.undo()
+    result = CliRunner().invoke(install, ["--root", str(tmp_path), "--track-memory"])
+    assert "is not known" in str(result.exception)
+    assert conf.read_text() == before
+    assert CliRunner().invoke(install, ["--refresh", "--runtime"]).exit_code == 2
 
 
 def test_uninstall_stores_what_is_pending_and_tells_of_what_cannot_be(

@@ -26,6 +26,7 @@ from ocihook.node.doctor import container, kernel_objects, machine, node, run
 from ocihook.node.doctor.finding import Finding, Repair, Status
 from ocihook.node.doctor.run import check_node, repair, run_check
 from ocihook.node.doctor.workload import read_workload
+from ocihook.node.install import apply_install, plan_install
 from ocihook.session.journal import Journal
 from ocihook.stages.recover import recover
 
@@ -393,6 +394,32 @@ def test_harmful_options(programs: dict[str, Program], tmp_path: Path, option: s
     finding = only(node._check_criu_configuration())
     assert finding.status is Status.FAIL
     assert option.partition(" ")[0] in finding.detail
+
+
+def test_tracking_that_the_kernel_cannot_do_is_an_error_and_mended(
+    programs: dict[str, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours goes, and nothing else; what others have written is theirs."""
+    assert list(node.check_tracking(works=False)) == []
+    assert "runtime handler" in only(node.check_tracking(works=True)).detail
+    monkeypatch.setattr(install, "CRIU_CONF_DIR", Path("/"))
+    monkeypatch.setattr(install, "conf_names", lambda _root: ["runc.conf"])
+    monkeypatch.setattr("ocihook.linux.soft_dirty.works", lambda: False)
+    apply_install(plan_install(tmp_path, track_memory=True), tmp_path)
+    conf = tmp_path / "runc.conf"
+    assert "CRIU tracks it by runc.conf" in only(node.check_tracking(works=True)).detail
+    finding = only(node.check_tracking(works=False))
+    assert (finding.status, finding.repair) == (Status.FAIL, Repair.INSTALL)
+    assert repair([finding], list, root=tmp_path) == [f"wrote {conf}"]
+    assert list(node.check_tracking(works=False)) == []
+    assert "action-script" in conf.read_text()
+    conf.write_text("track-mem\n")
+    finding = only(node.check_tracking(works=False))
+    assert (finding.status, finding.repair, finding.remedy) == (
+        Status.FAIL,
+        Repair.NONE,
+        f"remove track-mem from {conf}",
+    )
 
 
 def test_harmless_configuration_and_foreign_scripts(programs: dict[str, Program], tmp_path: Path) -> None:

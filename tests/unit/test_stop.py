@@ -1,5 +1,6 @@
 """`kill`, `state` and `delete` of containers that the handler stops, and the agent's part in it."""
 
+import itertools
 import json
 import os
 import shutil
@@ -313,6 +314,23 @@ def test_a_member_of_a_gang_that_another_one_calls(node: Path, monkeypatch: pyte
     assert [line.split()[-2:] for line in called(node)] == [["--leave-running", other]]
     assert not list((node / "store/stopping").iterdir())
     assert containers.read(quiet) is not None
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_memory_is_tracked_for_one_dump_alone(node: Path, monkeypatch: pytest.MonkeyPatch, *, tracks: bool) -> None:
+    """If the kernel can: the runtime is given an earlier dump that is none."""
+    monkeypatch.setattr("ocihook.linux.soft_dirty.works", lambda: tracks)
+    (node / "runc").write_text(f'#!/bin/sh\necho "$*" >> {node}/called\n')
+    kept = containers.read(ID)
+    assert kept is not None
+    place = stopping_dir(node / "store", ID)
+    place.mkdir(parents=True)
+    assert dumping.begin(kept, place).wait() == 0
+    named = dict(itertools.pairwise(called(node)[0].split()))
+    assert ("--parent-path" in named) == tracks
+    if tracks:
+        assert not Path(named["--parent-path"]).is_absolute()
+        assert os.path.normpath(Path(named["--image-path"], named["--parent-path"])) == "/"
 
 
 def test_a_stop_waits_for_a_dump_with_the_gang(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:

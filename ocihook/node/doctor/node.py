@@ -22,7 +22,7 @@ from ocihook.gpu.preflight import KEEP_PLUGIN_OUT
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.node.doctor.finding import Finding, Repair, Status
-from ocihook.node.install import CONF_NAMES, LISTEN, SOCKET
+from ocihook.node.install import CONF_NAMES, LISTEN, SOCKET, TRACKING
 from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
 
@@ -57,6 +57,7 @@ _HARMFUL_OPTIONS = {
     "images-dir": "the engine archives an empty directory",
     "auto-dedup": "a restore punches holes into the page images that it reads",
 }
+_TRACKING = {line.split()[0] for line in TRACKING}
 _TAKE_JOINED_VALUES_ONLY = ("cpu-cap", "ext-unix-sk", "manage-cgroups", "verbosity")
 _NETWORK_LOCK_CRASHES_UP_TO = (4, 2)  # an option that CRIU parses once more than there are arguments (config.c)
 
@@ -359,6 +360,33 @@ def _check_criu_configuration() -> Iterator[Finding]:
         if foreign:
             detail = f"{path} also names {', '.join(foreign)}: it runs too, before ours if it is named after it"
             yield Finding("other action scripts", Status.OK, detail)
+
+
+def check_tracking(*, works: bool) -> Iterator[Finding]:
+    """Options with which CRIU refuses all that it is to do where the kernel does not mark what is written.
+
+    Args:
+        works: whether it does; asked before, since the answer takes a fork, and checks run in threads.
+    """
+    check = "memory tracking"
+    told = [name for name in CONF_NAMES if _TRACKING & {option.name for option in options(content(name))}]
+    if works:
+        whose = f"CRIU tracks it by {', '.join(told)}" if told else "used for containers of the runtime handler"
+        yield Finding(check, Status.OK, f"the kernel marks what is written; {whose}")
+        return
+    for name in told:
+        path, text = CRIU_CONF_DIR / name, content(name)
+        detail = (
+            f"{path}: this kernel does not mark what is written: with track-mem CRIU refuses every dump and restore"
+        )
+        try:
+            foreign = options(remove_block(text, where=str(path)))
+        except ConfigError:  # reported by the check of the installation
+            foreign = options(text)
+        if named := sorted(_TRACKING & {option.name for option in foreign}):
+            yield Finding(check, Status.FAIL, detail, f"remove {' and '.join(named)} from {path}")
+        else:
+            yield Finding(check, Status.FAIL, detail, "ocihook install", Repair.INSTALL)
 
 
 def _lines_that_end_criu(name: str, text: bytes) -> Iterator[Finding]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from ocihook.container.running import container_of, find_container
 from ocihook.criu.version import find_program
 from ocihook.errors import plain
+from ocihook.linux import soft_dirty
 from ocihook.node.doctor import container, handler, kernel_objects, machine, network, node, store
 from ocihook.node.doctor.finding import Finding, Repair, Status, without_commands
 from ocihook.node.doctor.host_memory import check_host_memory
 from ocihook.node.doctor.workload import Workload, read_workload
-from ocihook.node.install import NODE, apply_install, default_libexec, listen, plan_install
+from ocihook.node.install import NODE, apply_install, default_libexec, goes_on_tracking, listen, plan_install
 
 _NAMED = 3  # findings of one kind
 _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
@@ -20,7 +21,8 @@ _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
 
 def check_node() -> list[Finding]:
     """Run every check of the node; those that call programs run at the same time."""
-    return _run_all((*machine.CHECKS, *node.CHECKS, *network.CHECKS, *handler.CHECKS, *store.CHECKS))
+    tracking = partial(node.check_tracking, works=soft_dirty.works())
+    return _run_all((*machine.CHECKS, *node.CHECKS, tracking, *network.CHECKS, *handler.CHECKS, *store.CHECKS))
 
 
 def check_container(name: str) -> list[Finding]:
@@ -90,7 +92,7 @@ def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *,
     wanted = {finding.repair for finding in findings}
     done = []
     if Repair.INSTALL in wanted:
-        changes = plan_install(root, default_libexec())
+        changes = plan_install(root, default_libexec(), track_memory=goes_on_tracking(root))
         apply_install(changes, root)
         done += [f"{'removed' if change.after is None else 'wrote'} {change.path}" for change in changes]
     if Repair.LISTEN in wanted:

@@ -1,0 +1,45 @@
+"""Memory of the handler's containers goes past CRIU in their own dumps, with nothing in the node's configuration."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from integration.journals import last_session
+from integration.namespace import wait_for
+from integration.podman.engine import IMAGE
+from integration.runtime.conftest import MakeHandled
+from integration.soft_dirty import seem_to_have_soft_dirty
+
+MIB = 72  # of each of three mappings
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The static program that containers run here."""
+    binary = tmp_path_factory.mktemp("mappings") / "workload"
+    source = Path(__file__).parents[1] / "mappings.c"
+    subprocess.run(["gcc", "-O2", "-static", "-s", "-pthread", "-o", binary, source], check=True, timeout=120)
+    return binary
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_a_stop_reads_memory_past_criu(make_handled: MakeHandled, runtime: str) -> None:
+    """And a node that has no such kernel, or no longer, restores it."""
+    podman = make_handled(runtime)
+    seem_to_have_soft_dirty(podman)
+    notes = ["--annotation=ocihook.io/checkpoint-on-stop=true", "--annotation=ocihook.io/restore-from=latest"]
+    options = ["--network", "host", "--pids-limit", "0", "--stop-timeout", "60", *notes]
+    podman("run", "--detach", "--name", "job", *options, IMAGE, "/workload", str(MIB))
+    wait_for("the children to have answered", lambda: podman.count("job")[0] > 4)
+    podman("stop", "job")
+    before = podman.count("job")
+    dump = last_session(podman.namespace, "pre-dump")
+    assert dump["effects"] == []
+    assert sum(phase["bytes"] for phase in dump["phases"] if phase["name"] == "merge") > 3 * MIB << 20
+    podman("rm", "job")
+    for name in ("criu.kdat", "criu/criu.kdat", "ocihook/soft-dirty.json"):
+        podman.namespace.path(f"/run/{name}").unlink(missing_ok=True)
+    podman("run", "--detach", "--name", "job", *options, IMAGE, "/workload", str(MIB))
+    podman.assert_goes_on("job", before)
+    assert not any("track-mem" in path.read_text() for path in podman.namespace.path("/etc/criu").glob("*.conf"))

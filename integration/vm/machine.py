@@ -1,0 +1,110 @@
+"""A virtual machine with Debian's kernel, whose root is this machine's: what this kernel cannot do is tested there.
+
+Emulated, and not by KVM: in a guest /dev/kvm may be there and start nothing. Its kernel is as its package has it, since
+it has all that a root of virtiofs needs. `integration/node-setup vm DIR` gets it.
+"""
+
+import contextlib
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+from typing import IO
+
+from integration.namespace import CommandError, wait_for
+
+_VIRTIOFSD = "/usr/libexec/virtiofsd"
+_INIT = Path(__file__).parent / "init"
+_SITE = Path(__file__).parents[2]
+_MEMORY = "1536M"
+_BOOT_S = 300.0
+
+
+class Machine:
+    """A running machine. Its files are in memory: nothing that it does changes this machine."""
+
+    def __init__(self, kernel_root: Path, directory: Path) -> None:
+        """Boot it.
+
+        Args:
+            kernel_root: where the kernel's package was unpacked.
+            directory: for its share, sockets and logs; its path is short.
+        """
+        self._directory = directory
+        self._share = directory / "share"
+        self._share.mkdir()
+        self._number = 0
+        self._running: list[subprocess.Popen[bytes]] = []
+        (kernel,) = (kernel_root / "boot").glob("vmlinuz-*")
+        shares = {"root": (Path("/"), "--readonly", "--no-announce-submounts"), "share": (self._share,)}
+        words: list[str | Path] = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max"]
+        words += ["-m", _MEMORY, "-smp", "2", "-display", "none", "-nodefaults", "-no-reboot", "-kernel", kernel]
+        words += ["-object", f"memory-backend-memfd,id=mem,size={_MEMORY},share=on", "-numa", "node,memdev=mem"]
+        for name, (path, *options) in shares.items():
+            at = directory / f"{name}.sock"
+            self._start(_VIRTIOFSD, "--socket-path", at, "--shared-dir", path, "--sandbox", "none", *options)
+            wait_for(f"virtiofsd of {name}", at.exists)
+            words += [
+                "-chardev",
+                f"socket,id={name},path={at}",
+                "-device",
+                f"vhost-user-fs-pci,chardev={name},tag={name}",
+            ]
+        line = directory / "line.sock"
+        words += ["-serial", f"file:{directory / 'console'}", "-serial", f"unix:{line},server=on,wait=off"]
+        kernel_options = ["console=ttyS0", "panic=-1", "root=root", "rootfstype=virtiofs", "ro", f"init={_INIT}"]
+        words += ["-append", " ".join([*kernel_options, f"ocihook.modules={kernel_root}"])]
+        self._start(*words)
+        wait_for("qemu", line.exists)
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.settimeout(_BOOT_S)
+        self._line.connect(str(line))
+        self._answers: IO[str] = self._line.makefile("r")
+        self._answer("ready")
+
+    def _start(self, *words: str | Path) -> None:
+        with (self._directory / "programs.log").open("ab") as log:
+            command: list[str | Path] = ["setpriv", "--pdeathsig", "KILL", *words]
+            self._running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+
+    def _answer(self, what: str) -> str:
+        try:
+            line = self._answers.readline().strip()
+        except TimeoutError:
+            line = ""
+        if not line:
+            logs = [self._directory / "console", self._directory / "programs.log"]
+            text = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs if log.exists())
+            raise CommandError(f"the machine has not answered ({what})\n{text}")
+        return line
+
+    def run(self, script: str, *, check: bool = True) -> str:
+        """Run a script of the shell in it; return what it printed.
+
+        Raises:
+            CommandError: if it fails and `check` is set, or does not end.
+        """
+        self._number += 1
+        site = shlex.quote(str(_SITE))
+        (self._share / f"{self._number}.sh").write_text(f"set -e\nexport PYTHONPATH={site}\n{script}\n")
+        self._line.sendall(f"{self._number}\n".encode())
+        status = self._answer(script)
+        output = (self._share / f"{self._number}.out").read_text(errors="replace")
+        if check and status != "0":
+            raise CommandError(f"{script}: exit status {status}\n{output}")
+        return output
+
+    def put(self, name: str, content: bytes) -> str:
+        """Put a file into its share; return its path in it."""
+        path = self._share / name
+        path.write_bytes(content)
+        path.chmod(0o755)
+        return f"/run/share/{name}"
+
+    def close(self) -> None:
+        """Switch it off."""
+        for process in reversed(self._running):
+            process.kill()
+            process.wait(60)
+        with contextlib.suppress(AttributeError):
+            self._line.close()
