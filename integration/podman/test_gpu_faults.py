@@ -468,7 +468,7 @@ def test_agent_killed_at_any_step(gpu_podman: Podman, *, leave_running: bool) ->
         archive.unlink()
         return dump, restore
 
-    kill_at_any_step(round_trip)
+    kill_at_any_step(round_trip, rounds=8)
 
 
 def start_killing_agent(podman: Podman, stage: str, *victim: str) -> None:

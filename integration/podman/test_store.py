@@ -148,7 +148,7 @@ def test_agent_killed_at_any_step(gpu_podman: Podman) -> None:
         assert rows[-1]["raw_bytes"] > 16 << 20
         return steps, []
 
-    kill_at_any_step(dump)
+    kill_at_any_step(dump, rounds=8)
     before = podman.count("c")
     podman.remove("c")
     podman.restore(archive)
