@@ -1,12 +1,17 @@
 """Dumps and restores a container with much host memory in every way there is, in turns, and prints what each took.
 
-    host_memory.py RESULTS_DIR PROGRAM:GIB[:GPU_GIB][:always][:rounds=N]...     as run.py, which prepares the node
+    host_memory.py RESULTS_DIR PROGRAM:GIB[:GPU_GIB][:always][:rounds=N][:track]...  as run.py, which prepares the node
 
 PROGRAM is `host`, or `c` (a workload of so many MiB, to try this script where there is no torch). In each of three
 rounds (or N) it is dumped by CRIU alone (mode `off`), into packs (`inline`) and into the store, and each of these is
 restored twice, with `host_memory` `direct` and `criu`, which take turns in being first. Images, packs and the store are
 on a tmpfs in huge pages; `always` is transparent_hugepage's setting, else `madvise`, where the memory is in pages of
 4 KiB. Every restore must go on with the sum of each page that it had. Written to host-memory.json.
+
+With `track` it is left running, and dumped by CRIU alone, into packs and into the store as above, and then into both
+again with its memory read past CRIU: CRIU and ocihook are made to believe that this kernel has soft-dirty bits
+(integration/soft_dirty.py says why that is enough to measure). `stood_s` is how long the program stood still, as it
+has seen it itself. At the end it is dumped so once more, not left running, and restored.
 """
 
 import json
@@ -20,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from integration.gpu.run import (
+    CRIU_CONF,
     IMAGES,
     PROJECT,
     THP,
@@ -34,8 +40,12 @@ from integration.gpu.run import (
     set_up,
     warm,
 )
+from ocihook.linux.soft_dirty import note as note_soft_dirty
+
+HAS_DIRTY_TRACK = 32  # byte of criu/include/kerndat.h's struct kerndat_s, in CRIU 3.17 to 4.2
 
 MODES = ("off", "inline", "store")
+_TRACKED = "track-mem\nprev-images-dir /\n"  # for CRIU
 WAYS = ("direct", "criu")
 _ROUNDS = "3"
 _LINES = 2  # sums of all memory after each restore
@@ -52,20 +62,33 @@ class Job:
         self.container.start(_LINES)
         self.last = 0
 
-    def dump(self, mode: str, image_dir: Path) -> dict[str, Any]:
+    def dump(
+        self, mode: str, image_dir: Path, *, leave_running: bool = False, is_tracked: bool = False
+    ) -> dict[str, Any]:
         """Dump it; return what that took."""
         configure(mode=mode)
         shutil.rmtree(image_dir, ignore_errors=True)
         image_dir.parent.mkdir(parents=True, exist_ok=True)
-        seconds = self.container.dump(image_dir, leave_running=False)
+        said = len(self.container.output)
+        criu_conf = CRIU_CONF.read_text()
+        CRIU_CONF.write_text(criu_conf + (_TRACKED if is_tracked else ""))
+        try:
+            seconds = self.container.dump(image_dir, leave_running=leave_running)
+        finally:
+            CRIU_CONF.write_text(criu_conf)
         began = time.time()
         ocihook("wait")
         session = last_session("pre-dump", self.container.name)
-        self.last = self.container.lines[-1][1]
-        self.container.remove()
+        if leave_running:
+            self.container.wait_for(_LINES)
+        else:
+            self.last = self.container.lines[-1][1]
+            self.container.remove()
+        stood = [float(line.split()[1]) for line in self.container.output[said:] if line.startswith("stood ")]
         return {
             "act": "dump",
             "mode": mode,
+            **({"way": "tracked" if is_tracked else "criu", "stood_s": max(stood, default=0)} if leave_running else {}),
             "seconds": seconds,
             "complete_after_s": time.time() - began,
             "phases": phases(session),
@@ -108,7 +131,9 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     job = Job(number, program, gib, gpu_gib)
     acts: list[dict[str, Any]] = []
     try:
-        for turn in range(int(rounds)):
+        if "track" in more:
+            acts += track(job, image_dir, int(rounds))
+        for turn in range(0 if "track" in more else int(rounds)):
             for mode in MODES:
                 acts.append(job.dump(mode, image_dir))
                 print(json.dumps(acts[-1]), flush=True)
@@ -133,17 +158,46 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     }
 
 
+def track(job: Job, image_dir: Path, rounds: int) -> list[dict[str, Any]]:
+    """Dump it with and without memory read past CRIU, in turns; and once more, to be restored."""
+    seem_to_have_soft_dirty()
+    acts = []
+    for _ in range(rounds):
+        for mode, is_tracked in (
+            ("off", False),
+            ("inline", False),
+            ("inline", True),
+            ("store", False),
+            ("store", True),
+        ):
+            acts.append(job.dump(mode, image_dir, leave_running=True, is_tracked=is_tracked))
+            print(json.dumps(acts[-1]), flush=True)
+    acts.append({**job.dump("inline", image_dir, is_tracked=True), "way": "tracked, at its end"})
+    acts.append(job.restore("inline", "direct", image_dir))
+    print(json.dumps(acts[-2:]), flush=True)
+    assert all("memory read" in act["phases"] for act in acts if "tracked" in act["way"])
+    return acts
+
+
+def seem_to_have_soft_dirty() -> None:
+    """Have CRIU and ocihook rely on bits that this kernel need not have."""
+    command("criu", "check", capture_output=True)
+    (facts,) = (path for name in ("criu.kdat", "criu/criu.kdat") if (path := Path("/run", name)).exists())
+    content = bytearray(facts.read_bytes())
+    content[HAS_DIRTY_TRACK] = 1
+    facts.write_bytes(content)
+    note_soft_dirty(Path("/run/ocihook"), works=True)
+
+
 def medians(acts: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the median of the seconds of each act."""
-    names = {" ".join(filter(None, (act["act"], act["mode"], act.get("way")))): act for act in acts}
-    return {
-        name: median(
-            act["seconds"]
-            for act in acts
-            if (act["act"], act["mode"], act.get("way")) == (one["act"], one["mode"], one.get("way"))
-        )
-        for name, one in names.items()
-    }
+    """Return the median of the seconds of each act, and of those that the program stood still for."""
+    found: dict[str, list[float]] = {}
+    for act in acts:
+        name = " ".join(filter(None, (act["act"], act["mode"], act.get("way"))))
+        found.setdefault(name, []).append(act["seconds"])
+        if "stood_s" in act:
+            found.setdefault(f"{name}: stood", []).append(act["stood_s"])
+    return {name: median(seconds) for name, seconds in found.items()}
 
 
 def main() -> None:

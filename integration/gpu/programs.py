@@ -8,12 +8,13 @@ programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every
 programs.py ranks GIB           one process a GPU that holds weights and sums them up, none knows of another
 programs.py ddp STEPS BACKEND RANK ADDRESS [PAUSE_S]   one of two ranks in a container each, rank 0 at ADDRESS; losses
                                 as `train`
-programs.py host GIB [GIB]      memory of the host, and of the GPU, summed up whole in every round
+programs.py host GIB [GIB]      memory of the host, and of the GPU, summed up whole in every round; says when it stood
 """
 
 import hashlib
 import os
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,17 @@ from typing import Any
 import torch
 
 PAUSE_S = 0.02
+# A process beside it, which stands still with it, and is not kept busy.
+TICKER = """
+import time
+last = time.monotonic()
+while True:
+    time.sleep(0.002)
+    now = time.monotonic()
+    if now - last > 0.02:
+        print("stood", round(now - last, 4), flush=True)
+    last = now
+"""
 
 
 def say(count: int, checksum: str) -> None:
@@ -152,6 +164,7 @@ def ddp(steps: int, backend: str, rank: int, address: str, pause_s: float) -> No
 
 
 def host(gib: float, gpu_gib: float) -> None:
+    subprocess.Popen([sys.executable, "-c", TICKER])
     block = torch.empty(1 << 27, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(1))
     parts = [block * (2 * number + 1) + number for number in range(int(gib))]  # nothing that a packer could save
     del block
