@@ -10,8 +10,9 @@ on a tmpfs in huge pages; `always` is transparent_hugepage's setting, else `madv
 
 With `track` it is left running, and dumped by CRIU alone, into packs and into the store as above, and then into both
 again with its memory read past CRIU: CRIU and ocihook are made to believe that this kernel has soft-dirty bits
-(integration/soft_dirty.py says why that is enough to measure). `stood_s` is how long the program stood still, as it
-has seen it itself. At the end it is dumped so once more, not left running, and restored.
+(integration/soft_dirty.py says why that is enough to measure; /run must be a tmpfs, else CRIU keeps no facts).
+`stood_s` is how long the program stood still, as it has seen it itself. At the end it is dumped so once more, not left
+running, and restored.
 """
 
 import json
@@ -28,6 +29,7 @@ from integration.gpu.run import (
     CRIU_CONF,
     IMAGES,
     PROJECT,
+    SESSIONS,
     THP,
     WORK,
     Container,
@@ -186,7 +188,8 @@ def seem_to_have_soft_dirty() -> None:
     content = bytearray(facts.read_bytes())
     content[HAS_DIRTY_TRACK] = 1
     facts.write_bytes(content)
-    note_soft_dirty(Path("/run/ocihook"), works=True)
+    SESSIONS.mkdir(mode=0o700, exist_ok=True)
+    note_soft_dirty(SESSIONS, works=True)
 
 
 def medians(acts: list[dict[str, Any]]) -> dict[str, float]:
