@@ -130,6 +130,7 @@ def run_case(case: str, number: int) -> dict[str, Any]:
     rounds = next((word.removeprefix("rounds=") for word in more if word.startswith("rounds=")), _ROUNDS)
     THP.write_text("always" if "always" in more else "madvise")
     image_dir = IMAGES / "memory" / "images"
+    (IMAGES / "store").mkdir(exist_ok=True)
     job = Job(number, program, gib, gpu_gib)
     acts: list[dict[str, Any]] = []
     try:
@@ -210,7 +211,6 @@ def main() -> None:
     results.mkdir(exist_ok=True)
     set_up()
     (WORK / "store").symlink_to(IMAGES / "store")
-    (IMAGES / "store").mkdir()
     rows = []
     for number, case in enumerate(sys.argv[2:]):
         if case.startswith("host"):
