@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_driver(node: HandledContainerd) -> None:
     assert node.counts(make("third", restore_from="latest", on_restore_error="fail"))[0] == last + 1
 
 
-@pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_a_pod_of_two_containers(node: HandledContainerd, runtime: str) -> None:
     """They share volumes, in which files are open, one at /dev/shm; one has a GPU. The second pod is like any other."""
     main = ("stream", "4", "/cache/open", "/dev/shm/open")

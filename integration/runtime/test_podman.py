@@ -1,6 +1,5 @@
 """podman over the handler: what is stopped is checkpointed, what is created again continues where it was."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from integration.runtime.conftest import MakeHandled
 from integration.runtime.engine import HandledPodman, assert_streamed
 from ocihook.linux.cgroup import find_freezer
 
-NIGHTLY = pytest.mark.skipif(not os.environ.get("OCIHOOK_NIGHTLY"), reason="CI has it with containerd")
 STOPPED = {"checkpoint_on_stop": "true"}
 AGAIN = {"restore_from": "latest", **STOPPED}
 
@@ -153,7 +151,7 @@ def test_whoever_is_killed_in_a_restore(make_handled: MakeHandled, runtime: str)
     assert podman.file("job", "/state/file") == "kept"
 
 
-@pytest.mark.parametrize("runtime", [pytest.param("runc", marks=NIGHTLY), "crun"])
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_limits_of_cgroups_v1_count_for_what_was_restored(make_handled: MakeHandled, runtime: str) -> None:
     podman = make_handled(runtime, cgroup_version=1)
     podman.make("run", "job", "--memory", "64m", **AGAIN)

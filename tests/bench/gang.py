@@ -116,10 +116,11 @@ def _measure(node: NetPodman, members: int, rounds: int) -> Added:
     for number in range(1, rounds + 1):
         succeeded(gang.checkpoint())
         gang.move(number)
-        known = len(sessions(node.namespace))
+        began_s = time.time()
         succeeded(gang.restore())
         gang.assert_flows()
-        phases = [phase for session in sessions(node.namespace)[known:] for phase in session["phases"]]
+        new = [session for session in sessions(node.namespace) if float(session["began"]) >= began_s]
+        phases = [phase for session in new for phase in session["phases"]]
         stalls += [phase["seconds"] for phase in phases if phase["name"].startswith("connections stalled")]
     return Added(members, statistics.median(seconds["gang"]), statistics.median(seconds["alone"]), stalls)
 
