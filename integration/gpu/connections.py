@@ -4,18 +4,19 @@
 
 Each container is in a network namespace of its own, on a bridge. `peers:GIB` holds so much memory on one GPU in each,
 beside traffic in both directions of which every byte is known; `ddp:BACKEND` trains with torch, one rank a container,
-over `gloo` (both on one GPU) or `nccl` (a GPU each), and compares each loss with those of a run without interruption;
+over `gloo` (all on one GPU) or `nccl` (a GPU each), and compares each loss with those of a run without interruption;
 `c:MIB` is `peers` with cuda_workload.c, to try this script where there is no torch. In every case both are dumped left
 running, dumped, restored in new namespaces at other addresses, and that once more. Options, each after a colon: `gang`
 (both are members of one; else they are dumped at about the same time, and restored by an address map), `busy` (no
-pause between steps of a training: it is always in a collective). Written to connections.json.
+pause between steps of a training: it is always in a collective), `ranks=N` (a training in so many containers), `on=N`
+(which share so many GPUs). Written to connections.json.
 """
 
 import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -34,16 +35,18 @@ from integration.gpu.run import (
     node_facts,
     phases,
     set_up,
+    value,
 )
 from integration.net.engine import BRIDGE, Place
 from integration.net.pair import endpoints
 from integration.net.traffic import assert_flows, progress
 
-NAMES = ("server", "client")
+NAMES = ("server", "client", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 Line = tuple[float, int, str]  # when it was said, number, checksum
 STEPS = 1_000_000  # more than any training makes here
 _MOVES = 2
 _RATE = "8"  # MB/s of each connection, each way
+PAUSE_S = 0.02  # between two steps
 _LOSS_LINES = 60  # between one act and the next
 
 
@@ -52,9 +55,9 @@ def ip(*words: str) -> None:
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
 
-def make_places(net: int) -> dict[str, Place]:
-    """Make both namespaces, with addresses of that net, which are not reachable before `plug`."""
-    places = {name: Place.of(net, host) for host, name in enumerate(NAMES, 1)}
+def make_places(net: int, names: Sequence[str]) -> dict[str, Place]:
+    """Make namespaces, with addresses of that net, which are not reachable before `plug`."""
+    places = {name: Place.of(net, host) for host, name in enumerate(names, 1)}
     for name, place in places.items():
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
@@ -66,8 +69,8 @@ def make_places(net: int) -> dict[str, Place]:
     return places
 
 
-def plug() -> None:
-    for name in NAMES:
+def plug(names: Iterable[str]) -> None:
+    for name in names:
         ip("-n", BRIDGE, "link", "set", f"v-{name}", "up")
 
 
@@ -77,63 +80,62 @@ def remove_places() -> None:
         command("ip", "netns", "delete", name, capture_output=True)
 
 
-def both(call: Callable[[str], Any]) -> dict[str, Any]:
-    """Call something for both at once."""
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(NAMES, pool.map(call, NAMES), strict=True))
-
-
-class Pair:
-    """Both containers."""
+class Job:
+    """Containers that have connections with each other."""
 
     def __init__(
         self, programs: dict[str, list[str]], gpus: Sequence[int], places: dict[str, Place], *, is_gang: bool = False
     ) -> None:
-        self.places, self.is_gang = places, is_gang
-        notes = {"gang": "pair", "gang-size": str(len(NAMES))} if is_gang else {}
+        self.names, self.places, self.is_gang = tuple(places), places, is_gang
+        notes = {"gang": "job", "gang-size": str(len(places))} if is_gang else {}
         self.containers = {
             name: Container(name, programs[name], [gpu], notes, network=name)
-            for name, gpu in zip(NAMES, gpus, strict=True)
+            for name, gpu in zip(places, gpus, strict=True)
         }
-        self.heard = dict.fromkeys(NAMES, 0)  # lines of output that were said before the last restore
-        plug()
-        both(lambda name: self.containers[name].start())
+        self.heard = dict.fromkeys(places, 0)  # lines of output that were said before the last restore
+        plug(places)
+        self.each(lambda name: self.containers[name].start())
+
+    def each(self, call: Callable[[str], Any]) -> dict[str, Any]:
+        """Call something for all at once."""
+        with ThreadPoolExecutor(len(self.names)) as pool:
+            return dict(zip(self.names, pool.map(call, self.names), strict=True))
 
     def said(self, name: str) -> str:
         return "\n".join(self.containers[name].output[self.heard[name] :])
 
     def wait_for(self, lines: int) -> None:
-        both(lambda name: self.containers[name].wait_for(lines))
+        self.each(lambda name: self.containers[name].wait_for(lines))
 
     def dump(self, *, leave_running: bool) -> dict[str, float]:
-        """Dump both at once; return the seconds that each took."""
-        return both(
-            lambda name: self.containers[name].dump(IMAGES / "pair" / name / "images", leave_running=leave_running)
+        """Dump all at once; return the seconds that each took."""
+        return self.each(
+            lambda name: self.containers[name].dump(IMAGES / "job" / name / "images", leave_running=leave_running)
         )
 
     def forget_images(self) -> None:
-        for name in NAMES:
-            directory = IMAGES / "pair" / name
+        for name in self.names:
+            directory = IMAGES / "job" / name
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
 
     def move(self, net: int) -> None:
-        """Destroy both namespaces and recreate them at other addresses."""
+        """Destroy all namespaces and recreate them at other addresses."""
         old = self.places
         remove_places()
-        self.places = make_places(net)
-        moved = [f"{a}={b}" for name in NAMES for a, b in zip(old[name], self.places[name], strict=True)]
+        self.places = make_places(net, self.names)
+        moved = [f"{a}={b}" for name in self.names for a, b in zip(old[name], self.places[name], strict=True)]
         if not self.is_gang:  # whose members exchange their addresses
             configure(address_map=",".join(moved))
 
     def restore(self, gpus: Sequence[int]) -> dict[str, float]:
-        """Restore both at once, then plug both in; return the seconds that each took."""
-        for name, gpu in zip(NAMES, gpus, strict=True):
+        """Restore all at once, then plug all in; return the seconds that each took."""
+        for name, gpu in zip(self.names, gpus, strict=True):
             self.containers[name].remove()
             self.containers[name].configure([gpu])
             self.heard[name] = len(self.containers[name].output)
-        seconds = both(lambda name: self.containers[name].restore(IMAGES / "pair" / name / "images"))
-        plug()
+        seconds = self.each(lambda name: self.containers[name].restore(IMAGES / "job" / name / "images"))
+        plug(self.names)
         return seconds
 
     def remove(self) -> None:
@@ -157,10 +159,10 @@ def programs_of(program: str, size: str, places: dict[str, Place], *, is_busy: b
     """Return what runs in each container."""
     ours = [sys.executable, str(PROJECT / "integration/gpu/programs.py")]
     if program == "ddp":
-        pause = ["0"] if is_busy else []
+        rest = [str(0 if is_busy else PAUSE_S), str(len(places))]
         return {
-            name: [*ours, "ddp", str(STEPS), size, str(rank), places["server"].four, *pause]
-            for rank, name in enumerate(NAMES)
+            name: [*ours, "ddp", str(STEPS), size, str(rank), places["server"].four, *rest]
+            for rank, name in enumerate(places)
         }
     words = endpoints(places["server"])
     holds = "/tmp/ocihook-cuda/cuda_workload"
@@ -175,53 +177,55 @@ def programs_of(program: str, size: str, places: dict[str, Place], *, is_busy: b
     }
 
 
-def check_flows(pair: Pair, program: str) -> None:
+def check_flows(job: Job, program: str) -> None:
     """Wait until all continue; nothing may have been lost or doubled."""
     if program == "ddp":
-        pair.wait_for(_LOSS_LINES)
+        job.wait_for(_LOSS_LINES)
         return
-    pair.wait_for(5)
-    assert_flows({name: lambda name=name: pair.said(name) for name in NAMES})  # type: ignore[misc]
+    job.wait_for(5)
+    assert_flows({name: lambda name=name: job.said(name) for name in job.names})  # type: ignore[misc]
 
 
 def run_case(case: str) -> dict[str, Any]:
     """Run one case; return its row."""
     program, size, *options = case.split(":")
-    gpus = (0, 1) if size == "nccl" else (0, 0)
+    ranks = value(options, "ranks") or 2
+    shared = value(options, "on") or (ranks if size == "nccl" else 1)
+    gpus = [rank % shared for rank in range(ranks)]
     is_busy = "busy" in options
     configure()
-    places = make_places(0)
-    pair = Pair(programs_of(program, size, places, is_busy=is_busy), gpus, places, is_gang="gang" in options)
+    places = make_places(0, NAMES[:ranks])
+    job = Job(programs_of(program, size, places, is_busy=is_busy), gpus, places, is_gang="gang" in options)
     row: dict[str, Any] = {"case": case, "gpus": len(set(gpus)), "moves": []}
     try:
-        check_flows(pair, program)
+        check_flows(job, program)
         for number in range(1, _MOVES + 1):
             move: dict[str, Any] = {}
-            pair.forget_images()
-            firsts = {name: len(container.lines) for name, container in pair.containers.items()}
-            spoken = {name: len(pair.said(name)) for name in NAMES}
-            move["left_running_dump_s"] = pair.dump(leave_running=True)
-            check_flows(pair, program)
-            move["left_running_gap_s"] = {name: gap_s(c, firsts[name]) for name, c in pair.containers.items()}
-            move["left_running_silent_s"] = {name: silence_s(pair.said(name)[spoken[name] :]) for name in NAMES}
-            move["left_running_phases"] = {name: phases(last_session("pre-dump", name)) for name in NAMES}
-            pair.forget_images()
-            move["dump_s"] = pair.dump(leave_running=False)
+            job.forget_images()
+            firsts = {name: len(container.lines) for name, container in job.containers.items()}
+            spoken = {name: len(job.said(name)) for name in job.names}
+            move["left_running_dump_s"] = job.dump(leave_running=True)
+            check_flows(job, program)
+            move["left_running_gap_s"] = {name: gap_s(c, firsts[name]) for name, c in job.containers.items()}
+            move["left_running_silent_s"] = {name: silence_s(job.said(name)[spoken[name] :]) for name in job.names}
+            move["left_running_phases"] = {name: phases(last_session("pre-dump", name)) for name in job.names}
+            job.forget_images()
+            move["dump_s"] = job.dump(leave_running=False)
             if program != "ddp":
-                move["bytes"] = {name: sum(map(sum, progress(pair.said(name)).values())) for name in NAMES}
-            pair.move(number)
-            move["restore_s"] = pair.restore(gpus)
-            check_flows(pair, program)
-            move["restore_phases"] = {name: phases(last_session("post-resume", name)) for name in NAMES}
+                move["bytes"] = {name: sum(map(sum, progress(job.said(name)).values())) for name in job.names}
+            job.move(number)
+            move["restore_s"] = job.restore(gpus)
+            check_flows(job, program)
+            move["restore_phases"] = {name: phases(last_session("post-resume", name)) for name in job.names}
             row["moves"].append(move)
             print(json.dumps(move), flush=True)
-        row["lines"] = {name: len(container.lines) for name, container in pair.containers.items()}
-        found = {name: container.lines[: row["lines"][name]] for name, container in pair.containers.items()}
+        row["lines"] = {name: len(container.lines) for name, container in job.containers.items()}
+        found = {name: container.lines[: row["lines"][name]] for name, container in job.containers.items()}
     except BaseException:
-        print({name: pair.containers[name].output[-15:] for name in NAMES}, flush=True)
+        print({name: job.containers[name].output[-15:] for name in job.names}, flush=True)
         raise
     finally:
-        pair.remove()
+        job.remove()
     expected = reference(size, gpus, row["lines"]) if program == "ddp" else {}
     row["verified"] = verify(found, expected)
     return row
@@ -240,14 +244,14 @@ def verify(found: Mapping[str, Sequence[Line]], expected: Mapping[str, Sequence[
 
 
 def reference(backend: str, gpus: Sequence[int], lines: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return so many losses of both ranks, from a training without any interruption or pause."""
-    places = make_places(0)
-    pair = Pair(programs_of("ddp", backend, places, is_busy=True), gpus, places)
+    """Return so many losses of all ranks, from a training without any interruption or pause."""
+    places = make_places(0, tuple(lines))
+    job = Job(programs_of("ddp", backend, places, is_busy=True), gpus, places)
     try:
-        both(lambda name: pair.containers[name].wait_for(max(0, lines[name] - len(pair.containers[name].lines))))
-        return {name: [loss for _, _, loss in container.lines] for name, container in pair.containers.items()}
+        job.each(lambda name: job.containers[name].wait_for(max(0, lines[name] - len(job.containers[name].lines))))
+        return {name: [loss for _, _, loss in container.lines] for name, container in job.containers.items()}
     finally:
-        pair.remove()
+        job.remove()
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ programs.py train STEPS         a transformer with AdamW; prints each step's los
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
 programs.py ranks GIB           one process a GPU that holds weights and sums them up, none knows of another
-programs.py ddp STEPS BACKEND RANK ADDRESS [PAUSE_S]   one of two ranks in a container each, rank 0 at ADDRESS; losses
-                                as `train`
+programs.py ddp STEPS BACKEND RANK ADDRESS [PAUSE_S [RANKS]]   one of two ranks, or more, in a container each, rank 0 at
+                                ADDRESS; losses as `train`
 programs.py host GIB [GIB]      memory of the host, and of the GPU, summed up whole in every round; says when it stood
 """
 
@@ -141,18 +141,19 @@ def nccl_rank(rank: int, world: int, gib: float, _pipes: object) -> None:
         time.sleep(PAUSE_S)
 
 
-def ddp(steps: int, backend: str, rank: int, address: str, pause_s: float) -> None:
+def ddp(steps: int, backend: str, rank: int, address: str, pause_s: float, ranks: int) -> None:
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT="29517")
+    # To NCCL each container is a host: it refuses two ranks of one host on one GPU.
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT="29517", NCCL_HOSTID=str(rank))
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group(backend, rank=rank, world_size=2)
+    dist.init_process_group(backend, rank=rank, world_size=ranks)
     torch.manual_seed(1)
     layers = [torch.nn.Linear(512, 512) for _ in range(8)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).cuda(), bucket_cap_mb=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(1, steps + 1):
-        generator = torch.Generator().manual_seed(2 * step + rank)
+        generator = torch.Generator().manual_seed(ranks * step + rank)
         given = torch.randn(64, 512, generator=generator).cuda()
         loss = torch.nn.functional.mse_loss(model(given), given.flip(1))
         optimizer.zero_grad()
@@ -222,8 +223,8 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "lora": lora,
     "nccl": lambda gib: spawn(nccl_rank, gib),
     "ranks": lambda gib: spawn(lone_rank, gib),
-    "ddp": lambda steps, backend, rank, address, pause_s=PAUSE_S: ddp(
-        int(steps), backend, int(rank), address, float(pause_s)
+    "ddp": lambda steps, backend, rank, address, pause_s=PAUSE_S, ranks=2: ddp(
+        int(steps), backend, int(rank), address, float(pause_s), int(ranks)
     ),
     "host": lambda gib, gpu_gib=0: host(gib, float(gpu_gib)),
 }
