@@ -222,7 +222,7 @@ def run_case(case: str) -> dict[str, Any]:
         row["lines"] = {name: len(container.lines) for name, container in job.containers.items()}
         found = {name: container.lines[: row["lines"][name]] for name, container in job.containers.items()}
     except BaseException:
-        print({name: job.containers[name].output[-15:] for name in job.names}, flush=True)
+        print({name: job.containers[name].output[-80:] for name in job.names}, flush=True)
         raise
     finally:
         job.remove()
