@@ -66,8 +66,8 @@ def test_memory_is_tracked_dumped_and_restored_within_its_limit(
     )
     machine.run("cd /tmp/b; (runc run --detach job </dev/null 2>&1 | cat >/tmp/first) &")
     wait_for("the workload to count", lambda: len(counts(machine, "first")) > 2)
-    done = machine.run("runc checkpoint --image-path /tmp/images --work-path /tmp/work job && echo done", check=False)
-    said = machine.run("tail -n 30 /tmp/work/dump.log; cat /run/ocihook-agent.log", check=False)
+    done = machine.run("runc checkpoint --image-path /tmp/images --work-path /tmp/log job && echo done", check=False)
+    said = machine.run("tail -n 30 /tmp/log/dump.log; cat /run/ocihook-agent.log", check=False)
     assert "done" in done.split(), said
     before = counts(machine, "first")[-1]
     history = "/var/lib/ocihook/history/*.json"
