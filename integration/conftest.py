@@ -58,6 +58,15 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mappings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that has memory of every kind, for modules whose containers run it."""
+    binary = tmp_path_factory.mktemp("mappings") / "workload"
+    options = ["-O2", "-static", "-s", "-pthread"]
+    subprocess.run(["gcc", *options, "-o", binary, HERE / "mappings.c"], check=True, timeout=120)
+    return binary
+
+
+@pytest.fixture(scope="session")
 def forky_root() -> Path:
     """The root tree that `integration/node-setup forky` made."""
     root = Path(os.environ.get("OCIHOOK_FORKY_ROOT", "/var/cache/ocihook/forky"))
