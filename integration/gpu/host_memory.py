@@ -11,8 +11,8 @@ on a tmpfs in huge pages; `always` is transparent_hugepage's setting, else `madv
 With `track` it is left running, and dumped by CRIU alone, into packs and into the store as above, and then into both
 again with its memory read past CRIU: CRIU and ocihook are made to believe that this kernel has soft-dirty bits
 (integration/soft_dirty.py says why that is enough to measure; /run must be a tmpfs, else CRIU keeps no facts).
-`stood_s` is how long the program stood still, as it has seen it itself. At the end it is dumped so once more, not left
-running, and restored.
+`stood_s` is how long the program stood still, as it has seen it itself, `without_gpu_s` how long it had no GPU. At the
+end it is dumped so once more, not left running, and restored.
 """
 
 import json
@@ -94,6 +94,7 @@ class Job:
             "seconds": seconds,
             "complete_after_s": time.time() - began,
             "phases": phases(session),
+            **without_gpu(session),
             "stored_bytes": sum(path.stat().st_size for path in image_dir.iterdir()),
         }
 
@@ -193,14 +194,24 @@ def seem_to_have_soft_dirty() -> None:
     note_soft_dirty(SESSIONS, works=True)
 
 
+def without_gpu(session: dict[str, Any]) -> dict[str, float]:
+    """Return for how long processes that run on had no GPU: from the first lock to the end of the last resume."""
+    began = {phase["name"]: phase["began"] for phase in session["phases"][::-1]}
+    if "gpu resume" not in began:
+        return {}
+    ended = max(phase["began"] + phase["seconds"] for phase in session["phases"] if phase["name"] == "gpu resume")
+    return {"without_gpu_s": round(ended - began["gpu lock"], 3)}
+
+
 def medians(acts: list[dict[str, Any]]) -> dict[str, float]:
     """Return the median of the seconds of each act, and of those that the program stood still for."""
     found: dict[str, list[float]] = {}
     for act in acts:
         name = " ".join(filter(None, (act["act"], act["mode"], act.get("way"))))
         found.setdefault(name, []).append(act["seconds"])
-        if "stood_s" in act:
-            found.setdefault(f"{name}: stood", []).append(act["stood_s"])
+        for figure in ("stood_s", "without_gpu_s"):
+            if figure in act:
+                found.setdefault(f"{name}: {figure}", []).append(act[figure])
     return {name: median(seconds) for name, seconds in found.items()}
 
 
