@@ -1,7 +1,6 @@
 """Completes in the store what dumps have staged: deduplicates it, in the background or when somebody waits for it."""
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
@@ -16,6 +15,7 @@ from ocihook.checkpoints.listing import WAS_IN_MEMORY, Listed, failure_of, list_
 from ocihook.checkpoints.pending import (
     Job,
     check_taken,
+    claimed,
     directory_of,
     half_removed,
     lost_in_memory,
@@ -80,26 +80,6 @@ def complete(
         domain.settle()  # the process that completed it may have been killed before it did
         discard_staged(pending, pins_of(checkpoint_id))
     return True
-
-
-@contextlib.contextmanager
-def claimed(pending: Path) -> Iterator[bool]:
-    """Claim a pending checkpoint for this process alone. True also if it is gone: it has been completed."""
-    try:
-        fd = os.open(pending, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(fd)
 
 
 def store_image_set(

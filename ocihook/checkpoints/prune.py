@@ -17,10 +17,9 @@ from itertools import accumulate, compress, repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.checkpoints.complete import claimed
 from ocihook.checkpoints.epochs import Epochs
 from ocihook.checkpoints.gang_note import GANG_NAME, MAX_NOTE_BYTES, decode_note
-from ocihook.checkpoints.pending import check_taken, read_job
+from ocihook.checkpoints.pending import check_taken, claimed, read_job
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.container.engine_archive import Member, read_facts

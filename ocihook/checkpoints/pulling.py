@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ocihook.checkpoints.complete import claimed
-from ocihook.checkpoints.pending import directory_of, is_here, pending_ids
+from ocihook.checkpoints.pending import claimed, directory_of, is_here, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.checkpoints.transfer import Moved, in_parallel
 from ocihook.config import Settings
