@@ -104,7 +104,7 @@ _remote_option = click.option(
 @_remote_option
 @json_option
 def list_command(*, remote: str | None, as_json: bool) -> None:
-    """List checkpoints: complete ones, and those that are still being stored."""
+    """List checkpoints: complete ones, those that are still being read or stored, and what was lost."""
     found = _store()
     if remote is not None:
         _print_listed(remote_listing.list_remote(_location(remote), found.keys), as_json=as_json)
@@ -146,6 +146,8 @@ def reasons(rows: list[listing.Listed]) -> Iterator[str]:
 def _state(row: listing.Listed) -> str:
     if row.state == "pending":
         return f"pending, {percent(row)}"
+    if row.state == "reading":
+        return "its snapshot is being read"
     marks = [word for word, is_so in (("pinned", row.is_pinned), ("in use", row.is_used)) if is_so]
     if row.push:
         marks.append(f"not pushed, {_attempts(row.push)}" if row.push.attempts else "to be pushed")
@@ -384,7 +386,7 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     settings = load_settings()
     found, workers = Store.of(settings), store_workers(settings)
     began = time.monotonic()
-    ids = [checkpoint] if checkpoint else [row.id for row in listing.list_pending(found) if row.state == "pending"]
+    ids = [checkpoint] if checkpoint else [row.id for row in listing.list_pending(found) if row.is_on_its_way]
     done = []
     for checkpoint_id in ids:
         try:
