@@ -19,6 +19,7 @@ from ocihook.store import garbage
 from ocihook.store.domain import Domain
 from ocihook.store.pushes import Push
 from ocihook.store.store import Store
+from ocihook.store.thin import Thin
 
 WAS_IN_MEMORY = "it was in memory when the node went down, and not stored yet"
 _PRUNE = "`ocihook store prune` removes what is left of it"
@@ -70,6 +71,21 @@ def find(store: Store, checkpoint_id: str) -> Domain:
         if checkpoint_id in pending_ids(domain) or checkpoint_id in domain.checkpoint_ids():  # complete at any moment
             return domain
     raise StoreError(f"the store in {store.root} has no checkpoint {checkpoint_id}")
+
+
+def memory_state(store: Store, thin: Thin) -> str:
+    """Return what is known here of a checkpoint's memory: reading (from a snapshot), lost, or "" as for any other."""
+    if thin.domain not in store.names():
+        return ""
+    domain = store.open(thin.domain)
+    try:
+        job = find_job(domain, thin.checkpoint_id)
+        if job is not None:
+            check_taken(job)
+    except IntegrityError:
+        is_complete = thin.checkpoint_id in domain.checkpoint_ids()  # what was taken is being removed
+        return "" if is_complete else "lost"
+    return "reading" if job is not None and job.awaits_memory else ""
 
 
 def check_complete(domain: Domain, checkpoint_id: str) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ocihook.checkpoints.awaited import claimed_job
 from ocihook.checkpoints.epochs import Epochs
 from ocihook.checkpoints.gang_note import GANG_NAME, MAX_NOTE_BYTES, decode_note
+from ocihook.checkpoints.listing import memory_state
 from ocihook.checkpoints.pending import JOB_NAME, check_taken, claimed
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
@@ -32,6 +33,7 @@ from ocihook.store.lineage import lineage
 from ocihook.store.rewrite import Estimate, drop_unneeded
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
+from ocihook.store.thin import MAX_THIN_BYTES, THIN_NAME, Thin, decode_thin
 
 _TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
 _WRITTEN_WITHIN_S = 600.0  # since an archive was last written to: the engine may still be writing it
@@ -246,10 +248,13 @@ def _archives(directory: Path) -> list[tuple[float, int, Path]]:
     return sorted(rows, reverse=True)
 
 
-def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> Pruned:
+def prune_archives(
+    directory: Path, keep: Keep, store: Store, *, dry_run: bool = False, now_s: float | None = None
+) -> Pruned:
     """Remove archives that nothing keeps from a directory; the kubelet never cleans its own.
 
     What is not an archive, or was written to a moment ago, stays; and so do the archives of the same epoch of a gang.
+    One of which the store has lost the memory, or still reads it, counts as an epoch that lacks members.
     """
     now_s = time.time() if now_s is None else now_s
     rows = _archives(directory)
@@ -259,9 +264,13 @@ def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s:
     sizes = {path.name: size for _, size, path in rows}
     candidates, staying = [], {rows[0][2].name} if rows else set[str]()
     archived = {path.name: (changed_s, found) for changed_s, _, path in rows if (found := _read_archive(path))}
-    epochs = Epochs(container for _, container in archived.values())
-    for name, (changed_s, container) in archived.items():
-        is_whole = epochs.has_all_of_node(container)
+    with_memory = [
+        name for name, (_, found) in archived.items() if not found.thin or not memory_state(store, found.thin)
+    ]
+    staying |= {*with_memory[:1]}
+    epochs = Epochs(found.container for name, (_, found) in archived.items() if name in with_memory)
+    for name, (changed_s, (container, _)) in archived.items():
+        is_whole = name in with_memory and epochs.has_all_of_node(container)
         candidates.append(_Candidate(changed_s, changed_s, lineage(container), name, _epoch_key(container), is_whole))
         if now_s - changed_s <= _WRITTEN_WITHIN_S:
             staying.add(name)
@@ -283,17 +292,25 @@ def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s:
     return Pruned(str(directory), tuple(removed), 0 if dry_run else sum(sizes[name] for name in removed))
 
 
-def _read_archive(path: Path) -> ContainerRef | None:
-    """Return the container of an archive, with its gang; None if it is no archive, or damaged."""
-    notes = []
+class _Archive(NamedTuple):
+    container: ContainerRef  # with its gang
+    thin: Thin | None  # its memory is in a store
+
+
+def _read_archive(path: Path) -> _Archive | None:
+    """Return what an archive is of; None if it is no archive, or damaged."""
+    notes, thin = [], None
 
     def visit(member: Member) -> None:
+        nonlocal thin
         if member.image_name == GANG_NAME:
             notes.append(decode_note(member.content(MAX_NOTE_BYTES)))
+        elif member.image_name == THIN_NAME:
+            thin = decode_thin(member.content(MAX_THIN_BYTES))
 
     try:
         container = read_facts(path, visit).container
-        return notes[0].on(container) if notes else container
+        return _Archive(notes[0].on(container) if notes else container, thin)
     except (OcihookError, OSError) as error:
         log.warning("%s stays: %s", path, error)
         return None
@@ -322,7 +339,7 @@ def prune_by_policy(settings: Settings) -> None:
         except StoreError as error:  # in use: left to the next prune
             log.info("nothing is pruned: %s", error)
     if settings.archive_dir:
-        done.append(prune_archives(Path(settings.archive_dir), Keep.of_archives(settings)))
+        done.append(prune_archives(Path(settings.archive_dir), Keep.of_archives(settings), Store.of(settings)))
     for pruned in done:
         for name in pruned.removed:
             log.info("removed %s of %s, by the retention configured", name, pruned.where)

@@ -251,10 +251,11 @@ def prune(
             raise click.BadParameter("--max-size is of this node's store; a remote has no bound")
         done = remote_listing.prune_remote(_location(remote), keep, _store().keys, dry_run=dry_run)
     else:
-        done = prune_store(Store.of(settings), keep, dry_run=dry_run)
-    if archives and remote is None:
-        bound = settings.max_archive_bytes if max_size is None else keep.max_bytes
-        done.append(prune_archives(archives, keep._replace(max_bytes=bound), dry_run=dry_run))
+        found, done = Store.of(settings), []
+        if archives:  # first: the store knows whose snapshots were lost
+            bound = settings.max_archive_bytes if max_size is None else keep.max_bytes
+            done = [prune_archives(archives, keep._replace(max_bytes=bound), found, dry_run=dry_run)]
+        done = [*prune_store(found, keep, dry_run=dry_run), *done]
     if as_json:
         print_json({"dry_run": dry_run, "pruned": [pruned._asdict() for pruned in done]})
         return

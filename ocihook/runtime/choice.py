@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.archive.places import archive_files
-from ocihook.checkpoints.awaited import find_job
 from ocihook.checkpoints.epochs import Epochs
-from ocihook.checkpoints.pending import check_taken, is_here, keep_in_use, pending_ids
+from ocihook.checkpoints.listing import memory_state
+from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
 from ocihook.errors import IdentificationError, IntegrityError, NoCheckpoint, RemoteError, StoreError, UnsupportedError
 from ocihook.linux.patience import Patience
@@ -134,21 +134,12 @@ def whole(known: Iterable[Known], store: Store, name: str, limit: Patience) -> l
         name: of the domain.
         limit: for memory that is still being read from snapshots.
     """
-    domain = store.open(name) if name in store.names() else None
-    return [one for one in known if domain is None or _is_whole(domain, one.id, limit)]
+    return [one for one in known if _has_memory(store, Thin(name, one.id), limit)]
 
 
-def _is_whole(domain: Domain, checkpoint_id: str, limit: Patience) -> bool:
-    def is_read() -> bool:
-        job = find_job(domain, checkpoint_id)
-        if job is not None:
-            check_taken(job)
-        return job is None or not job.awaits_memory
-
-    try:
-        return checkpoint_id not in pending_ids(domain) or limit.until(is_read)
-    except IntegrityError:  # it was lost, which is reported elsewhere; or what was taken is being removed
-        return checkpoint_id in domain.checkpoint_ids()
+def _has_memory(store: Store, thin: Thin, limit: Patience) -> bool:
+    limit.until(lambda: memory_state(store, thin) != "reading")
+    return not memory_state(store, thin)
 
 
 def _usable(known: Sequence[Known], wanted: str, kept: Kept, store: Store, name: str, limit: Patience) -> list[Known]:
@@ -192,9 +183,9 @@ def _complete_own(store: Store, kept: Kept, settings: Settings, limit: Patience)
     domain = store.open(kept.domain)
     for checkpoint_id in pending_ids(domain):
         with contextlib.suppress(IntegrityError, StoreError, OSError):  # it is reported by whoever stores it
-            job = find_job(domain, checkpoint_id)
+            job = read_job(domain, checkpoint_id)
             is_own = job is not None and lineage(job.container) == lineage(kept.container)
-            if is_own and _is_whole(domain, checkpoint_id, limit):
+            if is_own and _has_memory(store, Thin(domain.name, checkpoint_id), limit):
                 wait_complete(domain, checkpoint_id, workers=store_workers(settings), settings=settings)
 
 
@@ -235,7 +226,7 @@ def _here(store: Store, name: str) -> Iterable[Known]:
     domain = store.open(name)
     for checkpoint_id in pending_ids(domain):  # before the others: one that is complete a moment later is among those
         with contextlib.suppress(IntegrityError):  # it was lost, which is reported elsewhere
-            job = find_job(domain, checkpoint_id)
+            job = read_job(domain, checkpoint_id)
             if job is not None and job.belongings_bytes:
                 yield Known(job.id, job.container, job.created, _NEXT)
     for manifest in domain.checkpoints():
