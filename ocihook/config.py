@@ -117,9 +117,7 @@ class Settings:
     keep_within_s: float = 0.0  # what is younger stays in the store, too
     max_store_bytes: int = 0  # of the whole store: the oldest checkpoints go, even an owner's newest; 0: no bound
     archive_dir: str = ""  # archives there are pruned likewise: /var/lib/kubelet/checkpoints
-    snapshot_share: float = (
-        0.1  # of a container's memory: room within its limit that a snapshot needs, for what it writes
-    )
+    snapshot_share: float = 0.1  # of its memory, that a container needs room for while a snapshot is read
     max_rootfs_bytes: int = 10 << 30  # of changes in a rootfs that are saved when a container is stopped
     max_volumes_bytes: int = 64 << 30  # of its volumes that end with its pod, likewise
     stop_timeout_s: float = 600.0  # for the checkpoint of a container that is stopped; then it is stopped without
