@@ -49,6 +49,7 @@ class Policy:
     quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init creates or touches when it is at rest
     quiesce_timeout_s: float = 10.0  # for init to come to rest, else the dump is refused
     host_memory: str = "direct"  # most memory is read and written past CRIU and in parallel; criu: CRIU does all of it
+    snapshot: str = "on"  # on: left running in mode store, a copy of its memory is read while it runs; off: it waits
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end, else the dump is refused
     gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it
@@ -81,6 +82,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "quiesce_timeout_s": 60.0,
         "resume_signal": _SIGNALS,
         "host_memory": ("direct", "criu"),
+        "snapshot": ("on", "off"),
         "gpu_memory": ("packs", "criu"),
         "gpu_lock_timeout_s": 60.0,
         "gpu_preflight": ("refuse",),
@@ -115,6 +117,7 @@ class Settings:
     keep_within_s: float = 0.0  # what is younger stays in the store, too
     max_store_bytes: int = 0  # of the whole store: the oldest checkpoints go, even an owner's newest; 0: no bound
     archive_dir: str = ""  # archives there are pruned likewise: /var/lib/kubelet/checkpoints
+    snapshot_share: float = 0.1  # of its memory, that a container needs room for while a snapshot is read
     max_rootfs_bytes: int = 10 << 30  # of changes in a rootfs that are saved when a container is stopped
     max_volumes_bytes: int = 64 << 30  # of its volumes that end with its pod, likewise
     stop_timeout_s: float = 600.0  # for the checkpoint of a container that is stopped; then it is stopped without
@@ -152,6 +155,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "quiesce_signal": _SIGNALS,
     "resume_signal": _SIGNALS,
     "host_memory": ("direct", "criu"),
+    "snapshot": ("on", "off"),
     "gpu_memory": ("packs", "criu"),
     "gpu_preflight": ("refuse", "warn"),
     "on_gpu_restore_error": ("kill", "keep"),
@@ -189,6 +193,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "gpu_lock_timeout_s": (0.1, 3600),
     "gang_timeout_s": (0.1, 3600),
     "idle_timeout_s": (1, 86400),
+    "snapshot_share": (0, 1),
     "memory_bound_bytes": (64 << 20, 1 << 50),
     "workers": (0, 1024),
     "keep_last": (0, 1 << 20),

@@ -18,6 +18,7 @@ OcihookError
 ├─ ImageError               CRIU's own images are missing, truncated or not what they say
 ├─ StoreError
 │  ├─ IntegrityError        a pack or manifest is damaged, incomplete or not ours
+│  │  └─ SnapshotLost       the copy of a container's memory ended before it was read
 │  ├─ NoCheckpoint          there is none that a container could go on from
 │  ├─ StoreFull             no space left for packs or for rehydrated images
 │  └─ KeyMissing            a domain is encrypted, and its key cannot be got
@@ -94,12 +95,6 @@ class TraceError(OcihookError):
     code = "trace"
 
 
-class SnapshotLost(OcihookError):
-    """The copy of a container's memory ended before it was read: there is no checkpoint. The container runs on."""
-
-    code = "snapshot-lost"
-
-
 class QuiesceError(OcihookError):
     """An application did not answer before its dump."""
 
@@ -171,6 +166,12 @@ class IntegrityError(StoreError):
 
     code = "integrity"
     exit_code = 4
+
+
+class SnapshotLost(IntegrityError):
+    """The copy of a container's memory ended before it was read: there is no checkpoint. The container runs on."""
+
+    code = "snapshot-lost"
 
 
 class NoCheckpoint(StoreError):

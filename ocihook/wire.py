@@ -20,6 +20,7 @@ PACKET_BYTES = 16384
 FAILED_STAGE = "network-unlock"
 DUMP_STAGES = ("pre-dump", "post-dump", FAILED_STAGE)
 DETACHED_STAGE = "detached"  # none of CRIU's: it has detached from a container that runs on, and is kept from its end
+SNAPSHOT_STAGE = "snapshot"  # none of CRIU's: it has ended, and memory is read of which its dump took a snapshot
 KEPT_NAME = "stats-dump.kept"  # in CRIU's work directory as long as it is kept from its end; see criu/ending.py
 STOP_STAGE = (
     "stop"  # none of CRIU's: the runtime handler has a container checkpointed; its id is in place of a directory

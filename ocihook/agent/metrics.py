@@ -135,10 +135,13 @@ def _store(store: Store) -> Iterator[Metric]:
             ("stored_bytes", "What that takes on disk."),
             ("index_bytes", "What the index takes on disk."),
             ("dedup_ratio", "Bytes of memory that a stored byte stands for."),
-            ("pending_checkpoints", "Checkpoints taken that are not complete yet."),
+            (
+                "pending_checkpoints",
+                "Checkpoints taken that are not complete yet, or still being read from a snapshot.",
+            ),
             ("pending_bytes", "Memory of those that is still to be stored."),
             ("pending_oldest_timestamp_seconds", "When the oldest of those was taken."),
-            ("lost_checkpoints", "Checkpoints taken whose memory is gone."),
+            ("lost_checkpoints", "Checkpoints taken that will never be complete: memory is gone."),
             ("due_pushes", "Checkpoints that are to be pushed."),
             ("due_push_oldest_timestamp_seconds", "Since when the oldest of those is to be."),
             ("due_push_failures", "Attempts to push those that failed."),
@@ -157,7 +160,7 @@ def _store(store: Store) -> Iterator[Metric]:
             domain = store.open(name)
             rows = list(pending_of(domain))
             values |= _pending(rows)
-            for code, count in Counter(row.code for row in rows if row.state == "pending" and row.reason).items():
+            for code, count in Counter(row.code for row in rows if row.is_on_its_way and row.reason).items():
                 gauges["failing_checkpoints"].add_metric([name, code], count)
             values |= _complete(domain)
         for key, value in values.items():
@@ -183,7 +186,7 @@ def _retention(settings: Settings) -> Iterator[Metric]:
 
 
 def _pending(rows: list[Listed]) -> dict[str, float]:
-    waiting = [row for row in rows if row.state == "pending"]
+    waiting = [row for row in rows if row.is_on_its_way]
     values: dict[str, float] = {
         "pending_checkpoints": len(waiting),
         "pending_bytes": sum(max(0, row.raw_bytes - row.done_bytes) for row in waiting),

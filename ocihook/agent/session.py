@@ -21,6 +21,7 @@ from ocihook.session.failure import Attempt, keep_log, message_of, record_failur
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all, undo_interrupted
 from ocihook.stages import dump, restore
+from ocihook.stages.awaited_memory import AwaitsMemory
 from ocihook.stages.detached import KeptFromEnd, is_due, is_kept_from_end
 
 _LOOK_S = 0.01  # whether CRIU has detached, which nobody reports
@@ -33,6 +34,7 @@ _STAGES: dict[str, _Stage] = {
     "pre-dump": dump.pre_dump,
     "post-dump": dump.post_dump,
     wire.DETACHED_STAGE: dump.detached,
+    wire.SNAPSHOT_STAGE: dump.snapshot,
     "pre-restore": restore.pre_restore,
     "setup-namespaces": restore.setup_namespaces,
     "post-restore": restore.post_restore,
@@ -44,6 +46,7 @@ _STATE_AFTER_ERROR = {
     "pre-dump": "The dump is refused",
     "post-dump": "The dump fails",
     wire.DETACHED_STAGE: "The dump fails",
+    wire.SNAPSHOT_STAGE: "The checkpoint is incomplete and cannot be restored",
     "pre-restore": "The restore is refused, nothing was started",
     "setup-namespaces": "The restore fails, CRIU kills what it has started",
     "post-restore": "The restore fails, CRIU kills what it has started",
@@ -112,7 +115,11 @@ class Session:
         kept = self.journal.find(KeptFromEnd) if request.stage == wire.DETACHED_STAGE else None
         if kept is not None:
             return kept.open_images(self.journal)
-        return -1 if request.stage == "post-resume" else os.open(request.image_dir, os.O_RDONLY | os.O_DIRECTORY)
+        return (
+            -1
+            if request.stage in ("post-resume", wire.SNAPSHOT_STAGE)
+            else os.open(request.image_dir, os.O_RDONLY | os.O_DIRECTORY)
+        )
 
     def _refuse(self, request: wire.Request, error: str) -> tuple[int, str]:
         stage, container = request.stage, self.journal.container
@@ -124,7 +131,7 @@ class Session:
         except OcihookError as undo_error:
             log.warning("%s", undo_error)  # tried again when CRIU is gone
         state = _STATE_AFTER_ERROR[stage]
-        if stage in (*wire.DUMP_STAGES, wire.DETACHED_STAGE):
+        if stage in (*wire.DUMP_STAGES, wire.DETACHED_STAGE, wire.SNAPSHOT_STAGE):
             state = f"{state}, {self._what_became_of_it(request.init_pid)}"
         message = f"{stage}{about}: {error.rstrip('.')}. {state}"
         log.error("%s", message)
@@ -176,6 +183,8 @@ class Session:
             os.close(pidfd)
         control.close()  # the agent starts another session should a request still be in it
         log.info("session %s: CRIU has ended", self.journal.session_id)
+        if self.journal.find(AwaitsMemory) is not None:
+            self.handle(wire.Request(wire.SNAPSHOT_STAGE, self.journal.criu.pid, 0, ""))
         self.finish()
 
     def _watch(self, criu: int, control: socket.socket, attempt: Attempt) -> None:

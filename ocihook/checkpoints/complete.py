@@ -1,7 +1,6 @@
 """Completes in the store what dumps have staged: deduplicates it, in the background or when somebody waits for it."""
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
@@ -12,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ocihook import __version__
+from ocihook.checkpoints.awaited import claimed_job, find_job
 from ocihook.checkpoints.listing import WAS_IN_MEMORY, Listed, failure_of, list_pending
 from ocihook.checkpoints.pending import (
     Job,
     check_taken,
+    claimed,
     directory_of,
     half_removed,
     lost_in_memory,
     pending_ids,
     read_failure,
-    read_job,
     read_progress,
     write_failure,
     write_progress,
@@ -59,10 +59,10 @@ def complete(
 ) -> bool:
     """Store what was taken for a checkpoint; False if another process does so. May run again after any interruption.
 
-    With `settings`, add a record of it to the history.
+    With `settings`, add a record of it to the history; of one whose snapshot was lost only once.
 
     Raises:
-        IntegrityError: if what was taken is no longer there.
+        IntegrityError: if what was taken is no longer there, or not all of the memory could be.
         OcihookError: if the store cannot be used.
         OSError: from the file system, a full one included; what was taken stays, for another attempt.
     """
@@ -70,9 +70,10 @@ def complete(
     with claimed(pending) as is_ours:
         if not is_ours:
             return False
-        job = read_job(domain, checkpoint_id)
+        job = claimed_job(domain, checkpoint_id)
         if job is not None and checkpoint_id not in domain.checkpoint_ids():
-            with _recorded(settings, domain, job), domain.shared(in_turn=True):
+            is_known = job.lost and read_failure(domain, checkpoint_id)
+            with _recorded(None if is_known else settings, domain, job), domain.shared(in_turn=True):
                 check_taken(job)
                 if job.is_pushed:
                     domain.pushes.note(checkpoint_id)
@@ -80,26 +81,6 @@ def complete(
         domain.settle()  # the process that completed it may have been killed before it did
         discard_staged(pending, pins_of(checkpoint_id))
     return True
-
-
-@contextlib.contextmanager
-def claimed(pending: Path) -> Iterator[bool]:
-    """Claim a pending checkpoint for this process alone. True also if it is gone: it has been completed."""
-    try:
-        fd = os.open(pending, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(fd)
 
 
 def store_image_set(
@@ -355,8 +336,11 @@ def wait_complete(
             raise
         if not is_done:
             if patience.is_over:
-                done = read_progress(domain, checkpoint_id)
-                raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {done} bytes have been stored")
+                job = find_job(domain, checkpoint_id)
+                is_read = job is not None and job.awaits_memory
+                done = f"{read_progress(domain, checkpoint_id)} bytes have been stored"
+                how_far = "its memory is still being read from a snapshot" if is_read else done
+                raise StoreError(f"checkpoint {checkpoint_id} is not complete yet, {how_far}")
             patience.sleep(_POLL_S)
     domain.settle()  # the process that completed it may have been killed before it did
     return domain.read(checkpoint_id)

@@ -4,6 +4,7 @@ import errno
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ocihook.checkpoints.awaited import find_job
 from ocihook.checkpoints.epochs import Epochs, find_epoch
 from ocihook.checkpoints.pending import (
     Failure,
@@ -11,7 +12,6 @@ from ocihook.checkpoints.pending import (
     lost_in_memory,
     pending_ids,
     read_failure,
-    read_job,
     read_progress,
 )
 from ocihook.errors import IntegrityError, OcihookError, StoreError, StoreFull, plain
@@ -19,6 +19,7 @@ from ocihook.store import garbage
 from ocihook.store.domain import Domain
 from ocihook.store.pushes import Push
 from ocihook.store.store import Store
+from ocihook.store.thin import Thin
 
 WAS_IN_MEMORY = "it was in memory when the node went down, and not stored yet"
 _PRUNE = "`ocihook store prune` removes what is left of it"
@@ -29,7 +30,7 @@ class Listed(NamedTuple):
 
     domain: str
     id: str
-    state: str  # complete, pending, lost
+    state: str  # complete, pending, reading (from a snapshot), lost
     container: str
     created: str
     raw_bytes: int
@@ -44,6 +45,11 @@ class Listed(NamedTuple):
     push: Push | None = None  # that is due
     gang: str = ""  # GANG/EPOCH/ATTEMPT of the dump of a gang that it is part of
     gang_missing: int = 0  # members of that which are not complete here; of a gang on several nodes, they are elsewhere
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Return whether it may become complete."""
+        return self.state in ("pending", "reading")
 
 
 def failure_of(domain: Domain, error: OcihookError | OSError) -> Failure:
@@ -65,6 +71,43 @@ def find(store: Store, checkpoint_id: str) -> Domain:
         if checkpoint_id in pending_ids(domain) or checkpoint_id in domain.checkpoint_ids():  # complete at any moment
             return domain
     raise StoreError(f"the store in {store.root} has no checkpoint {checkpoint_id}")
+
+
+def memory_state(store: Store, thin: Thin) -> str:
+    """Return what is known here of a checkpoint's memory: reading (from a snapshot), lost, or "" as for any other."""
+    if thin.domain not in store.names():
+        return ""
+    domain = store.open(thin.domain)
+    try:
+        job = find_job(domain, thin.checkpoint_id)
+        if job is not None:
+            check_taken(job)
+    except IntegrityError:
+        is_complete = thin.checkpoint_id in domain.checkpoint_ids()  # what was taken is being removed
+        return "" if is_complete else "lost"
+    return "reading" if job is not None and job.awaits_memory else ""
+
+
+def check_complete(domain: Domain, checkpoint_id: str) -> None:
+    """Check that a checkpoint is complete, if it is there at all.
+
+    Raises:
+        IntegrityError: if it was lost.
+        StoreError: if it needs time.
+    """
+    if checkpoint_id not in pending_ids(domain) or checkpoint_id in domain.checkpoint_ids():
+        return
+    job = find_job(domain, checkpoint_id)
+    if job is None:  # it is complete by now
+        return
+    try:
+        check_taken(job)
+    except IntegrityError:
+        if checkpoint_id in domain.checkpoint_ids():  # what was taken is being removed
+            return
+        raise
+    doing = "read from a snapshot" if job.awaits_memory else "stored"
+    raise StoreError(f"checkpoint {checkpoint_id} is still being {doing}", hint="`ocihook wait`")
 
 
 def find_gang(store: Store, name: str) -> tuple[Domain, list[str]]:
@@ -96,11 +139,10 @@ def pin(store: Store, checkpoint_id: str, *, is_pinned: bool) -> None:
     """Protect a checkpoint from every prune, or end that.
 
     Raises:
-        StoreError: if there is no such checkpoint, or it is not complete yet.
+        StoreError: if there is no such checkpoint, or it is not complete.
     """
     domain = find(store, checkpoint_id)
-    if checkpoint_id not in domain.checkpoint_ids():
-        raise StoreError(f"checkpoint {checkpoint_id} is still being stored", hint="`ocihook wait`")
+    check_complete(domain, checkpoint_id)
     if is_pinned:
         domain.pin(checkpoint_id)
     else:
@@ -136,7 +178,7 @@ def list_checkpoints(store: Store) -> list[Listed]:
 
 
 def list_pending(store: Store) -> list[Listed]:
-    """Return the checkpoints that are still being stored, and those that were lost on their way."""
+    """Return the checkpoints that are still being read or stored, and those that were lost on their way."""
     return [row for domain in store.domains() for row in pending_of(domain)]
 
 
@@ -150,7 +192,7 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
             continue
         job = None
         try:
-            job = read_job(domain, checkpoint_id)
+            job = find_job(domain, checkpoint_id)
             if job is None:
                 continue
             check_taken(job)
@@ -158,9 +200,10 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
             if checkpoint_id in domain.checkpoint_ids():  # complete by now: what was taken is being removed
                 continue
             state = "lost"
-            failure = failure_of(domain, error)._replace(remedy=_PRUNE)
+            failure = failure_of(domain, error)._replace(remedy=error.hint or _PRUNE)
         else:
-            state, failure = "pending", read_failure(domain, checkpoint_id) or Failure("", "", "")
+            state = "reading" if job.awaits_memory else "pending"
+            failure = read_failure(domain, checkpoint_id) or Failure("", "", "")
         container, created, size = (str(job.container), job.created, job.raw_bytes) if job else ("", "", 0)
         done = read_progress(domain, checkpoint_id)
         gang = job.container.gang if job else ""

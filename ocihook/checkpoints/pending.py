@@ -7,14 +7,15 @@ disk: it becomes visible when the node has gone down, and the tmpfs with it.
 """
 
 import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ocihook.errors import IntegrityError, plain
+from ocihook.errors import IntegrityError, SnapshotLost, plain
 from ocihook.linux.files import replace_file
 from ocihook.model import ContainerRef
 from ocihook.packs.frame import as_name, as_number, as_text, decode_frame, encode_frame, load_json, read_record
@@ -28,6 +29,7 @@ _MAX_BYTES = 64 << 20
 _MAX_FAILURE_BYTES = 1 << 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 IN_MEMORY = "in-memory"
+JOB_NAME = "job"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class Job:
     other_images: tuple[OtherImage, ...]
     region_bytes: int = 0  # of memory that went past CRIU, and is in packs beside it
     is_pushed: bool = False  # to the remote, once it is complete
+    awaits_memory: bool = False  # which is still being read from a snapshot (awaited.py)
+    lost: str = ""  # why that memory was lost; then only this record is left
     boot_id: str  # of the boot on which images that were not synced are whole; "": they were
 
     @property
@@ -76,7 +80,7 @@ def pending_ids(domain: Domain) -> list[str]:
     if not domain.pending_dir.exists():
         return []
     return sorted(
-        p.name for p in domain.pending_dir.iterdir() if CHECKPOINT_ID.fullmatch(p.name) and (p / "job").exists()
+        p.name for p in domain.pending_dir.iterdir() if CHECKPOINT_ID.fullmatch(p.name) and (p / JOB_NAME).exists()
     )
 
 
@@ -112,6 +116,26 @@ def lost_in_memory(domain: Domain) -> list[str]:
     )
 
 
+@contextlib.contextmanager
+def claimed(pending: Path) -> Iterator[bool]:
+    """Claim a pending checkpoint for this process alone. True also if it is gone: it has been completed."""
+    try:
+        fd = os.open(pending, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(fd)
+
+
 def write_job(domain: Domain, job: Job, *, durable: bool) -> None:
     """Record that all page images have been taken.
 
@@ -128,9 +152,12 @@ def write_job(domain: Domain, job: Job, *, durable: bool) -> None:
         "region_bytes": job.region_bytes,
         "is_pushed": job.is_pushed,
         "boot_id": job.boot_id,
+        "awaits_memory": job.awaits_memory,
+        "lost": job.lost,
     }
-    record = encode_frame("job", 1, json.dumps(body).encode())
-    replace_file(directory_of(domain, job.id) / "job", record, mode=0o600, durable=durable)
+    version = 2 if job.awaits_memory or job.lost else 1  # an earlier release must not take it for whole
+    record = encode_frame("job", version, json.dumps(body).encode())
+    replace_file(directory_of(domain, job.id) / JOB_NAME, record, mode=0o600, durable=durable)
 
 
 def read_job(domain: Domain, checkpoint_id: str) -> Job | None:
@@ -139,11 +166,11 @@ def read_job(domain: Domain, checkpoint_id: str) -> Job | None:
     Raises:
         IntegrityError: if the record is damaged.
     """
-    data = read_record(directory_of(domain, checkpoint_id) / "job", _MAX_BYTES, f"job of {checkpoint_id}")
+    data = read_record(directory_of(domain, checkpoint_id) / JOB_NAME, _MAX_BYTES, f"job of {checkpoint_id}")
     if data is None:
         return None
     try:
-        _, body = decode_frame("job", (1,), data)
+        _, body = decode_frame("job", (1, 2), data)
         return _from_json(load_json(body))
     except (IntegrityError, ValueError, TypeError, KeyError) as error:
         reason = str(error) if isinstance(error, IntegrityError) else f"it is malformed: {error!r}"
@@ -165,6 +192,8 @@ def _from_json(value: Any) -> Job:  # noqa: ANN401 - anything that JSON can say
         region_bytes=as_number(value["region_bytes"]),
         is_pushed=value["is_pushed"] is True,
         boot_id=as_text(value["boot_id"]),
+        awaits_memory=value.get("awaits_memory") is True,
+        lost=as_text(value.get("lost", "")),
     )
 
 
@@ -177,8 +206,15 @@ def check_taken(job: Job) -> None:
     """Check that what was taken is still there, and whole.
 
     Raises:
+        SnapshotLost: if memory was still being read when its snapshot was lost.
         IntegrityError: if not: a node that lost power has lost what was not on its disk.
     """
+    if job.lost:
+        raise SnapshotLost(
+            f"checkpoint {job.id} of container {job.container} is incomplete: the snapshot of its memory was lost: "
+            f"{job.lost}",
+            hint="restore an earlier one, or checkpoint again; `ocihook store prune` removes what is left of this one",
+        )
     if job.boot_id and job.boot_id != this_boot():
         raise IntegrityError(
             f"checkpoint {job.id} of container {job.container} was lost: the node went down before it was stored",

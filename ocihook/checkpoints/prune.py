@@ -17,10 +17,11 @@ from itertools import accumulate, compress, repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.checkpoints.complete import claimed
+from ocihook.checkpoints.awaited import claimed_job
 from ocihook.checkpoints.epochs import Epochs
 from ocihook.checkpoints.gang_note import GANG_NAME, MAX_NOTE_BYTES, decode_note
-from ocihook.checkpoints.pending import check_taken, read_job
+from ocihook.checkpoints.listing import memory_state
+from ocihook.checkpoints.pending import JOB_NAME, check_taken, claimed
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.container.engine_archive import Member, read_facts
@@ -32,9 +33,11 @@ from ocihook.store.lineage import lineage
 from ocihook.store.rewrite import Estimate, drop_unneeded
 from ocihook.store.store import Store
 from ocihook.store.stored_manifest import StoredManifest
+from ocihook.store.thin import MAX_THIN_BYTES, THIN_NAME, Thin, decode_thin
 
 _TAKEN_WITHIN_S = 3600.0  # from the first page image to the last
 _WRITTEN_WITHIN_S = 600.0  # since an archive was last written to: the engine may still be writing it
+_LOSS_KEPT_S = 7 * 86400.0  # for a restore to say why, whatever is pruned by policy
 _WAIT_S = 60.0  # of a prune by policy, for checkpoints that are being stored
 
 log = logging.getLogger(__name__)
@@ -85,8 +88,9 @@ class _Candidate(NamedTuple):
 class _Work:
     """A domain that is being pruned."""
 
-    def __init__(self, domain: Domain, timeout_s: float, *, dry_run: bool) -> None:
+    def __init__(self, domain: Domain, timeout_s: float, loss_kept_s: float, *, dry_run: bool) -> None:
         self.domain, self.needs, self._dry_run = domain, Needs(domain), dry_run
+        self._loss_kept_s = loss_kept_s
         self._step = partial(domain.alone, timeout_s)
         self.removed: list[str] = []
         self.freed_bytes = 0
@@ -109,7 +113,8 @@ class _Work:
     def clear(self) -> None:
         """Remove what nothing needs any more."""
         if not self._dry_run:
-            self.freed_bytes += remove_rubbish(self.domain, self.needs, self._step) + _discard_lost(self.domain)
+            self.freed_bytes += remove_rubbish(self.domain, self.needs, self._step)
+            self.freed_bytes += _discard_lost(self.domain, self._loss_kept_s)
             self.freed_bytes += drop_unneeded(self.domain, self.needs, self._step)
 
 
@@ -120,6 +125,7 @@ def prune(
     dry_run: bool = False,
     now_s: float | None = None,
     timeout_s: float = LOCK_TIMEOUT_S,
+    loss_kept_s: float = 0.0,
 ) -> list[Pruned]:
     """Remove checkpoints of a store that nothing keeps, and what no checkpoint needs.
 
@@ -129,6 +135,7 @@ def prune(
         dry_run: only report what would be removed.
         now_s: since the epoch; None: now.
         timeout_s: how long to wait, each time, for checkpoints that are being stored or pulled.
+        loss_kept_s: how long the record stays of why a snapshot was lost.
 
     Raises:
         StoreError: if checkpoints are being stored for too long, or another process prunes.
@@ -140,7 +147,7 @@ def prune(
         works = []
         for domain in store.domains():
             stack.enter_context(domain.upkeep(timeout_s))
-            work = _Work(domain, timeout_s, dry_run=dry_run)
+            work = _Work(domain, timeout_s, loss_kept_s, dry_run=dry_run)
             try:
                 work.needs.packs()
                 work.remove(choose(work.manifests(), keep, now_s))
@@ -241,10 +248,13 @@ def _archives(directory: Path) -> list[tuple[float, int, Path]]:
     return sorted(rows, reverse=True)
 
 
-def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s: float | None = None) -> Pruned:
+def prune_archives(
+    directory: Path, keep: Keep, store: Store, *, dry_run: bool = False, now_s: float | None = None
+) -> Pruned:
     """Remove archives that nothing keeps from a directory; the kubelet never cleans its own.
 
     What is not an archive, or was written to a moment ago, stays; and so do the archives of the same epoch of a gang.
+    One of which the store has lost the memory, or still reads it, counts as an epoch that lacks members.
     """
     now_s = time.time() if now_s is None else now_s
     rows = _archives(directory)
@@ -254,9 +264,13 @@ def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s:
     sizes = {path.name: size for _, size, path in rows}
     candidates, staying = [], {rows[0][2].name} if rows else set[str]()
     archived = {path.name: (changed_s, found) for changed_s, _, path in rows if (found := _read_archive(path))}
-    epochs = Epochs(container for _, container in archived.values())
-    for name, (changed_s, container) in archived.items():
-        is_whole = epochs.has_all_of_node(container)
+    with_memory = [
+        name for name, (_, found) in archived.items() if not found.thin or not memory_state(store, found.thin)
+    ]
+    staying |= {*with_memory[:1]}
+    epochs = Epochs(found.container for name, (_, found) in archived.items() if name in with_memory)
+    for name, (changed_s, (container, _)) in archived.items():
+        is_whole = name in with_memory and epochs.has_all_of_node(container)
         candidates.append(_Candidate(changed_s, changed_s, lineage(container), name, _epoch_key(container), is_whole))
         if now_s - changed_s <= _WRITTEN_WITHIN_S:
             staying.add(name)
@@ -278,17 +292,25 @@ def prune_archives(directory: Path, keep: Keep, *, dry_run: bool = False, now_s:
     return Pruned(str(directory), tuple(removed), 0 if dry_run else sum(sizes[name] for name in removed))
 
 
-def _read_archive(path: Path) -> ContainerRef | None:
-    """Return the container of an archive, with its gang; None if it is no archive, or damaged."""
-    notes = []
+class _Archive(NamedTuple):
+    container: ContainerRef  # with its gang
+    thin: Thin | None  # its memory is in a store
+
+
+def _read_archive(path: Path) -> _Archive | None:
+    """Return what an archive is of; None if it is no archive, or damaged."""
+    notes, thin = [], None
 
     def visit(member: Member) -> None:
+        nonlocal thin
         if member.image_name == GANG_NAME:
             notes.append(decode_note(member.content(MAX_NOTE_BYTES)))
+        elif member.image_name == THIN_NAME:
+            thin = decode_thin(member.content(MAX_THIN_BYTES))
 
     try:
         container = read_facts(path, visit).container
-        return notes[0].on(container) if notes else container
+        return _Archive(notes[0].on(container) if notes else container, thin)
     except (OcihookError, OSError) as error:
         log.warning("%s stays: %s", path, error)
         return None
@@ -311,13 +333,13 @@ def prune_by_policy(settings: Settings) -> None:
     keep = Keep.of(settings)
     if any(keep):
         try:
-            done += prune(Store.of(settings), keep, timeout_s=_WAIT_S)
+            done += prune(Store.of(settings), keep, timeout_s=_WAIT_S, loss_kept_s=_LOSS_KEPT_S)
         except IntegrityError as error:
             log.error("%s", error)
         except StoreError as error:  # in use: left to the next prune
             log.info("nothing is pruned: %s", error)
     if settings.archive_dir:
-        done.append(prune_archives(Path(settings.archive_dir), Keep.of_archives(settings)))
+        done.append(prune_archives(Path(settings.archive_dir), Keep.of_archives(settings), Store.of(settings)))
     for pruned in done:
         for name in pruned.removed:
             log.info("removed %s of %s, by the retention configured", name, pruned.where)
@@ -379,22 +401,24 @@ def _made_s(manifest: StoredManifest) -> float:
         return 0.0
 
 
-def _discard_lost(domain: Domain) -> int:
+def _discard_lost(domain: Domain, loss_kept_s: float) -> int:
     """Remove what was taken for checkpoints that can no longer be completed, or was only taken in part."""
     freed = 0
     for pending in list(domain.pending_dir.iterdir()):
         with claimed(pending) as is_ours:
-            if is_ours and _is_lost(domain, pending):
+            if is_ours and _is_lost(domain, pending, loss_kept_s):
                 freed += sum(path.stat().st_size for path in pending.iterdir())
                 discard_staged(pending, pins_of(pending.name))
     return freed
 
 
-def _is_lost(domain: Domain, pending: Path) -> bool:
+def _is_lost(domain: Domain, pending: Path, loss_kept_s: float) -> bool:
     try:
-        job = read_job(domain, pending.name)
+        job = claimed_job(domain, pending.name)
         if job is None:  # being taken, or the dump was interrupted long ago
             return time.time() - pending.stat().st_mtime > _TAKEN_WITHIN_S
+        if job.lost and time.time() - (pending / JOB_NAME).stat().st_mtime < loss_kept_s:
+            return False
         check_taken(job)
     except IntegrityError as error:
         log.warning("%s", error)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ocihook.checkpoints.complete import claimed
-from ocihook.checkpoints.pending import directory_of, is_here, pending_ids
+from ocihook.checkpoints.listing import check_complete
+from ocihook.checkpoints.pending import claimed, directory_of, is_here
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.checkpoints.transfer import Moved, in_parallel
 from ocihook.config import Settings
@@ -96,14 +96,14 @@ def find_stored(settings: Settings, thin: Thin) -> tuple[StoredManifest, str]:
     """Return the manifest of a checkpoint that is in the store, or would be pulled from the remote; and where it is.
 
     Raises:
-        StoreError: if it is in neither.
+        StoreError: if it is in neither, or not complete here.
         RemoteError: if the remote cannot be reached.
     """
     store = Store.of(settings)
     if is_here(store, thin):
-        if thin.checkpoint_id in pending_ids(store.open(thin.domain)):
-            raise StoreError(f"checkpoint {thin.checkpoint_id} is still being stored", hint="`ocihook wait`")
-        return store.open(thin.domain).read(thin.checkpoint_id), "this node's store"
+        domain = store.open(thin.domain)
+        check_complete(domain, thin.checkpoint_id)
+        return domain.read(thin.checkpoint_id), "this node's store"
     if settings.remote:
         data = open_remote(settings.remote, thin.domain).manifest(thin.checkpoint_id)
         if data is not None:

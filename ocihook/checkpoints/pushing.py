@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from ocihook.checkpoints.listing import check_complete
 from ocihook.checkpoints.remote_listing import prune_remote_by_policy
 from ocihook.checkpoints.transfer import Moved, in_parallel
 from ocihook.config import Settings
@@ -34,8 +35,10 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
 
     Raises:
         RemoteError: if the remote cannot be reached, or does not store what it is sent.
-        IntegrityError: if the checkpoint is damaged here; the remote does not have it then.
+        StoreError: if it is not complete.
+        IntegrityError: if the checkpoint is damaged here, or was lost; the remote does not have it then.
     """
+    check_complete(domain, checkpoint_id)
     with domain.using(checkpoint_id):
         manifest = domain.read(checkpoint_id)
         layout = domain.layout(manifest)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook import __version__, wire
-from ocihook.checkpoints.pending import IN_MEMORY, Job, directory_of, this_boot, write_job
+from ocihook.checkpoints.pending import IN_MEMORY, JOB_NAME, Job, directory_of, this_boot, write_job
 from ocihook.errors import StoreFull, UnsupportedError
 from ocihook.images.image_set import MovedRegions, list_other_images
 from ocihook.linux.files import replace_file, sync_directory, sync_file
@@ -102,6 +102,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
     moved: MovedRegions | None = None,
     with_belongings: bool = False,
     is_pushed: bool = False,
+    awaits_memory: bool = False,
 ) -> Job:
     """Take page images out of `directory`, leaving a record of where they went.
 
@@ -116,6 +117,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
         moved: memory that went into packs at the place; the checkpoint is complete only with it.
         with_belongings: they are at the place, too.
         is_pushed: to the remote, once it is complete.
+        awaits_memory: some is still to be read from a snapshot; the place is claimed for that (awaited.py).
 
     Raises:
         OSError: from the file system, a full one included.
@@ -144,6 +146,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
         region_bytes=record_of(moved, container).raw_bytes if moved else 0,
         is_pushed=is_pushed,
         boot_id="" if durable and is_linked else this_boot(),
+        awaits_memory=awaits_memory,
     )
     write_job(store.open(place.domain), job, durable=durable)
     write_thin(directory, Thin(place.domain, job.id), durable=durable)
@@ -221,7 +224,7 @@ def finish_staging(place: Place, names: Sequence[str], directory: Path | None) -
 
 def discard_staged(pending: Path, pins: Path) -> None:
     """Remove what was taken for a checkpoint, its record first. May run any time."""
-    (pending / "job").unlink(missing_ok=True)
+    (pending / JOB_NAME).unlink(missing_ok=True)
     if pending.exists():
         sync_directory(pending)
     unpin_directory(pins)

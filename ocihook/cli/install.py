@@ -141,7 +141,7 @@ def _complete_pending(timeout_s: float) -> None:
     for row in left:
         reason = row.reason or "it was not stored in time"
         sentence = f"checkpoint {row.id} of {row.container or 'a container'} is not complete: {reason.rstrip('.')}. "
-        if row.state == "pending":
+        if row.is_on_its_way:
             sentence += (
                 "It stays in the store; nothing completes it unless ocihook is installed again, or by `ocihook wait`"
             )

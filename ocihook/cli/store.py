@@ -104,7 +104,7 @@ _remote_option = click.option(
 @_remote_option
 @json_option
 def list_command(*, remote: str | None, as_json: bool) -> None:
-    """List checkpoints: complete ones, and those that are still being stored."""
+    """List checkpoints: complete ones, those that are still being read or stored, and what was lost."""
     found = _store()
     if remote is not None:
         _print_listed(remote_listing.list_remote(_location(remote), found.keys), as_json=as_json)
@@ -146,6 +146,8 @@ def reasons(rows: list[listing.Listed]) -> Iterator[str]:
 def _state(row: listing.Listed) -> str:
     if row.state == "pending":
         return f"pending, {percent(row)}"
+    if row.state == "reading":
+        return "its snapshot is being read"
     marks = [word for word, is_so in (("pinned", row.is_pinned), ("in use", row.is_used)) if is_so]
     if row.push:
         marks.append(f"not pushed, {_attempts(row.push)}" if row.push.attempts else "to be pushed")
@@ -249,10 +251,11 @@ def prune(
             raise click.BadParameter("--max-size is of this node's store; a remote has no bound")
         done = remote_listing.prune_remote(_location(remote), keep, _store().keys, dry_run=dry_run)
     else:
-        done = prune_store(Store.of(settings), keep, dry_run=dry_run)
-    if archives and remote is None:
-        bound = settings.max_archive_bytes if max_size is None else keep.max_bytes
-        done.append(prune_archives(archives, keep._replace(max_bytes=bound), dry_run=dry_run))
+        found, done = Store.of(settings), []
+        if archives:  # first: the store knows whose snapshots were lost
+            bound = settings.max_archive_bytes if max_size is None else keep.max_bytes
+            done = [prune_archives(archives, keep._replace(max_bytes=bound), found, dry_run=dry_run)]
+        done = [*prune_store(found, keep, dry_run=dry_run), *done]
     if as_json:
         print_json({"dry_run": dry_run, "pruned": [pruned._asdict() for pruned in done]})
         return
@@ -384,7 +387,7 @@ def wait(*, checkpoint: str | None, timeout_s: float | None, as_json: bool) -> N
     settings = load_settings()
     found, workers = Store.of(settings), store_workers(settings)
     began = time.monotonic()
-    ids = [checkpoint] if checkpoint else [row.id for row in listing.list_pending(found) if row.state == "pending"]
+    ids = [checkpoint] if checkpoint else [row.id for row in listing.list_pending(found) if row.is_on_its_way]
     done = []
     for checkpoint_id in ids:
         try:

@@ -24,7 +24,7 @@ from ocihook.packs.unpacking import PackedPart
 
 # Packs of memory that was moved before CRIU began have numbers without these zeros in front (regions.py).
 READ_PREFIX = f"{REGION_PACK_PREFIX}0"
-_MERGED_PREFIX = f"{REGION_PACK_PREFIX}00"
+MERGED_PREFIX = f"{REGION_PACK_PREFIX}00"
 _MOST_WORKERS = 99  # a number of four digits at most
 
 
@@ -159,7 +159,7 @@ def merge_images(
         segments, new_packs = pack(
             sources,
             place,
-            prefix=_MERGED_PREFIX,
+            prefix=MERGED_PREFIX,
             workers=min(workers, _MOST_WORKERS),
             durable=durable,
             patience=patience,
@@ -197,7 +197,7 @@ def complete_pagemaps(directory: Path) -> None:
 
 def discard_merged(place: Path) -> None:
     """Remove what an interrupted `merge_images` has left. May run any time."""
-    for path in place.glob(f"{_MERGED_PREFIX}[0-9]*.pack"):
+    for path in place.glob(f"{MERGED_PREFIX}[0-9]*.pack"):
         path.unlink(missing_ok=True)
 
 

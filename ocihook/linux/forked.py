@@ -46,6 +46,7 @@ class Fork:
         self.process = process
         self._thread = thread
         self._instruction = CallInstruction(instruction.address, 0)  # it has no stack to leave a frame on
+        self._freezer = find_freezer(process.pid)
         self._can_call = True
 
     def close_files(self) -> None:
@@ -57,7 +58,7 @@ class Fork:
         self._call("madvise", span.start, span.size_bytes, _MADV_DONTNEED)
 
     def _call(self, name: str, *arguments: int) -> None:
-        if self._can_call:
+        if self._can_call and not (self._freezer and self._freezer.is_frozen()):
             try:
                 patience = Patience(timeout_s=_CALL_TIMEOUT_S)
                 self._thread.make_call(name, self._instruction, *arguments, patience=patience)

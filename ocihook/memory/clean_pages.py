@@ -5,6 +5,9 @@ as clean, and an earlier dump is made up that has it (criu/parent_images.py). Wh
 leaves out, become one page image (images/merging.py). Where anything goes wrong before CRIU begins, it dumps all by
 itself.
 
+Where a snapshot is taken, nothing is read before CRIU begins, and no page image is joined before the snapshot is read
+(left_out.py).
+
 Which memory is clean the kernel knows by its soft-dirty bits: Documentation/admin-guide/mm/soft-dirty.rst.
 """
 
@@ -12,8 +15,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -32,6 +35,7 @@ from ocihook.linux.memory import ProcessMemory, Span
 from ocihook.linux.page_scan import anonymous_bytes, scan_private
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, pid_below
+from ocihook.memory.left_out import note_left_out
 from ocihook.packs.packed_manifest import PackedImage, PackedManifest, read_manifest, write_manifest
 from ocihook.packs.packing import pack
 from ocihook.packs.pages import Parts, Source
@@ -58,7 +62,7 @@ class TrackFacts(Facts):
 
 @dataclass(kw_only=True)
 class PagesRead(Effect, kind="pages-read"):
-    """Memory was read into packs, and an earlier dump made up that CRIU compares with."""
+    """Memory was read into packs, or is to be, and an earlier dump made up that CRIU compares with."""
 
     holds_container: ClassVar[bool] = False
     directory: Path  # the image directory
@@ -66,6 +70,7 @@ class PagesRead(Effect, kind="pages-read"):
     place: Path  # of the packs
     place_identity: list[int]
     record: Path  # directory with what was read
+    snapshot: dict[str, Process] = field(default_factory=dict)  # by CRIU's numbers, what is read later
 
     def undo(self, _journal: Journal, _patience: Patience) -> None:
         """Remove the made-up dump; and the packs, if they did not become a checkpoint."""
@@ -87,7 +92,7 @@ class _Read(NamedTuple):
 
 
 class ReadPages(Participant):
-    """Reads memory once all stands still, just before CRIU begins."""
+    """Reads memory once all stands still, just before CRIU begins; or has CRIU leave it to a snapshot."""
 
     def needs_tasks(self, dump: Dump) -> bool:
         """Find out whether CRIU tracks memory, and any process has enough of it; tasks need not run for that."""
@@ -119,12 +124,18 @@ class ReadPages(Participant):
 
 
 class MergedPages(Participant):
-    """Joins what was read with what CRIU has written."""
+    """Joins what was read with what CRIU has written; or finds out what is to be joined."""
 
     def after_images(self, dump: Dump) -> str:
         """Join it; refuse the dump if CRIU has left out anything that was not read."""
         effect = dump.journal.find(PagesRead)
         if effect is None:
+            return ""
+        if effect.snapshot:
+            left_out = note_left_out(dump.directory, effect.record, effect.snapshot)
+            complete_pagemaps(dump.directory)
+            remove_parent(dump.directory)
+            dump.awaited = {image.name: image.size_bytes for image in left_out}
             return ""
         with dump.journal.phase("merge") as phase:
             merged = _merge(dump, effect)
@@ -148,8 +159,14 @@ def can_read(dump: Dump) -> bool:
         and _is_tracked(dump)
         and soft_dirty.works()
         and dump.freezer is not None
-        and any(anonymous_bytes(pid) >= LEAST_PROCESS_BYTES for pid in descendants(dump.init_pid))
+        and readable_bytes(dump.init_pid) > 0
     )
+
+
+def readable_bytes(init_pid: int) -> int:
+    """Return how much memory of a container is read past CRIU, if any is: about, as long as it runs."""
+    sizes = map(anonymous_bytes, descendants(init_pid))
+    return sum(size for size in sizes if size >= LEAST_PROCESS_BYTES)
 
 
 def _is_tracked(dump: Dump) -> bool:
@@ -181,33 +198,42 @@ def _read(dump: Dump, effect: PagesRead) -> None:
     space = os.statvfs(place)
     if size > space.f_bavail * space.f_frsize:
         raise StoreFull(f"its {size} bytes of memory do not fit into {dump.place_name}")
+    effect.record.mkdir(mode=0o700)
+    if dump.takes_snapshot:
+        effect.snapshot = {str(one.pid): one.process for one in found}
+        journal.save()
+    else:
+        write_manifest(effect.record, _manifest(dump, _pack(dump, found)), durable=False)
+    with journal.phase("mark clean"):
+        for one in found:
+            if not one.process.is_alive():
+                raise OcihookError(f"process {one.process.pid} ended while its memory was read")
+            Path(f"/proc/{one.process.pid}/clear_refs").write_text(_CLEAR_SOFT_DIRTY)
+    pagemaps = {one.pid: make_pagemap(one.runs, PAGES_ID) for one in found}
+    for pid, pagemap in pagemaps.items():
+        (effect.record / str(pid)).write_bytes(pagemap)
+    make_parent(dump.directory, pagemaps)
+
+
+def _pack(dump: Dump, found: Sequence[_Read]) -> Merged:
+    journal = dump.journal
     with journal.phase("memory read") as phase, journal.spans(phase) as spans:
-        phase["bytes"] = size
+        phase["bytes"] = sum(run.size_bytes for one in found for run in one.runs)
         sources = [(one, source) for one in found for source in _sources(one, partial(opener, spans))]
         rows, packs = pack(
             [source for _, source in sources],
-            place,
+            dump.place,
             prefix=READ_PREFIX,
             workers=dump.call().workers,
             durable=not dump.call().leave_running,
             patience=dump.patience,
             progress=dump.progress,
         )
-    with journal.phase("mark clean"):
-        for one in found:
-            if not one.process.is_alive():
-                raise OcihookError(f"process {one.process.pid} ended while its memory was read")
-            Path(f"/proc/{one.process.pid}/clear_refs").write_text(_CLEAR_SOFT_DIRTY)
     images = []
     for one in found:
         segments = tuple(s for (other, _), row in zip(sources, rows, strict=True) if other is one for s in row)
         images.append(PackedImage(pages_name_of(one.pid), sum(run.size_bytes for run in one.runs), segments))
-    pagemaps = {one.pid: make_pagemap(one.runs, PAGES_ID) for one in found}
-    effect.record.mkdir(mode=0o700)
-    for pid, pagemap in pagemaps.items():
-        (effect.record / str(pid)).write_bytes(pagemap)
-    write_manifest(effect.record, _manifest(dump, Merged(tuple(images), tuple(packs))), durable=False)
-    make_parent(dump.directory, pagemaps)
+    return Merged(tuple(images), tuple(packs))
 
 
 def _discard_earlier(place: Path) -> None:

@@ -12,6 +12,7 @@ container, and before any other process where memory runs out. That costs the ch
 import fcntl
 import logging
 import os
+import signal
 import struct
 import sys
 from bisect import bisect_left, bisect_right
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from ocihook.errors import GivenUp, OcihookError, SnapshotLost, TraceError
-from ocihook.linux.cgroup import memory_headroom_bytes
+from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_thawed
 from ocihook.linux.forked import Fork, clock_ticks, end, find_forks, fork, reap
 from ocihook.linux.hold import Hold
 from ocihook.linux.memory import ProcessMemory, Span, available_bytes, read_mappings, subtract
@@ -71,6 +72,7 @@ class Copied(NamedTuple):
 class Snapshotted(Effect, kind="snapshotted"):
     """Processes have forks with their memory, or are about to."""
 
+    ends_with_stage: ClassVar[bool] = False  # what was to be copied has gone on since
     holds_container: ClassVar[bool] = False
     processes: list[Process]  # which are made to fork
     since_ticks: int
@@ -81,21 +83,25 @@ class Snapshotted(Effect, kind="snapshotted"):
         """End the forks, and have their parents wait for them: they have died with the agent if it was killed.
 
         Raises:
-            TraceError: as long as a container is frozen or traced; it can be tried again.
+            FreezeError, TraceError: as long as a container is frozen or traced; it can be tried again.
         """
-        forks = [*self.forks, *self._unrecorded(patience)]
+        for one in self.forks:
+            one.send(signal.SIGKILL)
+        for process in self.processes:
+            wait_until_thawed(process, patience)
+        forks = [*self.forks, *self._unrecorded()]
         for one in forks:
             end(one)
         for one in forks:
             reap(one, self.processes)
 
-    def _unrecorded(self, patience: Patience) -> list[Process]:
+    def _unrecorded(self) -> list[Process]:
         """Return the forks that are not on record. They have ended: one that lives is a child of the job's own."""
         if self.are_all_known:
             return []
         found = [one for process in self.processes for one in find_forks(process, self.since_ticks)]
         rest = [one for one in found if one not in self.forks]
-        patience.within(_UNRECORDED_END_S).until(lambda: not any(one.is_alive() for one in rest))
+        Patience(timeout_s=_UNRECORDED_END_S).until(lambda: not any(one.is_alive() for one in rest))
         return [one for one in rest if not one.is_alive()]
 
 
@@ -111,7 +117,43 @@ def has_room(init_pid: int, memory_bytes: int, share: float) -> bool:
     return need <= available_bytes() and (limit is None or need <= limit)
 
 
-def copy(  # noqa: PLR0913 - what is copied, how, and for whom
+class Snapshot:
+    """Memory of processes at one instant: what forks have of it is still to be read."""
+
+    def __init__(
+        self, journal: Journal, effect: Snapshotted, pieces: Sequence["_Piece"], forks: Mapping[Process, Fork],
+        at_once: Kept, keep: Callable[..., Kept],
+    ) -> None:  # fmt: skip
+        self._journal, self._effect = journal, effect
+        self._pieces, self._forks = pieces, forks
+        self._at_once, self._keep = at_once, keep
+
+    def read(self, progress: Progress = no_progress) -> Copied:
+        """Read the rest, once; the forks end.
+
+        Args:
+            progress: called with the bytes done.
+
+        Raises:
+            SnapshotLost: if a fork ended before it was read.
+            OcihookError, OSError: if packing fails.
+        """
+        later = [piece for piece in self._pieces if piece.fork is not None]
+        try:
+            with self._journal.phase("snapshot read") as phase:
+                phase["bytes"] = sum(piece.size_bytes for piece in later)
+                read_later, more = _read_forks(later, self._forks, self._keep, progress)
+        finally:
+            _finish(self._effect, self._journal)
+        read, packs = self._at_once
+        found = {True: iter(read_later), False: iter(read)}
+        rows: dict[int, tuple[Segment, ...]] = defaultdict(tuple)
+        for piece in self._pieces:
+            rows[piece.area] += next(found[piece.fork is not None])
+        return Copied([rows[number] for number in sorted(rows)], [*packs, *more], was_forked=bool(self._forks))
+
+
+def take(  # noqa: PLR0913 - what is copied, how, and for whom
     areas: Sequence[Area],
     directory: Path,
     *,
@@ -123,11 +165,11 @@ def copy(  # noqa: PLR0913 - what is copied, how, and for whom
     may_fork: bool = True,
     patience: Patience = ENDLESS,
     progress: Progress = no_progress,
-) -> Copied:
-    """Copy memory of processes into packs as it is at one instant; the processes stand still no longer than they must.
+) -> Snapshot:
+    """Take a snapshot of processes' memory; they stand still no longer than they must. Its forks end with this process.
 
     Args:
-        areas: what is copied.
+        areas: what is copied; none is empty.
         directory: gets packs `<prefix>N.pack`. On any error those are left, for the caller to remove.
         journal: of the session.
         still: holds all threads of all the processes in its block; they may still be on their way to their stop.
@@ -136,18 +178,15 @@ def copy(  # noqa: PLR0913 - what is copied, how, and for whom
         durable: whether packs are synced.
         may_fork: False: there is no room for that.
         patience: how long to wait.
-        progress: called with the bytes done.
+        progress: called with the bytes that are read while all stand still.
 
     Raises:
-        SnapshotLost: if a fork ended before it was read.
         OcihookError, OSError: if packing fails, or a process has ended. The others go on.
     """
     processes = sorted({area.process for area in areas})
     instructions = _instructions(processes) if may_fork else {}
-    effect = journal.add(Snapshotted(processes=processes, since_ticks=clock_ticks()))
-    keep = partial(
-        pack, directory=directory, prefix=prefix, workers=workers, durable=durable, patience=patience, progress=progress
-    )
+    effect = journal.add(Snapshotted(processes=processes, since_ticks=clock_ticks()), undone_last=True)
+    keep = partial(pack, directory=directory, prefix=prefix, workers=workers, durable=durable, patience=patience)
     try:
         with still as hold:
             hold.settle(patience)
@@ -156,18 +195,11 @@ def copy(  # noqa: PLR0913 - what is copied, how, and for whom
             with journal.phase("memory read") as phase:
                 at_once = [piece for piece in pieces if piece.fork is None]
                 phase["bytes"] = sum(piece.size_bytes for piece in at_once)
-                read, packs = keep([piece.source() for piece in at_once])
-        later = [piece for piece in pieces if piece.fork is not None]
-        with journal.phase("snapshot read") as phase:
-            phase["bytes"] = sum(piece.size_bytes for piece in later)
-            read_later, more = _read_forks(later, forks, partial(keep, first=workers), progress)
-    finally:
+                kept = keep([piece.source() for piece in at_once], progress=progress)
+    except BaseException:
         _finish(effect, journal)
-    rows: list[tuple[Segment, ...]] = [()] * len(areas)
-    found = {True: iter(read_later), False: iter(read)}
-    for piece in pieces:
-        rows[piece.area] += next(found[piece.fork is not None])
-    return Copied(rows, [*packs, *more], was_forked=bool(forks))
+        raise
+    return Snapshot(journal, effect, pieces, forks, kept, partial(keep, first=workers))
 
 
 def _instructions(processes: Iterable[Process]) -> dict[Process, CallInstruction]:
@@ -189,6 +221,7 @@ def _fork_all(
             for process, instruction in instructions.items():
                 forks[process] = fork(process, hold.threads.get(process, ()), instruction)
                 effect.forks.append(forks[process].process)
+                forks[process].close_files()
         effect.are_all_known = True
     except TraceError as error:
         log.warning("memory is read while all stand still, which takes longer: %s", error)
@@ -319,8 +352,6 @@ def _read_forks(
         starts[piece.fork] += [span.start for span in piece.spans]
     for row in starts.values():
         row.sort()
-    for one in forks.values():
-        one.close_files()
     notes = os.memfd_create("ocihook-read", os.MFD_CLOEXEC)
     fcntl.fcntl(notes, fcntl.F_SETFL, os.O_APPEND)
     seen = 0
@@ -358,8 +389,8 @@ def _check(forks: Iterable[Fork], error: Exception | None = None) -> None:
 
 def _finish(effect: Snapshotted, journal: Journal) -> None:
     try:
-        effect.undo(journal, ENDLESS)
+        effect.undo(journal, Patience(timeout_s=0))
     except (OcihookError, OSError) as error:  # tried again when the session ends
-        log.warning("%s", error)
+        log.info("%s", error)
     else:
         journal.forget(effect)

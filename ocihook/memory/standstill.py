@@ -167,6 +167,42 @@ def _thaw(journal: Journal, patience: Patience) -> None:
 
 
 @contextlib.contextmanager
+def held_instead(dump: Dump) -> Iterator[Hold]:
+    """Hold all threads of a container once CRIU has released them, instead of its freezer, which has them again later.
+
+    So they can be made to do something while nothing in the container runs. They may still be on their way to their
+    stop.
+
+    Raises:
+        FreezeError: if it was not frozen before, or cannot be thawed or frozen again.
+        TraceError: if they cannot be held.
+    """
+    journal = dump.journal
+    frozen = journal.find(Paused) or journal.find(Frozen)
+    if frozen is None:
+        raise FreezeError(f"container {dump.container} was not frozen")
+    freezer, hold = Freezer(frozen.directory, frozen.version), Hold()
+    found = filter(None, map(Process.find, descendants(dump.init_pid)))
+    try:
+        hold.add(dict.fromkeys(found, 0), None)
+        _note_thawed(frozen, journal, is_thawed=True)
+        freezer.thaw(dump.patience)
+        yield hold
+    finally:
+        try:
+            freezer.freeze(ENDLESS, meanwhile=hold.release)
+            _note_thawed(frozen, journal, is_thawed=False)
+        finally:
+            hold.release()
+
+
+def _note_thawed(frozen: Paused | Frozen, journal: Journal, *, is_thawed: bool) -> None:
+    if isinstance(frozen, Paused):
+        frozen.is_thawed = is_thawed
+        journal.save()
+
+
+@contextlib.contextmanager
 def standing_still(journal: Journal, threads: Mapping[Process, int], patience: Patience) -> Iterator[None]:
     """Hold the threads of processes once CRIU has released them; what nobody else will thaw is thawed.
 

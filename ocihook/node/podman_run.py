@@ -27,7 +27,7 @@ from ocihook.node.gang_engines import connection_to
 from ocihook.node.handlers import HANDLER, PODMAN_DROP_IN
 from ocihook.packs.domain_names import NODE_DOMAIN
 from ocihook.runtime import containers
-from ocihook.runtime.choice import Known, known_checkpoints
+from ocihook.runtime.choice import MADE_S, Known, known_checkpoints, whole
 from ocihook.store.lineage import lineage
 from ocihook.store.store import Store
 
@@ -121,6 +121,7 @@ def find_checkpoint(name: str, settings: Settings, patience: Patience) -> Known:
     if named := [one for one in known if one.id == name]:
         return named[0]
     of_container = [one for one in known if _is_called(one, name)]
+    of_container = whole(of_container, Store.of(settings, patience), NODE_DOMAIN, patience.within(MADE_S))
     if not of_container:
         raise NoCheckpoint(
             f"neither the store nor the remote nor an archive has a checkpoint {name}, or of a container {name}",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ocihook.archive.places import archive_files
 from ocihook.checkpoints.epochs import Epochs
+from ocihook.checkpoints.listing import memory_state
 from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
 from ocihook.errors import IdentificationError, IntegrityError, NoCheckpoint, RemoteError, StoreError, UnsupportedError
@@ -26,7 +27,7 @@ from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import Thin
 
-STOP_S = 60.0  # that a checkpoint which is being made is waited for
+MADE_S = 60.0  # that a checkpoint which is being made is waited for: of a stop, or read from a snapshot
 REMOTE_S = 60.0  # that a remote may take to say what it has: engines wait two minutes for the whole of `create`
 ARCHIVES_S = 60.0  # that the archives of engines are read for
 _SKEW_S = 3600.0  # by which the clocks of nodes may differ, between which archives are copied
@@ -59,7 +60,9 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience, g
 
     It is in this node's store, at the remote, or in an archive that an engine has written on this node.
 
-    What is of a dump of a gang that is not complete is none. The members of a gang come to the same dump.
+    What is of a dump of a gang that is not complete is none. The members of a gang come to the same dump. For `latest`,
+    a checkpoint that was lost is none, and one that is still being read from a snapshot is waited for, up to MADE_S;
+    then the one before it counts.
 
     Args:
         kept: the container.
@@ -82,19 +85,20 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience, g
             f"pod {kept.container.pod_name} is one of many that are alike: which checkpoint is its own is not known",
             hint="name a checkpoint by its id, or a member by ocihook.io/member",
         )
+    limit = patience.within(MADE_S)
     if wanted == LATEST:  # a new pod may be made before the old one has ended
-        patience.within(STOP_S).until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
+        limit.until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
     names = [kept.domain] if wanted == LATEST else domains_of(kept.domain, store.names(), settings)
     if gang is not None and wanted == LATEST:
-        _complete_own(store, kept, settings)  # what cannot be stored is not offered to the other members
+        _complete_own(store, kept, settings, limit)  # what cannot be stored is not offered to the other members
     for name in names:
         known = list(_here(store, name))
         if settings.remote and (wanted == LATEST or all(one.id != wanted for one in known)):
             known += _ask_remote(settings, name, patience)
-        found = _find(restorable(known), wanted, kept)
+        found = _find(_usable(known, wanted, kept, store, name, limit), wanted, kept)
         if found is None or wanted == LATEST:
             known += _archived(name, wanted, found.created if found else "", settings, patience)
-        known = restorable(known)
+        known = _usable(known, wanted, kept, store, name, limit)
         found = _find(known, wanted, kept)
         if gang is not None and wanted == LATEST and not _stays_alone(found, kept, policy):
             found = _find_with_gang(known, kept, partial(_ask_gang, gang, policy, settings, patience))
@@ -121,6 +125,35 @@ def restorable(known: Sequence[Known]) -> list[Known]:
     return [one for one in known if epochs.is_whole(one.container) or epochs.has_all_of_node(one.container)]
 
 
+def whole(known: Iterable[Known], store: Store, name: str, limit: Patience) -> list[Known]:
+    """Return what has all of its memory, or comes to have it within a limit: an archive may be there long before.
+
+    Args:
+        known: checkpoints of a domain.
+        store: this node's.
+        name: of the domain.
+        limit: for memory that is still being read from snapshots.
+    """
+    return [one for one in known if _has_memory(store, Thin(name, one.id), limit)]
+
+
+def _has_memory(store: Store, thin: Thin, limit: Patience) -> bool:
+    limit.until(lambda: memory_state(store, thin) != "reading")
+    return not memory_state(store, thin)
+
+
+def _usable(known: Sequence[Known], wanted: str, kept: Kept, store: Store, name: str, limit: Patience) -> list[Known]:
+    """Return what a container can be restored from. What is asked for by its id fails by itself, and says why."""
+    return restorable(whole(_related(known, kept), store, name, limit) if wanted == LATEST else known)
+
+
+def _related(known: Sequence[Known], kept: Kept) -> list[Known]:
+    """Return the checkpoints of the container's member, and of the others in the same dumps of its gang."""
+    mine = lineage(kept.container)
+    dumps = {one.container.gang for one in known if lineage(one.container) == mine} - {""}
+    return [one for one in known if lineage(one.container) == mine or one.container.gang in dumps]
+
+
 def _stays_alone(found: Known | None, kept: Kept, policy: Policy) -> bool:
     """Return whether the container's pod has restarted it, so that the other members run on."""
     return found is not None and is_restart(kept.container, found.container) and not policy.restore_on_restart
@@ -141,8 +174,8 @@ def _ask_gang(gang: GangRef, policy: Policy, settings: Settings, patience: Patie
     return choose_dump(gang, dumps, patience, link=Link.of(settings), timeout_s=policy.gang_timeout_s)
 
 
-def _complete_own(store: Store, kept: Kept, settings: Settings) -> None:
-    """Store what is pending of the container's member, as far as it can be."""
+def _complete_own(store: Store, kept: Kept, settings: Settings, limit: Patience) -> None:
+    """Store what is pending of the container's member, as far as it can be, and is read by then."""
     from ocihook.checkpoints.complete import wait_complete  # takes long to load
 
     if kept.domain not in store.names():
@@ -151,7 +184,8 @@ def _complete_own(store: Store, kept: Kept, settings: Settings) -> None:
     for checkpoint_id in pending_ids(domain):
         with contextlib.suppress(IntegrityError, StoreError, OSError):  # it is reported by whoever stores it
             job = read_job(domain, checkpoint_id)
-            if job is not None and lineage(job.container) == lineage(kept.container):
+            is_own = job is not None and lineage(job.container) == lineage(kept.container)
+            if is_own and _has_memory(store, Thin(domain.name, checkpoint_id), limit):
                 wait_complete(domain, checkpoint_id, workers=store_workers(settings), settings=settings)
 
 

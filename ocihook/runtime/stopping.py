@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.checkpoints.belongings import IMAGES_DIR, read_call, stopping_dir
-from ocihook.checkpoints.complete import claimed
-from ocihook.checkpoints.pending import directory_of, pending_ids
+from ocihook.checkpoints.pending import claimed, directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.criu.explain import explain

@@ -181,10 +181,10 @@ class Journal:
         """Return the file that shows hook/criu-action that CRIU passes a stage: it need not ask, or not again."""
         return self.path.with_suffix(f".{stage}")
 
-    def add(self, effect: E) -> E:
-        """Record an effect, before it is made."""
+    def add(self, effect: E, *, undone_last: bool = False) -> E:
+        """Record an effect, before it is made; `undone_last`: it can be undone only once all others are."""
         effect.stage = self.stage
-        self.effects.append(effect)
+        self.effects.insert(0 if undone_last else len(self.effects), effect)
         self.save()
         return effect
 

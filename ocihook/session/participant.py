@@ -38,9 +38,15 @@ class CallFacts(Facts):
     criu_version: str = ""
     workers: int = 1
     memory_room_bytes: int = 0  # that GPU memory may take in between
+    snapshot_share: float = 0.0  # of its memory, which a container may write while a snapshot of it is read
     store: tuple[str, ...] = ()  # directory and keys of the node's store
     gang: GangRef | None = None  # the one that its annotations name
     coordinator: tuple[str, str] = ("", "")  # of gangs: where it is, and the directory with certificates
+
+    def open_store(self, patience: Patience) -> Store:
+        """Return the node's store."""
+        root, *keys = self.store
+        return Store(Path(root), KeySource(*keys), patience)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +129,15 @@ class Dump(Act):
     needs_tasks: bool = False  # tasks must run before CRIU begins
     has_gpu: bool = False
     has_connections: bool = False  # of TCP, which CRIU dumps in several steps
-    reads_memory: bool = False  # most host memory is read before CRIU begins, which leaves it out
+    reads_memory: bool = False  # most host memory is read past CRIU, which leaves it out
+    takes_snapshot: bool = False  # it is read from a snapshot, once the container runs again; else before CRIU begins
     gang_addresses: Collection[str] = ()  # of members of the gang that it is connected with
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
     moved: MovedRegions | None = (
         None  # memory that is in packs and not in CRIU's images; None: no GPU, and nothing read
     )
+    awaited: Mapping[str, int] = field(default_factory=dict)  # page images that await a snapshot, and their sizes then
     remark: str = ""  # to be reported, though the dump continues
 
     @property
@@ -157,8 +165,7 @@ class Dump(Act):
     @property
     def store(self) -> Store:
         """The node's store."""
-        root, *keys = self.call().store
-        return Store(Path(root), KeySource(*keys), self.patience)
+        return self.call().open_store(self.patience)
 
     @cached_property
     def freezer(self) -> Freezer | None:

@@ -13,7 +13,7 @@ from ocihook.errors import OcihookError
 from ocihook.images.image_set import discard_regions
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.mounts import remove_directory
-from ocihook.linux.patience import Patience
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
 from ocihook.memory.standstill import Paused
 from ocihook.session.criu_statistics import note_statistics
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class KeptFromEnd(Effect, kind="kept-from-end"):
-    """CRIU waits at its end, or will, until the checkpoint is complete."""
+    """CRIU waits at its end, or will, until the checkpoint is complete, or a snapshot is taken for it."""
 
     ends_with_stage: ClassVar[bool] = False
     holds_container: ClassVar[bool] = False
@@ -160,6 +160,14 @@ def keep_from_end(dump: Dump) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def keep_no_longer(journal: Journal) -> None:
+    """Let CRIU end without waiting, before it has come so far."""
+    effect = journal.find(KeptFromEnd)
+    if effect is not None:
+        effect.undo(journal, ENDLESS)
+        journal.forget(effect)
 
 
 def is_kept_from_end(journal: Journal) -> bool:

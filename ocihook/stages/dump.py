@@ -13,11 +13,13 @@ from ocihook.container.identity import container_ref, gang_ref
 from ocihook.container.runtime_call import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
+from ocihook.memory.standstill import Paused
 from ocihook.packs.cipher import KeySource
 from ocihook.packs.packing import AGENT_BYTES, workers_within
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts, Dump
 from ocihook.session.undo import undo_all, undo_holding
+from ocihook.stages.awaited_memory import AwaitsMemory, read_snapshot, take_snapshot
 from ocihook.stages.detached import KeptFromEnd, forget_earlier
 from ocihook.stages.order import participants
 from ocihook.wire import Request
@@ -92,14 +94,37 @@ def detached(
         return ""
     request.init_pid = kept.init.pid
     dump = _dump(journal, patience, request, directory)
-    try:
-        undo_holding(journal, Patience())
-    except OcihookError as error:
-        log.warning("%s", error)  # tried again when CRIU is gone; the checkpoint is good all the same
+    take_snapshot(dump)
+    if journal.find(Paused) is None:  # else its engine resumes it, once CRIU has ended
+        _give_back(journal)
     messages = [participant.container_runs(dump) for participant in reversed(participants())]
     patience.check()
     kept.release(journal)
     return " ".join(filter(None, messages))
+
+
+def snapshot(
+    journal: Journal, _patience: Patience, request: Request, directory: Path, _load_settings: Callable[[], Settings]
+) -> str:
+    """Read the snapshot that was taken, while the container runs on: CRIU has ended.
+
+    Raises:
+        OcihookError: if it was lost, or the checkpoint cannot be made complete.
+    """
+    awaiting = journal.find(AwaitsMemory)
+    if awaiting is None:
+        return ""
+    request.init_pid = awaiting.init.pid
+    _give_back(journal)
+    return read_snapshot(_dump(journal, Patience(), request, directory))
+
+
+def _give_back(journal: Journal) -> None:
+    """Let the container run as it did."""
+    try:
+        undo_holding(journal, Patience())
+    except OcihookError as error:
+        log.warning("%s", error)  # tried again when the session ends; the checkpoint is good all the same
 
 
 def _dump(journal: Journal, patience: Patience, request: Request, directory: Path) -> Dump:
@@ -151,6 +176,7 @@ def call_facts(settings: Settings, criu_pid: int) -> CallFacts:
         policy=settings.policy,
         criu_version=criu_version(criu_pid),
         workers=pack_workers(settings),
+        snapshot_share=settings.snapshot_share,
         store=(settings.store_dir, *KeySource.of(settings)),
         coordinator=(settings.coordinator, settings.tls_dir),
     )

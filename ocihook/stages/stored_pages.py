@@ -35,10 +35,14 @@ from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import resident_bytes
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
+from ocihook.memory.clean_pages import readable_bytes
+from ocihook.memory.snapshot import has_room
 from ocihook.model import ContainerRef
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.session.participant import Dump, Participant, Restore, SizeFacts
+from ocihook.stages.awaited_memory import await_memory
+from ocihook.stages.detached import keep_from_end, keep_no_longer
 from ocihook.stages.page_images import Rehydrated
 from ocihook.stages.stopped import is_stopped, save_belongings, want_store
 from ocihook.store.domain import Domain
@@ -164,10 +168,23 @@ class StoredPages(Participant):
             dump.staged_at = dump.memory = staging.place.pending
             (dump.directory / STAGED_NAME).touch(mode=0o600)
 
+    def hold(self, dump: Dump) -> None:
+        """Have memory read once the container runs again, if there is room for what it writes meanwhile."""
+        call = dump.call()
+        if not (dump.reads_memory and call.leave_running and call.policy.mode == "store"):
+            return
+        if call.policy.snapshot == "on":
+            if has_room(dump.init_pid, readable_bytes(dump.init_pid), call.snapshot_share):
+                dump.takes_snapshot = keep_from_end(dump)
+            else:
+                log.info("container %s: no room for a snapshot, it stands still while it is read", dump.container)
+
     def after_images(self, dump: Dump) -> str:
         """Take the page images; or leave them in the engine's archive, if that fails and the policy allows it."""
         if dump.policy.mode != "store":
             return ""
+        if not dump.awaited:
+            keep_no_longer(dump.journal)
         effect = dump.journal.find(Staging)
         thin = read_thin(dump.directory)
         ours = {effect.place.pending.name if effect else "", dump.journal.facts(SizeFacts).checkpoint}
@@ -181,7 +198,7 @@ class StoredPages(Participant):
                 phase["bytes"] = self._stage(dump, effect)
         except (OcihookError, OSError) as error:
             dump.patience.check()
-            is_half = dump.moved is not None and bool(dump.moved.packs)
+            is_half = bool(dump.awaited) or (dump.moved is not None and bool(dump.moved.packs))
             if is_half or dump.policy.on_pack_error == "fail":  # the archive would have only half of the memory
                 raise
             effect = dump.journal.find(Staging)
@@ -199,11 +216,11 @@ class StoredPages(Participant):
 
     def _stage(self, dump: Dump, effect: Staging | None) -> int:
         in_packs = dump.moved.images if dump.moved else ()
-        check_page_images(dump.directory, {image.name: image.size_bytes for image in in_packs})
+        check_page_images(dump.directory, {image.name: image.size_bytes for image in in_packs} | dict(dump.awaited))
         discard_packs(dump.directory)
         names = list_packable(dump.directory, in_packs)
         with_belongings = is_stopped(dump)
-        if not names and dump.moved is None and not with_belongings:
+        if not (names or dump.awaited or dump.moved is not None or with_belongings):
             return 0
         effect = effect or begin(dump.journal, dump.container, Path(dump.image_dir), dump.directory, dump.store)
         effect.names = [*names, *(image.name for image in in_packs)]
@@ -211,6 +228,8 @@ class StoredPages(Participant):
         if with_belongings:
             save_belongings(dump, effect.place.pending, effect.names)
         call = dump.call()
+        if dump.awaited:
+            await_memory(dump, effect.place)
         job = stage(
             effect.place,
             names,
@@ -222,6 +241,7 @@ class StoredPages(Participant):
             moved=dump.moved,
             with_belongings=with_belongings,
             is_pushed=call.policy.push == "always",
+            awaits_memory=bool(dump.awaited),
         )
         dump.journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
         dump.journal.forget(effect)

@@ -11,7 +11,7 @@ from ocihook.packs.frame import as_name, decode_frame, encode_frame, load_json, 
 from ocihook.store.stored_manifest import CHECKPOINT_ID
 
 THIN_NAME = "ocihook.thin"
-_MAX_BYTES = 1 << 20
+MAX_THIN_BYTES = 1 << 20
 
 
 class Thin(NamedTuple):
@@ -33,7 +33,7 @@ def read_thin(directory: Path) -> Thin | None:
     Raises:
         IntegrityError: if the record is damaged.
     """
-    data = read_record(directory / THIN_NAME, _MAX_BYTES, "record of a thin checkpoint")
+    data = read_record(directory / THIN_NAME, MAX_THIN_BYTES, "record of a thin checkpoint")
     return None if data is None else decode_thin(data)
 
 

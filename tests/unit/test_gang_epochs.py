@@ -178,7 +178,7 @@ def test_an_epoch_of_two_coordinators_is_named_in_full(store: Store, domain: Dom
     assert first != second
 
 
-def test_archives_of_an_epoch_go_together(tmp_path: Path) -> None:
+def test_archives_of_an_epoch_go_together(tmp_path: Path, store: Store) -> None:
     directory = tmp_path / "checkpoints"
     directory.mkdir()
 
@@ -193,12 +193,12 @@ def test_archives_of_an_epoch_go_together(tmp_path: Path) -> None:
 
     whole = [archive(name, 1, written_s=1000) for name in "ab"]
     torn = archive("a", 2, written_s=2000)
-    prune_archives(directory, Keep(last=2))
+    prune_archives(directory, Keep(last=2), store)
     assert all(path.exists() for path in (*whole, torn)), "the last whole epoch, and one that may become so"
     newer = [archive(name, 3, written_s=3000 + number) for number, name in enumerate("ab")]
-    done = prune_archives(directory, Keep(last=2))
+    done = prune_archives(directory, Keep(last=2), store)
     assert sorted(done.removed) == sorted(path.name for path in (*whole, torn))
-    bounded = prune_archives(directory, Keep(max_bytes=1))
+    bounded = prune_archives(directory, Keep(max_bytes=1), store)
     assert bounded.removed == ()
     assert all(path.exists() for path in newer), "the newest, and what is of its epoch"
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ocihook.checkpoints import pulling
-from ocihook.checkpoints.complete import claimed
-from ocihook.checkpoints.pending import Job, directory_of, write_job
+from ocihook.checkpoints.pending import Job, claimed, directory_of, write_job
 from ocihook.checkpoints.remote_listing import RemoteCheckpoints
 from ocihook.config import Settings
 from ocihook.container.spec import spec_facts

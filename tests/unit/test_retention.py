@@ -338,10 +338,8 @@ def test_a_bound_of_archives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     (directory / "no-archive.tar").write_bytes(b"x")
     os.utime(directory / "no-archive.tar", (1, 1))
     bound = Settings(archive_dir=str(directory), max_archive_bytes=2 * size + size // 2)
-    assert prune_archives(directory, Keep(max_bytes=bound.max_archive_bytes), dry_run=True).removed == (
-        "checkpoint-0.tar",
-        "checkpoint-1.tar",
-    )
+    planned = prune_archives(directory, Keep(max_bytes=bound.max_archive_bytes), Store.of(bound), dry_run=True)
+    assert planned.removed == ("checkpoint-0.tar", "checkpoint-1.tar")
     prune_by_policy(bound)
     assert [path.exists() for path in paths] == [False, False, True, True]
     prune_by_policy(dataclasses.replace(bound, max_archive_bytes=1))

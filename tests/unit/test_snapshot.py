@@ -24,7 +24,7 @@ from ocihook.linux.memory import ProcessMemory, Span
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, children, descendants, tracer_pid
 from ocihook.memory import snapshot
-from ocihook.memory.snapshot import Area, Copied, Snapshotted, copy, has_room
+from ocihook.memory.snapshot import Area, Copied, Snapshotted, has_room
 from ocihook.packs.pack import PAGE_BYTES, PackFile
 from ocihook.packs.packed_manifest import PackedRegion
 from ocihook.packs.unpacking import Packs
@@ -140,10 +140,11 @@ def still(*processes: Versions) -> Iterator[Hold]:
 def take(journal: Journal, directory: Path, *processes: Versions, during: Callable[[int], None] = lambda _: None,
          may_fork: bool = True, workers: int = 2) -> Copied:  # fmt: skip
     directory.mkdir(exist_ok=True)
-    return copy(
+    taken = snapshot.take(
         [one.area for one in processes], directory, journal=journal, still=still(*processes), prefix=PREFIX,
         workers=workers, durable=False, may_fork=may_fork, progress=during,
     )  # fmt: skip
+    return taken.read(during)
 
 
 def content(copied: Copied, directory: Path, number: int, one: Versions) -> dict[Span, bytes]:

@@ -17,7 +17,7 @@ import pytest
 from ocihook.checkpoints import complete as ops
 from ocihook.checkpoints import listing
 from ocihook.checkpoints import stage as staging
-from ocihook.checkpoints.pending import pending_ids
+from ocihook.checkpoints.pending import claimed, pending_ids
 from ocihook.checkpoints.prune import Keep, prune
 from ocihook.checkpoints.stage import stage, stage_in_memory
 from ocihook.config import Settings
@@ -494,7 +494,7 @@ def test_a_node_that_went_down_says_what_is_lost(node: Node, monkeypatch: pytest
 def test_two_that_complete_at_once(node: Node) -> None:
     node.dump(node.new)
     (checkpoint_id,) = pending_ids(node.domain)
-    with ops.claimed(node.domain.pending_dir / checkpoint_id) as is_ours:
+    with claimed(node.domain.pending_dir / checkpoint_id) as is_ours:
         assert is_ours
         assert in_child(lambda: os._exit(int(ops.complete(node.domain, checkpoint_id, workers=1)))) == 0
     node.complete()

@@ -1,0 +1,38 @@
+"""An agent that waits before it reads a snapshot, until it is told to go on; or that finds a full disk there.
+
+snapshot_agent.py [full]
+
+It makes `held` in the runtime directory, and waits for `go`.
+"""
+
+import errno
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from integration import patient_agent
+from ocihook import wire
+from ocihook.memory import left_out, snapshot
+from ocihook.packs.packing import pack
+
+RUN = Path(wire.RUNTIME_DIR)
+_read = snapshot.Snapshot.read
+
+
+def _wait(self: snapshot.Snapshot, *arguments: Any) -> snapshot.Copied:  # noqa: ANN401 - as the real one takes them
+    (RUN / "held").touch()
+    while not (RUN / "go").exists():
+        time.sleep(0.01)
+    return _read(self, *arguments)
+
+
+def _fill(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - likewise
+    pack(*arguments, **options)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+snapshot.Snapshot.read = _wait  # type: ignore[method-assign, assignment]
+if "full" in sys.argv:
+    setattr(left_out, *("pack", _fill))
+patient_agent.main()

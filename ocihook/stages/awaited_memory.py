@@ -1,0 +1,145 @@
+"""A checkpoint in the store whose memory is read from a snapshot, once its container runs again and CRIU has ended.
+
+The snapshot is taken while everything stands still as CRIU has left it: so it is of the same instant as CRIU's images.
+Until it is read the checkpoint awaits it (checkpoints/awaited.py). If it is lost, so is the checkpoint, and never the
+container: also where the agent is killed, with which the snapshot ends.
+"""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ocihook.checkpoints.awaited import lose, reading, supply
+from ocihook.checkpoints.pending import read_job
+from ocihook.checkpoints.stage import Place
+from ocihook.errors import OcihookError, SnapshotLost, plain
+from ocihook.images.image_set import MovedRegions
+from ocihook.images.merging import READ_PREFIX
+from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.procfs import Process
+from ocihook.memory.clean_pages import PagesRead
+from ocihook.memory.left_out import find_left_out, join
+from ocihook.memory.snapshot import Snapshot, Snapshotted, take
+from ocihook.memory.standstill import held_instead
+from ocihook.packs.packed_manifest import read_manifest
+from ocihook.session.effect import Effect
+from ocihook.session.journal import Journal
+from ocihook.session.participant import CallFacts, Dump, SizeFacts
+
+_KILLED = "ocihook was killed before it had read it"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class AwaitsMemory(Effect, kind="awaits-memory"):
+    """A checkpoint awaits memory, or is about to."""
+
+    ends_with_stage: ClassVar[bool] = False
+    holds_container: ClassVar[bool] = False
+    init: Process  # of the container
+    place: Place
+    reason: str = ""  # why it was lost
+
+    def __post_init__(self) -> None:
+        self._claim = ExitStack()  # for as long as this process lives
+        self.snapshot: Snapshot | None = None  # likewise
+
+    def claim(self) -> None:
+        """Have nobody else take the checkpoint for lost.
+
+        Raises:
+            StoreError: if another process is at it.
+        """
+        self._claim.close()
+        self._claim.enter_context(reading(self.place))
+
+    def take_over(self, journal: Journal) -> None:
+        """Claim it again."""
+        del journal
+        self.claim()
+
+    def undo(self, journal: Journal, _patience: Patience) -> None:
+        """Give it up, unless it has its memory."""
+        store = journal.facts(CallFacts).open_store(ENDLESS)
+        job = read_job(store.open(self.place.domain), self.place.pending.name)
+        if job is not None and job.awaits_memory:
+            self.claim()
+            if not self.reason:
+                self.reason = _KILLED
+                journal.note_error(SnapshotLost(f"the snapshot of its memory was lost: {_KILLED}"), "failed")
+            lose(store, self.place, self.reason)
+        self._claim.close()
+
+
+def await_memory(dump: Dump, place: Place) -> None:
+    """Have a checkpoint that is about to be staged await memory."""
+    init = Process.find(dump.init_pid)
+    if init is None:
+        raise OcihookError(f"process {dump.init_pid}, the container's first, has ended")
+    effect = dump.journal.find(AwaitsMemory) or dump.journal.add(AwaitsMemory(init=init, place=place))
+    effect.claim()
+
+
+def take_snapshot(dump: Dump) -> None:
+    """Take the snapshot that a checkpoint awaits, if it does: CRIU has released the container, which is still frozen.
+
+    Raises:
+        SnapshotLost: if the agent was killed after it had begun to: the container may have run since.
+        OcihookError, OSError: if it cannot be taken.
+    """
+    journal = dump.journal
+    effect = journal.find(AwaitsMemory)
+    if effect is None:
+        return
+    try:
+        if journal.find(Snapshotted) is not None:
+            raise SnapshotLost(f"the snapshot of its memory was lost: {_KILLED}")
+        read = journal.find(PagesRead)
+        left_out = find_left_out(read.record, read.snapshot) if read else []
+        effect.snapshot = take(
+            [area for image in left_out for area in image.areas()],
+            effect.place.pending,
+            journal=journal,
+            still=held_instead(dump),
+            prefix=READ_PREFIX,
+            workers=dump.call().workers,
+            durable=False,
+        )
+    except (OcihookError, OSError) as error:
+        effect.reason = plain(error)
+        raise
+
+
+def read_snapshot(dump: Dump) -> str:
+    """Read the snapshot, and make the checkpoint one like any other; return what to report.
+
+    Raises:
+        SnapshotLost: if it was lost.
+        OcihookError, OSError: if the checkpoint cannot be made complete, as on a full disk.
+    """
+    journal = dump.journal
+    effect, read = journal.find(AwaitsMemory), journal.find(PagesRead)
+    assert effect is not None
+    place = effect.place
+    try:
+        if effect.snapshot is None or read is None:
+            raise SnapshotLost(f"the snapshot of its memory was lost: {_KILLED}")
+        copied = effect.snapshot.read()
+        job = read_job(dump.store.open(place.domain), place.pending.name)
+        with journal.phase("merge") as phase:
+            left_out = find_left_out(read.record, read.snapshot)
+            joined = join(left_out, copied, job.images if job else {}, place.pending, dump.call().workers)
+            phase["bytes"] = sum(image.size_bytes for image in joined.images)
+            before = read_manifest(place.pending)  # what was moved before CRIU began
+            if before is not None:
+                joined = MovedRegions(before.regions, before.packs + joined.packs, before.gpu, joined.images)
+            job = supply(dump.store, place, joined, dump.container, durable=False)
+    except (OcihookError, OSError) as error:
+        effect.reason = plain(error)
+        raise
+    journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
+    effect.undo(journal, ENDLESS)
+    journal.forget(effect)
+    return f"{phase['bytes']} bytes of host memory were read from a snapshot"
