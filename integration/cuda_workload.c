@@ -10,6 +10,7 @@
  *   renamed      with a deleted file in /dev/shm that has another name
  *   pool[=kept]  with a thread that allocates from a pool (cudaMallocAsync) and frees; the pool keeps the memory
  *   watch        with a thread that asks for an event again and again, as NCCL's watchdog does
+ *   own-code     with its own copy of the first page of all code, as CRIU makes of one before it reads memory
  *   uffd, uring  with a descriptor that CRIU cannot dump
  *   p2p, busy=S  only with the stand-in for libcuda: memory of a neighbour; kernels that end S seconds after a lock is
  *                asked for
@@ -131,6 +132,21 @@ static void fill(uint64_t *piece, uint64_t seed) /* by pages: 2 of 8 zero, 3 ran
     }
 }
 
+static void own_code(void)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    char line[512], mode[5];
+    unsigned long start;
+    while (maps && fgets(line, sizeof(line), maps))
+        if (sscanf(line, "%lx-%*x %4s", &start, mode) == 2 && !strcmp(mode, "r-xp") && !strstr(line, "[")) {
+            CHECK(mprotect((void *)start, 4096, PROT_READ | PROT_WRITE | PROT_EXEC));
+            *(volatile char *)start = *(volatile char *)start;
+            CHECK(mprotect((void *)start, 4096, PROT_READ | PROT_EXEC));
+        }
+    if (maps)
+        fclose(maps);
+}
+
 int main(int argc, char **argv)
 {
     size_t mib = argc > 1 ? (size_t)atoi(argv[1]) : 16;
@@ -146,6 +162,8 @@ int main(int argc, char **argv)
             map_ghost((size_t)atoi(argv[i] + 6) << 10);
         if (!strcmp(argv[i], "renamed"))
             keep_renamed();
+        if (!strcmp(argv[i], "own-code"))
+            own_code();
         if (!strcmp(argv[i], "uffd"))
             CHECK(syscall(SYS_userfaultfd, 1 /* user mode only */) < 0);
         if (!strcmp(argv[i], "uring"))

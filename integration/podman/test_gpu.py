@@ -7,6 +7,7 @@ import pytest
 from integration.journals import last_session
 from integration.podman.conftest import MakePodman
 from integration.podman.engine import assert_packed, image_names
+from integration.soft_dirty import track_memory
 
 VRAM_MIB = 48
 
@@ -44,3 +45,29 @@ def test_round_trip(
     assert restore["effects"] == []
     written = [phase["bytes"] for phase in restore["phases"] if phase["name"] == "gpu write back"]
     assert written == ([moved["gpu checkpoint"]] if gpu_memory == "packs" else [])
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_a_snapshot_has_gpu_memory(make_podman: MakePodman, cuda_files: Path, runtime: str) -> None:
+    """It is never moved out, nor given back: its process has its GPU again before its memory is read."""
+    podman = make_podman(runtime, cuda_files=cuda_files)
+    podman.install()
+    podman.configure(f'[agent]\nidle_timeout_s = 2\nworkers = 4\nstore_dir = "{podman.scratch}/store"\n')
+    track_memory(podman)
+    podman.start_cuda("c", 96, "watch", "own-code", mode="store")
+    archive = podman.scratch / "c.tar"
+    podman.checkpoint("c", archive, "--leave-running")
+    before = podman.count("c")
+    podman.assert_goes_on("c", before)
+    podman.ocihook("wait")
+    dump = last_session(podman.namespace, "snapshot")
+    assert dump["effects"] == []
+    names = [phase["name"] for phase in dump["phases"]]
+    assert not {"gpu move out", "gpu give back"} & set(names)
+    assert names.index("fork") < names.index("gpu resume") < names.index("snapshot read")
+    (read,) = (phase["bytes"] for phase in dump["phases"] if phase["name"] == "snapshot read")
+    assert read >= 96 << 20
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", (1, before[1]))
+    podman.remove("c")

@@ -219,7 +219,9 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
 
 
 def checkpoint_gpus(dump: Dump, effect: GpuCheckpointed) -> None:
-    """Checkpoint processes that are locked, and move their GPU memory into packs, unless it is to go through CRIU.
+    """Checkpoint processes that are locked, and move their GPU memory into packs.
+
+    Not if it is to go through CRIU, nor if a snapshot is taken, which has it like all other memory of the processes.
 
     Raises:
         OcihookError: to refuse the dump.
@@ -234,7 +236,7 @@ def checkpoint_gpus(dump: Dump, effect: GpuCheckpointed) -> None:
         checkpointed = checkpoint_all(driver, threads, dump.patience, spans, workers=dump.call().workers)
         check_contents(checkpointed, held_bytes)
         phase["bytes"] = sum(part.size_bytes for one in checkpointed for part in one.spans)
-    if policy.mode != "off" and policy.gpu_memory == "packs":
+    if policy.mode != "off" and policy.gpu_memory == "packs" and not dump.takes_snapshot:
         _move_out(dump, effect, checkpointed, names)
 
 

@@ -41,6 +41,8 @@ class Gpu(Participant):
     def prepare(self, dump: Dump) -> None:
         """Refuse what could not be restored; lock."""
         self._taken = lock_gpus(dump, self._signs) if self._signs else None
+        if self._taken is not None:
+            dump.gpu_bytes = sum(sum(taken.held.values()) for taken in self._taken.processes)
 
     def hold(self, dump: Dump) -> None:
         """Checkpoint, and move GPU memory out."""

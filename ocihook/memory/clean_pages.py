@@ -95,7 +95,7 @@ class ReadPages(Participant):
     """Reads memory once all stands still, just before CRIU begins; or has CRIU leave it to a snapshot."""
 
     def needs_tasks(self, dump: Dump) -> bool:
-        """Find out whether CRIU tracks memory, and any process has enough of it; tasks need not run for that."""
+        """Find out whether CRIU tracks memory, and a process has enough of it, or will have; tasks need not run."""
         dump.reads_memory = can_read(dump)
         return False
 
@@ -159,7 +159,7 @@ def can_read(dump: Dump) -> bool:
         and _is_tracked(dump)
         and soft_dirty.works()
         and dump.freezer is not None
-        and readable_bytes(dump.init_pid) > 0
+        and (dump.has_gpu or readable_bytes(dump.init_pid) > 0)
     )
 
 
@@ -199,7 +199,7 @@ def _read(dump: Dump, effect: PagesRead) -> None:
     if size > space.f_bavail * space.f_frsize:
         raise StoreFull(f"its {size} bytes of memory do not fit into {dump.place_name}")
     effect.record.mkdir(mode=0o700)
-    if dump.takes_snapshot:
+    if dump.takes_snapshot and found:
         effect.snapshot = {str(one.pid): one.process for one in found}
         journal.save()
     else:

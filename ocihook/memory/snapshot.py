@@ -105,15 +105,17 @@ class Snapshotted(Effect, kind="snapshotted"):
         return [one for one in rest if not one.is_alive()]
 
 
-def has_room(init_pid: int, memory_bytes: int, share: float) -> bool:
+def has_room(init_pid: int, memory_bytes: int, share: float, gpu_bytes: int = 0) -> bool:
     """Return whether there is room for what a container may write while its snapshot is read.
 
     Args:
         init_pid: of the container, whose limit on memory counts, too.
         memory_bytes: that it has.
         share: how much of it it may write meanwhile.
+        gpu_bytes: that it has on GPUs, and that its forks alone have once it has its GPUs back.
     """
-    need, limit = memory_bytes * share + memory_bytes / _TABLE_SHARE, memory_headroom_bytes(init_pid)
+    tables_bytes = (memory_bytes + gpu_bytes) / _TABLE_SHARE
+    need, limit = memory_bytes * share + gpu_bytes + tables_bytes, memory_headroom_bytes(init_pid)
     return need <= available_bytes() and (limit is None or need <= limit)
 
 

@@ -128,6 +128,7 @@ class Dump(Act):
     hold: Hold = field(default_factory=Hold)  # of threads that must not run until everything is given back
     needs_tasks: bool = False  # tasks must run before CRIU begins
     has_gpu: bool = False
+    gpu_bytes: int = 0  # that it has on GPUs, known once they are locked
     has_connections: bool = False  # of TCP, which CRIU dumps in several steps
     reads_memory: bool = False  # most host memory is read past CRIU, which leaves it out
     takes_snapshot: bool = False  # it is read from a snapshot, once the container runs again; else before CRIU begins
@@ -224,8 +225,8 @@ class Participant:
     """One participant. Whatever it does to the node is an effect in the journal, by which it is undone later.
 
     Work is quiesced from the first participant to the last; state is taken and given back from the last to the first.
-    Dump: `refuse`, `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards `after_images`,
-    and if the engine is kept waiting after that, `container_runs`.
+    Dump: `refuse`, backwards `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards
+    `after_images`, and if the engine is kept waiting after that, `container_runs`.
     Restore: `check`, `before_processes`; CRIU makes processes; `recall`, and backwards `processes_made`,
     `processes_wait`, `about_to_run`, `running`.
     """

@@ -18,14 +18,15 @@ from ocihook.images.image_set import MovedRegions
 from ocihook.images.merging import READ_PREFIX
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
-from ocihook.memory.clean_pages import PagesRead
+from ocihook.memory.clean_pages import PagesRead, readable_bytes
 from ocihook.memory.left_out import find_left_out, join
-from ocihook.memory.snapshot import Snapshot, Snapshotted, take
+from ocihook.memory.snapshot import Snapshot, Snapshotted, has_room, take
 from ocihook.memory.standstill import held_instead
 from ocihook.packs.packed_manifest import read_manifest
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
-from ocihook.session.participant import CallFacts, Dump, SizeFacts
+from ocihook.session.participant import CallFacts, Dump, Participant, SizeFacts
+from ocihook.stages.detached import keep_from_end
 
 _KILLED = "ocihook was killed before it had read it"
 
@@ -71,6 +72,21 @@ class AwaitsMemory(Effect, kind="awaits-memory"):
                 journal.note_error(SnapshotLost(f"the snapshot of its memory was lost: {_KILLED}"), "failed")
             lose(store, self.place, self.reason)
         self._claim.close()
+
+
+class ChosenSnapshot(Participant):
+    """Decides whether memory is read from a snapshot, before that of GPUs is among it."""
+
+    def hold(self, dump: Dump) -> None:
+        """Have memory read once the container runs again, if there is room for what it writes meanwhile."""
+        call = dump.call()
+        if not (dump.reads_memory and call.leave_running and call.policy.mode == "store"):
+            return
+        if call.policy.snapshot == "on":
+            if has_room(dump.init_pid, readable_bytes(dump.init_pid), call.snapshot_share, dump.gpu_bytes):
+                dump.takes_snapshot = keep_from_end(dump)
+            else:
+                log.info("container %s: no room for a snapshot, it stands still while it is read", dump.container)
 
 
 def await_memory(dump: Dump, place: Place) -> None:

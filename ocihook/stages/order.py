@@ -7,6 +7,7 @@ from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
 from ocihook.session.participant import Participant
+from ocihook.stages.awaited_memory import ChosenSnapshot
 from ocihook.stages.noted_origin import NotedOrigin
 from ocihook.stages.page_images import PageImages
 from ocihook.stages.quiesce import Quiesce
@@ -25,6 +26,7 @@ _ORDER: tuple[type[Participant], ...] = (
     HostMemory,  # and most of the memory in them goes into restored processes past CRIU
     MergedPages,  # what was read joins what CRIU has written, before all that is packed or stored
     Gpu,  # GPU memory goes into packs, or into the processes' own
+    ChosenSnapshot,  # or stays there, where all memory is read later
     NotedOrigin,  # first once there are images: it is one of those that are packed or stored
 )
 

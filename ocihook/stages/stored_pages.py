@@ -35,14 +35,12 @@ from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import resident_bytes
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
-from ocihook.memory.clean_pages import readable_bytes
-from ocihook.memory.snapshot import has_room
 from ocihook.model import ContainerRef
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
 from ocihook.session.participant import Dump, Participant, Restore, SizeFacts
 from ocihook.stages.awaited_memory import await_memory
-from ocihook.stages.detached import keep_from_end, keep_no_longer
+from ocihook.stages.detached import keep_no_longer
 from ocihook.stages.page_images import Rehydrated
 from ocihook.stages.stopped import is_stopped, save_belongings, want_store
 from ocihook.store.domain import Domain
@@ -167,17 +165,6 @@ class StoredPages(Participant):
             staging = begin(dump.journal, dump.container, Path(dump.image_dir), dump.directory, dump.store)
             dump.staged_at = dump.memory = staging.place.pending
             (dump.directory / STAGED_NAME).touch(mode=0o600)
-
-    def hold(self, dump: Dump) -> None:
-        """Have memory read once the container runs again, if there is room for what it writes meanwhile."""
-        call = dump.call()
-        if not (dump.reads_memory and call.leave_running and call.policy.mode == "store"):
-            return
-        if call.policy.snapshot == "on":
-            if has_room(dump.init_pid, readable_bytes(dump.init_pid), call.snapshot_share):
-                dump.takes_snapshot = keep_from_end(dump)
-            else:
-                log.info("container %s: no room for a snapshot, it stands still while it is read", dump.container)
 
     def after_images(self, dump: Dump) -> str:
         """Take the page images; or leave them in the engine's archive, if that fails and the policy allows it."""
