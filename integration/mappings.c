@@ -5,6 +5,7 @@
  *                      children. Like workload.c it prints `count N checksum H`, of what does not change; H is `torn`
  *                      if what changes is not from one instant. A handler of SIGUSR1 changes memory at any time, and
  *                      `signals N` is printed with the number of times.
+ * mappings pause       does nothing, as the first container of a pod.
  *
  * The first page of its code is its own, and not its file's: CRIU makes it so where it puts its first call, and a kernel
  * that only seems to mark what is written (integration/soft_dirty.py) would not tell CRIU.
@@ -93,8 +94,10 @@ static void own_code(void)
 int main(int argc, char **argv)
 {
     const int own = MAP_PRIVATE | MAP_ANONYMOUS;
-    own_code();
     signal(SIGTERM, end);
+    if (argc > 1 && !strcmp(argv[1], "pause"))
+        idle(NULL);
+    own_code();
     size = (argc > 1 ? (size_t)atoi(argv[1]) : 72) * MIB;
     answers = map(PAGE, MAP_SHARED | MAP_ANONYMOUS, -1);
     const char *more = argc > 1 ? strchr(argv[1], '+') : NULL;

@@ -1,6 +1,6 @@
-"""An agent that waits before it reads a snapshot, until it is told to go on; or that finds a full disk there.
+"""An agent that waits before it reads a snapshot; or that finds a full disk then, or no room for a snapshot before.
 
-snapshot_agent.py [full]
+snapshot_agent.py [full | no-room]
 
 It makes `held` in the runtime directory, and waits for `go`.
 """
@@ -15,6 +15,7 @@ from integration import patient_agent
 from ocihook import wire
 from ocihook.memory import left_out, snapshot
 from ocihook.packs.packing import pack
+from ocihook.stages import stored_pages
 
 RUN = Path(wire.RUNTIME_DIR)
 _read = snapshot.Snapshot.read
@@ -34,5 +35,7 @@ def _fill(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - likewise
 
 snapshot.Snapshot.read = _wait  # type: ignore[method-assign, assignment]
 if "full" in sys.argv:
-    setattr(left_out, *("pack", _fill))
+    left_out.pack = _fill  # type: ignore[attr-defined, assignment]
+if "no-room" in sys.argv:
+    stored_pages.has_room = lambda *_: False  # type: ignore[attr-defined]
 patient_agent.main()

@@ -42,7 +42,7 @@ def workload(mappings: Path) -> Path:
 @pytest.fixture
 def patient_podman(podman: Podman) -> Iterator[Podman]:
     """One whose CRIU tracks memory."""
-    track_memory(podman)
+    track_memory(podman.namespace)
     yield podman
     end_agent(podman)  # conmon would wait for one that a hook has started
 
@@ -75,7 +75,7 @@ def test_memory_of_every_kind(make_podman: MakePodman, runtime: str, mode: str) 
     podman = make_podman(runtime)
     podman.install()
     podman.configure(f'[agent]\nidle_timeout_s = 2\nworkers = 4\nstore_dir = "{podman.scratch}/store"\n')
-    track_memory(podman)
+    track_memory(podman.namespace)
     archive = podman.scratch / "c.tar"
     start(podman, f"{MIB}+5", mode=mode)
     before = podman.count("c")

@@ -23,7 +23,7 @@ def workload(mappings: Path) -> Path:
 def test_a_stop_reads_memory_past_criu(make_handled: MakeHandled, runtime: str) -> None:
     """And a node that has no such kernel, or no longer, restores it."""
     podman = make_handled(runtime)
-    seem_to_have_soft_dirty(podman)
+    seem_to_have_soft_dirty(podman.namespace)
     notes = ["--annotation=ocihook.io/checkpoint-on-stop=true", "--annotation=ocihook.io/restore-from=latest"]
     options = ["--network", "host", "--pids-limit", "0", "--stop-timeout", "60", *notes]
     podman("run", "--detach", "--name", "job", *options, IMAGE, "/workload", str(MIB))

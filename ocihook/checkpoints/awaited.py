@@ -14,7 +14,7 @@ from ocihook.checkpoints.pending import (
     IN_MEMORY,
     JOB_NAME,
     Job,
-    check_taken,
+    check_not_lost,
     claimed,
     directory_of,
     read_job,
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 @contextlib.contextmanager
 def reading(place: Place) -> Iterator[None]:
     """Claim a place, from before its job is written until its memory has been supplied, or lost.
+
+    The place is made, and what is to be mounted there is: the claim is on the directory that is seen then.
 
     Raises:
         StoreError: if another process has it.
@@ -70,7 +72,7 @@ def supply(store: Store, place: Place, moved: MovedRegions, container: Container
     job = read_job(domain, place.pending.name)
     if job is None:
         raise IntegrityError(f"checkpoint {place.pending.name} of container {container} was removed meanwhile")
-    check_taken(job)
+    check_not_lost(job)
     if job.awaits_memory:
         record = record_of(moved, container)
         write_manifest(place.pending, record, durable=durable)

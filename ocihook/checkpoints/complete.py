@@ -29,7 +29,7 @@ from ocihook.checkpoints.pending import (
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.criu.images import check_page_images
-from ocihook.errors import GivenUp, IntegrityError, OcihookError, StoreError, plain
+from ocihook.errors import GivenUp, IntegrityError, OcihookError, SnapshotLost, StoreError, plain
 from ocihook.images.image_set import list_other_images, list_packable, open_packs
 from ocihook.linux.patience import Patience
 from ocihook.model import ContainerRef
@@ -257,6 +257,8 @@ def complete_all(settings: Settings) -> None:
         try:
             complete(domain, checkpoint_id, workers=workers, settings=settings)
         except (OcihookError, OSError) as error:
+            if isinstance(error, SnapshotLost) and read_failure(domain, checkpoint_id):
+                continue  # which has been reported
             log.error("checkpoint %s in domain %s is not complete: %s", checkpoint_id, domain.name, error)
             _note_failure(domain, checkpoint_id, error)
 

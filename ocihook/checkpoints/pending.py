@@ -202,12 +202,11 @@ def this_boot() -> str:
     return _BOOT_ID.read_text().strip()
 
 
-def check_taken(job: Job) -> None:
-    """Check that what was taken is still there, and whole.
+def check_not_lost(job: Job) -> None:
+    """Check that no memory was lost which was still being read from a snapshot.
 
     Raises:
-        SnapshotLost: if memory was still being read when its snapshot was lost.
-        IntegrityError: if not: a node that lost power has lost what was not on its disk.
+        SnapshotLost: if some was.
     """
     if job.lost:
         raise SnapshotLost(
@@ -215,6 +214,16 @@ def check_taken(job: Job) -> None:
             f"{job.lost}",
             hint="restore an earlier one, or checkpoint again; `ocihook store prune` removes what is left of this one",
         )
+
+
+def check_taken(job: Job) -> None:
+    """Check that what was taken is still there, and whole.
+
+    Raises:
+        SnapshotLost: if memory was still being read when its snapshot was lost.
+        IntegrityError: if not: a node that lost power has lost what was not on its disk.
+    """
+    check_not_lost(job)
     if job.boot_id and job.boot_id != this_boot():
         raise IntegrityError(
             f"checkpoint {job.id} of container {job.container} was lost: the node went down before it was stored",

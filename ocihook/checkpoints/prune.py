@@ -264,16 +264,17 @@ def prune_archives(
     sizes = {path.name: size for _, size, path in rows}
     candidates, staying = [], {rows[0][2].name} if rows else set[str]()
     archived = {path.name: (changed_s, found) for changed_s, _, path in rows if (found := _read_archive(path))}
-    with_memory = [
+    with_memory = {
         name for name, (_, found) in archived.items() if not found.thin or not memory_state(store, found.thin)
-    ]
-    staying |= {*with_memory[:1]}
+    }
     epochs = Epochs(found.container for name, (_, found) in archived.items() if name in with_memory)
     for name, (changed_s, (container, _)) in archived.items():
         is_whole = name in with_memory and epochs.has_all_of_node(container)
         candidates.append(_Candidate(changed_s, changed_s, lineage(container), name, _epoch_key(container), is_whole))
         if now_s - changed_s <= _WRITTEN_WITHIN_S:
             staying.add(name)
+    whole = [candidate.name for candidate in candidates if candidate.is_whole]
+    staying |= {*whole[:1]}
     staying = _with_epochs(staying, candidates)
     written = [candidate for candidate in candidates if now_s - candidate.made_s > _WRITTEN_WITHIN_S]
     kept = {*archived}.difference(_choose(written, keep, now_s)) | staying  # what is being written counts for nothing

@@ -153,7 +153,8 @@ class Journal:
     @property
     def is_interrupted(self) -> bool:
         """Return whether a stage was begun and has no verdict: CRIU is waiting for it, or was killed meanwhile."""
-        return any("status" not in entry for entry in self._data["stages"].values())
+        stages = self._data["stages"].items()
+        return any("status" not in entry for stage, entry in stages if stage != wire.SNAPSHOT_STAGE)  # CRIU has ended
 
     def begin_stage(self, stage: str) -> bool:
         """Record that a stage is being handled; True if it was begun before and never ended."""
@@ -280,6 +281,14 @@ def read_journal(path: Path) -> dict[str, Any]:
 def open_journals(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> list[Path]:
     """Return the journals of sessions that have not ended."""
     return sorted((runtime_dir / "sessions").glob("*.json"))
+
+
+def other_journals(mine: Journal) -> Iterator[Journal]:
+    """Yield the journals of the other sessions that have not ended, as far as this version can read them."""
+    for path in mine.path.parent.glob(f"*{mine.path.suffix}"):
+        if path != mine.path:
+            with contextlib.suppress(OcihookError, FileNotFoundError):  # it has ended meanwhile
+                yield Journal.load(path)
 
 
 def remove_unwritten(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> None:

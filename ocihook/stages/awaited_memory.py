@@ -17,18 +17,18 @@ from ocihook.errors import OcihookError, SnapshotLost, plain
 from ocihook.images.image_set import MovedRegions
 from ocihook.images.merging import READ_PREFIX
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, descendants
 from ocihook.memory.clean_pages import PagesRead, readable_bytes
 from ocihook.memory.left_out import find_left_out, join
 from ocihook.memory.snapshot import Snapshot, Snapshotted, has_room, take
 from ocihook.memory.standstill import held_instead
 from ocihook.packs.packed_manifest import read_manifest
 from ocihook.session.effect import Effect
-from ocihook.session.journal import Journal
+from ocihook.session.journal import Journal, other_journals
 from ocihook.session.participant import CallFacts, Dump, Participant, SizeFacts
 from ocihook.stages.detached import keep_from_end
 
-_KILLED = "ocihook was killed before it had read it"
+_KILLED = "ocihook was killed before the snapshot was read"
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class AwaitsMemory(Effect, kind="awaits-memory"):
             self.claim()
             if not self.reason:
                 self.reason = _KILLED
-                journal.note_error(SnapshotLost(f"the snapshot of its memory was lost: {_KILLED}"), "failed")
+                journal.note_error(SnapshotLost(_KILLED), "failed")
             lose(store, self.place, self.reason)
         self._claim.close()
 
@@ -87,6 +87,26 @@ class ChosenSnapshot(Participant):
                 dump.takes_snapshot = keep_from_end(dump)
             else:
                 log.info("container %s: no room for a snapshot, it stands still while it is read", dump.container)
+
+
+class EarlierSnapshot(Participant):
+    """Waits until the snapshot of an earlier dump has been read: its forks are no processes of the container's own."""
+
+    def needs_tasks(self, dump: Dump) -> bool:
+        """Return whether there is one: processes wait for their forks."""
+        return _is_being_read(dump)
+
+    def prepare(self, dump: Dump) -> None:
+        """Wait for it."""
+        if _is_being_read(dump):
+            with dump.journal.phase("wait for snapshot"):
+                dump.patience.until(lambda: not _is_being_read(dump))
+
+
+def _is_being_read(dump: Dump) -> bool:
+    found = [effect for journal in other_journals(dump.journal) if (effect := journal.find(Snapshotted))]
+    inside = set(descendants(dump.init_pid)) if found else set()
+    return any(process.pid in inside for effect in found for process in effect.processes)
 
 
 def await_memory(dump: Dump, place: Place) -> None:
@@ -111,7 +131,7 @@ def take_snapshot(dump: Dump) -> None:
         return
     try:
         if journal.find(Snapshotted) is not None:
-            raise SnapshotLost(f"the snapshot of its memory was lost: {_KILLED}")
+            raise SnapshotLost(_KILLED)
         read = journal.find(PagesRead)
         left_out = find_left_out(read.record, read.snapshot) if read else []
         effect.snapshot = take(
@@ -124,8 +144,12 @@ def take_snapshot(dump: Dump) -> None:
             durable=False,
         )
     except (OcihookError, OSError) as error:
-        effect.reason = plain(error)
+        effect.reason = _reason(error)
         raise
+
+
+def _reason(error: OcihookError | OSError) -> str:
+    return str(error.args[0]) if isinstance(error, OcihookError) else plain(error)  # what to do now is another matter
 
 
 def read_snapshot(dump: Dump) -> str:
@@ -141,7 +165,7 @@ def read_snapshot(dump: Dump) -> str:
     place = effect.place
     try:
         if effect.snapshot is None or read is None:
-            raise SnapshotLost(f"the snapshot of its memory was lost: {_KILLED}")
+            raise SnapshotLost(_KILLED)
         copied = effect.snapshot.read()
         job = read_job(dump.store.open(place.domain), place.pending.name)
         with journal.phase("merge") as phase:
@@ -153,7 +177,7 @@ def read_snapshot(dump: Dump) -> str:
                 joined = MovedRegions(before.regions, before.packs + joined.packs, before.gpu, joined.images)
             job = supply(dump.store, place, joined, dump.container, durable=False)
     except (OcihookError, OSError) as error:
-        effect.reason = plain(error)
+        effect.reason = _reason(error)
         raise
     journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
     effect.undo(journal, ENDLESS)

@@ -7,7 +7,7 @@ from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
 from ocihook.session.participant import Participant
-from ocihook.stages.awaited_memory import ChosenSnapshot
+from ocihook.stages.awaited_memory import ChosenSnapshot, EarlierSnapshot
 from ocihook.stages.noted_origin import NotedOrigin
 from ocihook.stages.page_images import PageImages
 from ocihook.stages.quiesce import Quiesce
@@ -19,6 +19,7 @@ _ORDER: tuple[type[Participant], ...] = (
     Membership,  # the other containers of the job come to the same moment, or none does
     ReadPages,  # most host memory is read, once all stand still and CRIU is about to begin
     Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
+    EarlierSnapshot,  # processes that are copied for an earlier dump are their own again
     Quiesce,  # the application quiesces itself
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive

@@ -196,6 +196,8 @@ class StoredPages(Participant):
         sizes = dump.journal.facts(SizeFacts)
         if not sizes.checkpoint:
             return ""
+        if dump.awaited:
+            return f"container {dump.container}: its memory is read from a snapshot, for checkpoint {sizes.checkpoint}"
         return (
             f"container {dump.container}: {sizes.raw_bytes} bytes of memory are on their way into the store as "
             f"{sizes.checkpoint}"
@@ -230,7 +232,7 @@ class StoredPages(Participant):
             is_pushed=call.policy.push == "always",
             awaits_memory=bool(dump.awaited),
         )
-        dump.journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
+        dump.journal.note(SizeFacts(raw_bytes=None if dump.awaited else job.raw_bytes, checkpoint=job.id))
         dump.journal.forget(effect)
         return job.raw_bytes
 

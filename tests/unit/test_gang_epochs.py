@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from ocihook.checkpoints import listing, pushing, remote_listing
 from ocihook.checkpoints.epochs import Epochs
 from ocihook.checkpoints.gang_note import GangNote, write_note
+from ocihook.checkpoints.pending import Job, directory_of, write_job
 from ocihook.checkpoints.prune import Keep, prune, prune_archives
 from ocihook.cli import store as command
 from ocihook.config import Policy, Settings
@@ -22,10 +23,11 @@ from ocihook.errors import NoCheckpoint, OcihookError, RemoteError, StoreError
 from ocihook.gang.link import Link
 from ocihook.linux.patience import Patience
 from ocihook.model import ContainerRef, GangRef
-from ocihook.runtime.choice import choose
+from ocihook.runtime.choice import Known, choose, restorable, whole
 from ocihook.runtime.containers import Kept
-from ocihook.store.domain import Domain
+from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.store import Store
+from ocihook.store.thin import Thin, write_thin
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 from tests.unit.test_gang import LIMIT_S, Serving
 from tests.unit.test_retention import ids, made
@@ -182,9 +184,11 @@ def test_archives_of_an_epoch_go_together(tmp_path: Path, store: Store) -> None:
     directory = tmp_path / "checkpoints"
     directory.mkdir()
 
-    def archive(name: str, epoch: int, *, written_s: float) -> Path:
+    def archive(name: str, epoch: int, *, written_s: float, thin: Thin | None = None) -> Path:
         images = tmp_path / f"{name}{epoch}"
         make_image_set(images, {1: mixed_pages(3)})
+        if thin is not None:
+            write_thin(images, thin, durable=False)
         write_note(images, GangNote(gang=GangRef("default", "job", name, 2, epoch, "0" * 16), here=2))
         path = directory / f"{name}{epoch}.tar"
         make_archive(path, images, "containerd")
@@ -201,6 +205,46 @@ def test_archives_of_an_epoch_go_together(tmp_path: Path, store: Store) -> None:
     bounded = prune_archives(directory, Keep(max_bytes=1), store)
     assert bounded.removed == ()
     assert all(path.exists() for path in newer), "the newest, and what is of its epoch"
+    archive("a", 4, written_s=4000)
+    archive("b", 4, written_s=4001, thin=lose(store, "b", 4))
+    assert prune_archives(directory, Keep(last=1), store).removed == ()
+    assert prune_archives(directory, Keep(max_bytes=1), store).removed == ()
+    assert all(path.exists() for path in newer), "a snapshot of epoch 4 was lost: 3 is the last that is whole"
+
+
+def lose(store: Store, name: str, epoch: int) -> Thin:
+    """Take a member's checkpoint of which the snapshot is lost at once."""
+    domain = store.open("team", create=True)
+    checkpoint_id = new_checkpoint_id()
+    directory_of(domain, checkpoint_id).mkdir()
+    job = Job(
+        id=checkpoint_id,
+        created="2027-01-15T12:00:00Z",
+        container=member(name, epoch),
+        host={},
+        images={},
+        sizes={},
+        other_images=(),
+        boot_id="",
+        awaits_memory=True,
+    )
+    write_job(domain, job, durable=False)
+    return Thin("team", checkpoint_id)
+
+
+def test_an_epoch_with_a_lost_snapshot_is_not_there(store: Store, domain: Domain) -> None:
+    first = dump(domain, 1, member("a", 1), member("b", 1))
+    second = [*dump(domain, 2, member("a", 2)), lose(store, "b", 2).checkpoint_id]
+    states = {row.id: (row.state, row.gang_missing) for row in listing.list_checkpoints(store)}
+    assert [states[one] for one in second] == [("complete", 1), ("lost", 0)]
+    known = [
+        Known(one, member(name, epoch), f"2027-01-15T0{epoch}:00:00Z")
+        for epoch, ids_ in ((1, first), (2, second))
+        for name, one in zip("ab", ids_, strict=True)
+    ]
+    assert [one.id for one in restorable(whole(known, store, "team", Patience()))] == first
+    prune(store, Keep(last=1), loss_kept_s=60)
+    assert ids(domain) == [*first, second[0]], "the last whole epoch, and what is left of the newer one"
 
 
 # --- which one a gang is restored from

@@ -1,6 +1,8 @@
 """What CRIU wrote and what was read before become one page image, byte for byte as CRIU alone would have written it."""
 
 import random
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,10 +28,14 @@ from ocihook.images.merging import (
     merge_images,
     pages_name_of,
 )
+from ocihook.linux.procfs import Process
+from ocihook.memory.left_out import join, note_left_out
+from ocihook.memory.snapshot import Copied
 from ocihook.model import ContainerRef
+from ocihook.packs.pack import PackInfo
 from ocihook.packs.packed_manifest import PackedImage, PackedManifest
-from ocihook.packs.packing import pack_images
-from ocihook.packs.pages import RANGE_BYTES
+from ocihook.packs.packing import pack, pack_images
+from ocihook.packs.pages import RANGE_BYTES, ImageFile, Source
 from ocihook.packs.runs import RunPages
 from tests.damage import flip_bit
 
@@ -122,13 +128,18 @@ class Dump:
         """Join all; return the image, and what it has."""
         found = merge_images(self.directory, self.directory, self.manifest, self.pagemaps, workers=2, durable=False)
         (image,) = found.images
-        packs = open_packs(self.directory, self.manifest_of(found.images, found.packs))
+        return image, self.content_of(self.directory, found.images, found.packs)
+
+    def content_of(self, directory: Path, images: Sequence[PackedImage], infos: Sequence[PackInfo]) -> bytes:
+        """Return what the one image has that is in packs."""
+        (image,) = images
+        packs = open_packs(directory, self.manifest_of(images, infos))
         try:
             content = bytearray(image.size_bytes)
             RunPages(packs.parts[image.name]).read_into(memoryview(content), 0)
         finally:
             packs.close()
-        return image, bytes(content)
+        return bytes(content)
 
     def expected(self) -> bytes:
         """Return the page image as CRIU alone would have written it."""
@@ -152,6 +163,34 @@ def test_a_joined_image_is_what_criu_alone_would_have_written(tmp_path: Path, se
     assert not is_incomplete(after)
     assert parse_pagemap(after).present_bytes == image.size_bytes
     check_page_images(tmp_path, {image.name: image.size_bytes})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_memory_that_is_read_later_it_is_the_same(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    images, record, place = (tmp_path / name for name in ("images", "record", "place"))
+    for directory in (images, record, place):
+        directory.mkdir()
+    dump, process = Dump(images, chance, pages=chance.choice([17, 300, 5000])), Process(PID, 1)
+    (record / str(PID)).write_bytes(dump.pagemaps[PID])
+    left_out = note_left_out(images, record, {str(PID): process})
+    complete_pagemaps(images)
+    assert note_left_out(images, record, {str(PID): process}) == left_out, "it may run again"
+    if not is_incomplete(dump.pagemap):
+        assert left_out == []
+        return
+    (image,) = left_out
+    areas = image.areas()
+    assert {area.process for area in areas} == {process}
+    sources = []
+    for number, area in enumerate(areas):
+        pages = [(at - START) // PAGE_BYTES for span in area.spans for at in range(*span, PAGE_BYTES)]
+        (tmp_path / str(number)).write_bytes(b"".join(dump.memory[page] for page in pages))
+        sources.append(Source(partial(ImageFile, tmp_path / str(number)), 0, len(pages) * PAGE_BYTES))
+    copied = Copied(*pack(sources, place, prefix=READ_PREFIX, workers=2, durable=False), was_forked=True)
+    moved = join(left_out, copied, {image.name: images / image.name}, place, 2)
+    assert dump.content_of(place, moved.images, moved.packs) == dump.expected()
+    check_page_images(images, {image.name: image.size_bytes})
 
 
 def test_what_criu_has_not_touched_stays_in_its_pack(tmp_path: Path) -> None:
@@ -226,6 +265,13 @@ def test_a_clean_page_that_nobody_has_read_is_refused(tmp_path: Path) -> None:
     dump.pagemaps = {PID: dump.known([(START - PAGE_BYTES, START)])}
     with pytest.raises(ImageError, match="which nobody has read before"):
         dump.merged()
+    record = tmp_path / "record"
+    record.mkdir()
+    (record / str(PID)).write_bytes(dump.pagemaps[PID])
+    with pytest.raises(ImageError, match=f"memory that pagemap-{PID}.img names, which nobody was to read"):
+        note_left_out(tmp_path, record, {})
+    with pytest.raises(ImageError, match="which nobody has read before"):
+        note_left_out(tmp_path, record, {str(PID): Process(PID, 1)})
     assert (tmp_path / f"pagemap-{PID}.img").read_bytes() == dump.pagemap
 
 

@@ -15,6 +15,7 @@ from ocihook.archive import restorable
 from ocihook.archive.places import archive_directories, archive_files
 from ocihook.archive.restorable import find_archives, lay_out_archive, write_belongings
 from ocihook.belongings.bringing import bring
+from ocihook.checkpoints import pending
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.checkpoints.origin import ORIGIN_NAME, Origin, decode_origin, write_origin
 from ocihook.config import LATEST, Policy, Settings
@@ -27,6 +28,7 @@ from ocihook.runtime import choice
 from ocihook.runtime.choice import choose
 from ocihook.runtime.containers import Kept
 from ocihook.store.lineage import domain_name
+from ocihook.store.store import Store
 from ocihook.store.stored_manifest import BELONGINGS_NAME
 from ocihook.store.thin import Thin, write_thin
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
@@ -97,6 +99,40 @@ def test_the_newest_or_the_one_that_is_named_is_chosen(node: Node) -> None:
     assert node.choose(checkpoint_id(9), NEW) == (Thin("_node", checkpoint_id(9)), in_store)
     with pytest.raises(NoCheckpoint, match=f"no checkpoint {checkpoint_id(7)} .*nor in an engine's archive here"):
         node.choose(checkpoint_id(7), NEW)
+
+
+def test_an_archive_whose_snapshot_is_being_read_is_waited_for_and_passed_over_if_that_was_lost(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = node.add("1.tar", made(1)), node.add("2.tar", made(2), Thin("_node", checkpoint_id(2)))
+    domain = Store.of(node.settings).open("_node", create=True)
+    place = pending.directory_of(domain, checkpoint_id(2))
+    place.mkdir()
+    job = pending.Job(
+        id=checkpoint_id(2),
+        created=made(2).created,
+        container=JOB,
+        host={},
+        images={},
+        sizes={},
+        other_images=(),
+        boot_id="",
+        awaits_memory=True,
+    )
+    pending.write_job(domain, job, durable=False)
+    named = Thin("_node", checkpoint_id(2)), second
+    with pending.claimed(place):
+        with monkeypatch.context() as patch:
+            states = ["reading", "reading"]
+            patch.setattr(choice, "memory_state", lambda *_: states.pop() if states else "")
+            assert node.choose(LATEST, NEW) == named, "it was read meanwhile"
+        monkeypatch.setattr(choice, "MADE_S", 0.1)
+        assert node.choose(LATEST, NEW) == (Thin("_node", checkpoint_id(1)), first), "not in time"
+    assert node.choose(LATEST, NEW) == (Thin("_node", checkpoint_id(1)), first), "its reader has died"
+    assert node.choose(checkpoint_id(2), NEW) == named, "its restore fails, and says why"
+    found = pending.read_job(domain, checkpoint_id(2))
+    assert found is not None
+    assert found.lost
 
 
 def test_only_archives_of_the_pod_s_own_namespace_count(node: Node) -> None:
