@@ -12,7 +12,7 @@ With `track` it is left running, and dumped by CRIU alone, into packs and into t
 again with its memory read past CRIU: CRIU and ocihook are made to believe that this kernel has soft-dirty bits
 (integration/soft_dirty.py says why that is enough to measure; /run must be a tmpfs, else CRIU keeps no facts).
 `stood_s` is how long the program stood still, as it has seen it itself, `without_gpu_s` how long it had no GPU. At the
-end it is dumped so once more, not left running, and restored.
+end the last of these is restored; and it is dumped so once more, not left running, and restored.
 """
 
 import json
@@ -62,7 +62,7 @@ class Job:
             words = ["/tmp/ocihook-cuda/workload", gib]
         self.container = Container(f"memory{number}", words, [0] if float(gpu_gib) else [], {})
         self.container.start(_LINES)
-        self.last = 0
+        self.last = 0  # number of its last sum before it was dumped; 0: it ran on
 
     def dump(
         self, mode: str, image_dir: Path, *, leave_running: bool = False, is_tracked: bool = False
@@ -82,6 +82,7 @@ class Job:
         ocihook("wait")
         session = last_session("pre-dump", self.container.name)
         if leave_running:
+            self.last = 0
             self.container.wait_for(_LINES)
         else:
             self.last = self.container.lines[-1][1]
@@ -107,7 +108,9 @@ class Job:
         self.container.wait_for(_LINES)
         session = last_session("post-resume", self.container.name)
         lines = self.container.lines
-        went_on = lines[first][1] == self.last + 1 and len({checksum for _, _, checksum in lines}) == 1
+        # What ran on since its dump goes back to it.
+        follows = lines[first][1] == self.last + 1 if self.last else lines[first][1] <= lines[first - 1][1]
+        went_on = follows and len({checksum for _, _, checksum in lines}) == 1
         return {
             "act": "restore",
             "mode": mode,
@@ -176,9 +179,11 @@ def track(job: Job, image_dir: Path, rounds: int) -> list[dict[str, Any]]:
         ):
             acts.append(job.dump(mode, image_dir, leave_running=True, is_tracked=is_tracked))
             print(json.dumps(acts[-1]), flush=True)
+    job.kill()  # the last one was of what runs on; it goes back to that
+    acts.append(job.restore("store", "direct", image_dir))
     acts.append({**job.dump("inline", image_dir, is_tracked=True), "way": "tracked, at its end"})
     acts.append(job.restore("inline", "direct", image_dir))
-    print(json.dumps(acts[-2:]), flush=True)
+    print(json.dumps(acts[-3:]), flush=True)
     assert all("memory read" in act["phases"] for act in acts if "tracked" in act["way"])
     return acts
 

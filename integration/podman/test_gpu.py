@@ -53,7 +53,7 @@ def test_a_snapshot_has_gpu_memory(make_podman: MakePodman, cuda_files: Path, ru
     podman = make_podman(runtime, cuda_files=cuda_files)
     podman.install()
     podman.configure(f'[agent]\nidle_timeout_s = 2\nworkers = 4\nstore_dir = "{podman.scratch}/store"\n')
-    track_memory(podman)
+    track_memory(podman.namespace)
     podman.start_cuda("c", 96, "watch", "own-code", mode="store")
     archive = podman.scratch / "c.tar"
     podman.checkpoint("c", archive, "--leave-running")
