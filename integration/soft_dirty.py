@@ -8,6 +8,9 @@ import sys
 
 from integration.podman.engine import SITE, Podman
 
+_FACTS = ("/run/criu.kdat", "/run/criu/criu.kdat")  # by version of CRIU
+_OUR_NOTE = "/run/ocihook/soft-dirty.json"
+_TRACKING = "\ntrack-mem\nprev-images-dir /\n"
 _HAS_DIRTY_TRACK = 32  # byte of criu/include/kerndat.h's struct kerndat_s, in CRIU 3.17 to 4.2
 
 _NOTE = """
@@ -21,9 +24,7 @@ note(Path("/run/ocihook"), works=True)
 def seem_to_have_soft_dirty(podman: Podman) -> None:
     """Have CRIU and ocihook rely on bits that this kernel need not have."""
     podman.namespace.run("criu", "check", check=False)
-    (facts,) = (
-        path for name in ("criu.kdat", "criu/criu.kdat") if (path := podman.namespace.path(f"/run/{name}")).exists()
-    )
+    (facts,) = (path for name in _FACTS if (path := podman.namespace.path(name)).exists())
     content = bytearray(facts.read_bytes())
     content[_HAS_DIRTY_TRACK] = 1
     facts.write_bytes(content)
@@ -34,4 +35,12 @@ def track_memory(podman: Podman) -> None:
     """Have CRIU track memory, and look for a parent that nobody makes but ocihook."""
     seem_to_have_soft_dirty(podman)
     for path in podman.namespace.path("/etc/criu").glob("*.conf"):
-        path.write_text(f"{path.read_text()}\ntrack-mem\nprev-images-dir /\n")
+        path.write_text(path.read_text() + _TRACKING)
+
+
+def lose_soft_dirty(podman: Podman) -> None:
+    """Have all find out what this kernel can, and track nothing: another node, or this one with another kernel."""
+    for name in (*_FACTS, _OUR_NOTE):
+        podman.namespace.path(name).unlink(missing_ok=True)
+    for path in podman.namespace.path("/etc/criu").glob("*.conf"):
+        path.write_text(path.read_text().replace(_TRACKING, ""))
