@@ -5,7 +5,9 @@ then clean, as they are on a kernel that has the bits, once they have been clear
 """
 
 import sys
+from pathlib import Path
 
+from integration.namespace import Namespace
 from integration.podman.engine import SITE, Podman
 
 _FACTS = ("/run/criu.kdat", "/run/criu/criu.kdat")  # by version of CRIU
@@ -14,10 +16,11 @@ _TRACKING = "\ntrack-mem\nprev-images-dir /\n"
 _HAS_DIRTY_TRACK = 32  # byte of criu/include/kerndat.h's struct kerndat_s, in CRIU 3.17 to 4.2
 
 _NOTE = """
+import sys
 from pathlib import Path
 from ocihook.linux.soft_dirty import note
 Path("/run/ocihook").mkdir(mode=0o700, exist_ok=True)
-note(Path("/run/ocihook"), works=True)
+note(Path("/run/ocihook"), works=sys.argv[1:] == ["works"])
 """
 
 
@@ -28,7 +31,12 @@ def seem_to_have_soft_dirty(podman: Podman) -> None:
     content = bytearray(facts.read_bytes())
     content[_HAS_DIRTY_TRACK] = 1
     facts.write_bytes(content)
-    podman.namespace.run(sys.executable, "-c", _NOTE, PYTHONPATH=str(SITE))
+    note(podman.namespace, sys.executable, SITE, works=True)
+
+
+def note(namespace: Namespace, python: str, site: Path, *, works: bool) -> None:
+    """Have the ocihook that `python` finds in `site` believe something of the kernel."""
+    namespace.run(python, "-c", _NOTE, *(["works"] if works else []), PYTHONPATH=str(site))
 
 
 def track_memory(podman: Podman) -> None:
