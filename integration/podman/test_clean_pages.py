@@ -97,7 +97,7 @@ def no_room(podman: Podman) -> Iterator[None]:
         try:
             podman.namespace.run("mount", "-t", "cgroup", "-o", controller, "cgroup", str(mount))
         except CommandError:
-            pytest.skip(f"the {controller} controller is not in a v1 hierarchy; `make vm` has both in v2")
+            pytest.skip(f"the {controller} controller is not in a v1 hierarchy")
         group = podman.namespace.path(str(mount / podman.scratch.name))
         group.mkdir()
         (group / name).write_text(value)
