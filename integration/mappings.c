@@ -1,6 +1,7 @@
 /* The container of the tests of direct restore: memory of every kind, and a cut through it that is consistent or not.
  *
- * mappings MIB[+IDLE]  holds MIB in small pages, as much in huge ones, and as much again that it shares with two children
+ * mappings MIB[+IDLE][!]
+ *                      holds MIB in small pages, as much in huge ones, and as much again that it shares with two children
  *                      since they were forked; and beside it what a restore must leave to CRIU. It has IDLE other
  *                      children. Like workload.c it prints `count N checksum H`, of what does not change; H is `torn`
  *                      if what changes is not from one instant. A handler of SIGUSR1 changes memory at any time, and
@@ -11,6 +12,8 @@
  * that only seems to mark what is written (integration/soft_dirty.py) would not tell CRIU.
  */
 #define _GNU_SOURCE
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -19,6 +22,7 @@
 #include <string.h>
 #include <sys/ipc.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/shm.h>
 #include <unistd.h>
 
@@ -91,6 +95,15 @@ static void own_code(void)
         fclose(maps);
 }
 
+/* At the lowest priority, since it can wait for nothing. */
+static void allow_nothing(void)
+{
+    struct sock_filter kill = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+    struct sock_fprog program = { 1, &kill };
+    if (nice(19) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+        _exit(1);
+}
+
 int main(int argc, char **argv)
 {
     const int own = MAP_PRIVATE | MAP_ANONYMOUS;
@@ -106,9 +119,13 @@ int main(int argc, char **argv)
             idle(NULL);
     common = fill(map(size, own, -1), size, 1);
     for (int child = 0; child < CHILDREN; child++)
-        if (fork() == 0)
-            for (;; usleep(50000))
+        if (fork() == 0) {
+            int is_sealed = child == CHILDREN - 1 && argc > 1 && strchr(argv[1], '!');
+            if (is_sealed)
+                allow_nothing();
+            for (;; is_sealed ? 0 : usleep(50000))
                 answers[child] = sum(common, size);
+        }
     small = map(size, own, -1), huge = map(size, own, -1);
     madvise(small, size, MADV_NOHUGEPAGE), madvise(huge, size, MADV_HUGEPAGE);
     fill(small, size, 2), fill(huge, size, 3);

@@ -9,6 +9,7 @@ from integration.namespace import wait_for
 from integration.packages.conftest import Built, MakeNode, copy_to
 from integration.packages.engine import Node
 from integration.podman.engine import assert_packed, image_names
+from integration.soft_dirty import note
 
 # CRIU runs this, too, at each stage before ours: in the middle of a dump, something happens.
 _MEANWHILE = """#!/bin/sh
@@ -21,6 +22,16 @@ _NO_ROOM = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0 # before that, the dump would not choose the store
 packs=/var/lib/ocihook/store/domains/_node/packs
 mountpoint -q "$packs" || mount -t tmpfs -o size=64k tmpfs "$packs"
+"""
+# By the name of an engine, what one finds when it starts; and what it is to wait for takes long.
+_ENGINE = """[Service]
+Type=oneshot
+ExecStart=/bin/sh -c 'cat /etc/criu/*.conf >/run/seen.new; mv /run/seen.new /run/seen'
+[Install]
+WantedBy=multi-user.target
+"""
+_SLOW = """[Service]
+ExecStartPre=/bin/sleep 1
 """
 COMMANDS = {
     "deb": ("dpkg --install", "dpkg --remove ocihook", "dpkg --purge ocihook"),
@@ -127,6 +138,41 @@ def test_a_purge_takes_no_checkpoint_and_no_key(built: Built, make_node: MakeNod
     assert "every byte right" in node.ocihook("store", "verify", "--read-data")
     node.restore(archives[1])
     node.assert_goes_on("c", before)
+
+
+def test_a_kernel_that_no_longer_marks_pages_is_seen_before_engines_start(built: Built, make_node: MakeNode) -> None:
+    """With what --track-memory writes CRIU would refuse every dump and restore."""
+    node = make_node("trixie", systemd=True)
+    (package,) = copy_to(node, built.debs[0])
+    node.run("dpkg", "--install", package)
+    assert systemctl(node, "is-enabled", "ocihook-kernel.service") == "enabled"
+    node.put("/etc/systemd/system/containerd.service", _ENGINE)
+    node.put("/etc/systemd/system/ocihook-kernel.service.d/slow.conf", _SLOW)
+    systemctl(node, "enable", "containerd.service")
+    systemctl(node, "daemon-reload")
+    site = Path(f"/usr/lib/ocihook/{built.release}/site-packages")
+    for works in (True, False):
+        note(node.namespace, "python3", site, works=True)
+        node.ocihook("install", "--track-memory")
+        installed = node.criu_configuration()
+        assert {"track-mem", "prev-images-dir /"} <= set(installed.splitlines())
+        note(node.namespace, "python3", site, works=works)
+        seen = boot(node)
+        expected = installed if works else installed.replace("track-mem\nprev-images-dir /\n", "")
+        assert seen == expected == node.criu_configuration()
+        assert "action-script" in seen
+        assert systemctl(node, "show", "--property=Result,ExecMainStatus", "--value", "ocihook-kernel.service") == (
+            "success\n0"
+        )
+
+
+def boot(node: Node) -> str:
+    """Have systemd start what a boot starts, in its order; return CRIU's configuration as an engine has found it."""
+    seen = node.namespace.path("/run/seen")
+    seen.unlink(missing_ok=True)
+    systemctl(node, "start", "multi-user.target")
+    wait_for("an engine to start", seen.exists)
+    return seen.read_text()
 
 
 def assert_agent_can_do_all_under_systemd(node: Node) -> None:

@@ -8,7 +8,7 @@ from integration.journals import last_session
 from integration.namespace import wait_for
 from integration.podman.engine import IMAGE
 from integration.runtime.conftest import MakeHandled
-from integration.soft_dirty import seem_to_have_soft_dirty
+from integration.soft_dirty import lose_soft_dirty, seem_to_have_soft_dirty
 
 MIB = 72  # of each of three mappings
 
@@ -34,8 +34,7 @@ def test_a_stop_reads_memory_past_criu(make_handled: MakeHandled, runtime: str) 
     assert dump["effects"] == []
     assert sum(phase["bytes"] for phase in dump["phases"] if phase["name"] == "merge") > 3 * MIB << 20
     podman("rm", "job")
-    for name in ("criu.kdat", "criu/criu.kdat", "ocihook/soft-dirty.json"):
-        podman.namespace.path(f"/run/{name}").unlink(missing_ok=True)
+    lose_soft_dirty(podman.namespace)
     podman("run", "--detach", "--name", "job", *options, IMAGE, "/workload", str(MIB))
     podman.assert_goes_on("job", before)
     assert not any("track-mem" in path.read_text() for path in podman.namespace.path("/etc/criu").glob("*.conf"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.cri.registry import program_layer
 from integration.namespace import wait_for
 from integration.vm.machine import Machine
 
@@ -20,6 +21,10 @@ MIB = 96
 LIMIT = 192 << 20
 NO_ROOM = 40 << 20
 OCIHOOK = f"{sys.executable} -m ocihook"
+PODMAN = (
+    "podman --root /tmp/podman --runroot /run/podman-test --tmpdir /run/podman-test/tmp --storage-driver vfs"
+    " --cgroup-manager cgroupfs --runtime /usr/sbin/runc"
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,16 @@ def machine() -> Iterator[Machine]:
     yield started
     started.close()
     shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def tracking(machine: Machine) -> Machine:
+    """One whose CRIU tracks memory, with an agent: this machine is too slow for a hook to start one."""
+    machine.run(f"{OCIHOOK} install --track-memory; grep -x track-mem /etc/criu/runc.conf")
+    machine.run(
+        f"({OCIHOOK} agent >/run/ocihook-agent.log 2>&1 &); until [ -S /run/ocihook/agent.sock ]; do sleep 0.2; done"
+    )
+    return machine
 
 
 def config_of(directory: Path, limit_bytes: int) -> bytes:
@@ -55,15 +70,12 @@ def test_this_kernel_marks_what_is_written(machine: Machine) -> None:
 
 
 def test_memory_is_tracked_dumped_and_restored_within_its_limit(
-    machine: Machine, workload: Path, tmp_path: Path
+    tracking: Machine, workload: Path, tmp_path: Path
 ) -> None:
+    machine = tracking
     program = machine.put("workload", workload.read_bytes())
     config = machine.put("config.json", config_of(tmp_path, LIMIT))
-    machine.run(f"{OCIHOOK} install --track-memory; grep -x track-mem /etc/criu/runc.conf")
     machine.run(f"mkdir -p /tmp/b/rootfs/proc; cp {program} /tmp/b/rootfs/workload; cp {config} /tmp/b/config.json")
-    machine.run(
-        f"({OCIHOOK} agent >/run/ocihook-agent.log 2>&1 &); until [ -S /run/ocihook/agent.sock ]; do sleep 0.2; done"
-    )
     machine.run("cd /tmp/b; (runc run --detach job </dev/null 2>&1 | cat >/tmp/first) &")
     wait_for("the workload to count", lambda: len(counts(machine, "first")) > 2)
     done = machine.run("runc checkpoint --image-path /tmp/images --work-path /tmp/log job && echo done", check=False)
@@ -96,3 +108,36 @@ def test_memory_is_tracked_dumped_and_restored_within_its_limit(
     assert MIB << 19 <= int(machine.run("cat /sys/fs/cgroup/job/memory.current")) <= LIMIT  # some pages are all zero
     assert "oom_kill 0" in machine.run("cat /sys/fs/cgroup/job/memory.events")
     machine.run("runc delete --force job")
+
+
+def test_an_earlier_dump_of_the_engine_stays_its_own(tracking: Machine, workload: Path) -> None:
+    """podman's --pre-checkpoint and --with-previous: CRIU leaves out what it has dumped; nothing goes past it."""
+    machine = tracking
+    image = machine.put("image.tar", program_layer(workload))
+    machine.run(f"{PODMAN} import {image} localhost/job")
+    options = "--detach --name job --network host --pids-limit 0"
+    machine.run(f"{PODMAN} run {options} localhost/job:latest /workload {MIB}")
+    wait_for("the workload to count", lambda: len(podman_counts(machine)) > 2)
+    checkpoint = f"{PODMAN} container checkpoint --compress none"
+    machine.run(f"{checkpoint} --pre-checkpoint --export /tmp/first.tar job")
+    there = len(podman_counts(machine))
+    wait_for("it to count on", lambda: len(podman_counts(machine)) > there)
+    machine.run(f"{checkpoint} --with-previous --export /tmp/second.tar job")
+    before = podman_counts(machine)[-1]
+    listed = machine.run("tar -tvf /tmp/second.tar")
+    assert re.search(r" checkpoint/parent -> \.\./pre-checkpoint$", listed, re.MULTILINE)
+    assert "ocihook-parent" not in listed
+    wait_for("the session to be over", lambda: "No session is open." in machine.run(f"{OCIHOOK} recover", check=False))
+    record = json.loads(machine.run("cat $(ls /var/lib/ocihook/history/*-*.json | tail -n 1)"))
+    assert [phase["name"] for phase in record["phases"]] == ["pack"]
+    assert 0 < record["facts"]["raw_bytes"] < MIB << 16, "CRIU has left out what it had"
+    machine.run(f"{PODMAN} rm --force --time 0 job")
+    machine.run(f"{PODMAN} container restore --import-previous /tmp/first.tar --import /tmp/second.tar")
+    wait_for("it to count on", lambda: podman_counts(machine)[-1][0] > before[0] + 1)
+    assert podman_counts(machine)[-1][1] == before[1]
+    machine.run(f"{PODMAN} rm --force --time 0 job")
+
+
+def podman_counts(machine: Machine) -> list[tuple[int, str]]:
+    text = machine.run(f"{PODMAN} logs job")
+    return [(int(count), total) for count, total in re.findall(r"^count (\d+) checksum (\w+)", text, re.MULTILINE)]

@@ -94,7 +94,13 @@ def locks_by_nftables(root: Path = Path("/")) -> bool:
     """Return whether CRIU can lock a network by nftables; of another root, whether it is built so, with the library."""
     if root == Path("/"):
         criu = find_program("criu")
-        return criu is not None and _IS_SUPPORTED in run_output(criu.path, "check", "--feature", _NFTABLES_FEATURE)
+        return criu is not None and _IS_SUPPORTED in run_output(
+            criu.path,
+            "check",
+            "--no-default-config",
+            "--feature",
+            _NFTABLES_FEATURE,  # whatever that asks for
+        )
     criu = find_program_in(root, "criu")
     has_library = any(any(root.glob(f"{directory}/{_NFTABLES}")) for directory in _LIBRARY_DIRS)
     return criu is not None and has_library and _NFTABLES.encode() in (root / criu.path.lstrip("/")).read_bytes()

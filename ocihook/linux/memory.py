@@ -130,6 +130,30 @@ def anonymous_spans(pid: int) -> list[Span]:
     return [mapping.span for mapping in read_mappings(pid) if mapping.is_anonymous]
 
 
+def common_spans(pids: Iterable[int]) -> list[Span]:
+    """Return the addresses, in order and apart, at which more than one process has private memory.
+
+    What processes share since a fork is among it, but for what one of them has moved. Of single pages the kernel does
+    not say so reliably: bit 56 of proc_pid_pagemap(5) is that of the first of a huge page.
+    """
+    edges = [
+        edge
+        for pid in pids
+        for mapping in read_mappings(pid)
+        if mapping.mode[3] == "p"
+        for edge in ((mapping.span.start, 1), (mapping.span.end, -1))
+    ]
+    found: list[Span] = []
+    depth = start = 0
+    for address, step in sorted(edges):  # where one ends and another begins, the end comes first
+        if (depth, step) == (1, 1):
+            start = address
+        elif (depth, step) == (2, -1) and start < address:
+            found.append(Span(start, address))
+        depth += step
+    return found
+
+
 def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     """Return the parts of `spans` that are not in `others`; both in order.
 
@@ -161,7 +185,9 @@ class ProcessMemory:
     """Another process's memory, to be read and written by many processes at once.
 
     By process_vm_readv(2) and process_vm_writev(2): /proc/PID/mem takes the lock of the whole address space for each
-    page, and 16 readers of one process were seen to spend most of their time on it.
+    page, and 16 readers of one process were seen to spend most of their time on it. Not so what processes share since a
+    fork: for process_vm_readv(2) the kernel makes the one that is read a copy of each such page (gup_must_unshare() in
+    mm/internal.h, since Linux 5.19), for which there may be no room.
     """
 
     def __init__(self, process: Process) -> None:
@@ -173,10 +199,17 @@ class ProcessMemory:
         if not process.is_alive():  # its pid may have been reused
             raise ProcessLookupError(errno.ESRCH, f"Process {process.pid} has ended")
         self._pid = process.pid
+        self._file = -1
 
     def read_into(self, view: memoryview, address: int) -> int:
         """Fill `view`, which must be writable, from an address; return how many bytes there were."""
         return read_memory(self._pid, view, address)
+
+    def read_shared_into(self, view: memoryview, address: int) -> int:
+        """Do the same where another process may have the same pages since a fork: they stay shared."""
+        if self._file < 0:
+            self._file = os.open(memory_path(self._pid), os.O_RDONLY | os.O_CLOEXEC)
+        return os.preadv(self._file, [view], address)
 
     def write(self, buffers: Sequence[bytes | memoryview], address: int) -> int:
         """Write buffers, up to IOV_MAX of them, one after the other from an address on; return the bytes written."""
@@ -199,7 +232,10 @@ class ProcessMemory:
                 raise
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close what was opened."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def read_memory(pid: int, view: memoryview, address: int) -> int:

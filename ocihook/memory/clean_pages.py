@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +32,7 @@ from ocihook.images.image_set import MovedRegions, discard_packs, discard_region
 from ocihook.images.merging import READ_PREFIX, Merged, complete_pagemaps, merge_images, pages_name_of
 from ocihook.linux import soft_dirty
 from ocihook.linux.files import identity, same_directory
-from ocihook.linux.memory import ProcessMemory, Span
+from ocihook.linux.memory import ProcessMemory, Span, common_spans
 from ocihook.linux.page_scan import anonymous_bytes, scan_private
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, pid_below
@@ -216,10 +217,10 @@ def _read(dump: Dump, effect: PagesRead) -> None:
 
 
 def _pack(dump: Dump, found: Sequence[_Read]) -> Merged:
-    journal = dump.journal
+    journal, common = dump.journal, common_spans(descendants(dump.init_pid))
     with journal.phase("memory read") as phase, journal.spans(phase) as spans:
         phase["bytes"] = sum(run.size_bytes for one in found for run in one.runs)
-        sources = [(one, source) for one in found for source in _sources(one, partial(opener, spans))]
+        sources = [(one, source) for one in found for source in _sources(one, common, partial(opener, spans))]
         rows, packs = pack(
             [source for _, source in sources],
             dump.place,
@@ -255,14 +256,17 @@ def _find(dump: Dump, pid: int) -> _Read | None:
 class _RunPages:
     """Reads runs of a process's memory as if they lay one after the other."""
 
-    def __init__(self, memory: ProcessMemory, parts: Parts) -> None:
-        self._memory, self._parts = memory, parts
+    def __init__(self, memory: ProcessMemory, parts: Parts, common: Sequence[Span]) -> None:
+        self._memory, self._parts, self._common = memory, parts, common
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view`; return how many bytes there were."""
         done = 0
         for start, size, address in self._parts.within(offset, offset + len(view)):
-            got = self._memory.read_into(view[start - offset : start - offset + size], address)
+            after = bisect_left(self._common, (address + size,))
+            is_common = after > 0 and self._common[after - 1].end > address
+            read = self._memory.read_shared_into if is_common else self._memory.read_into
+            got = read(view[start - offset : start - offset + size], address)
             done += got
             if got < size:
                 break
@@ -273,15 +277,17 @@ class _RunPages:
         self._memory.close()
 
 
-def _sources(one: _Read, opener_of: Callable[[Process], Callable[[], ProcessMemory]]) -> Iterator[Source]:
+def _sources(
+    one: _Read, common: Sequence[Span], opener_of: Callable[[Process], Callable[[], ProcessMemory]]
+) -> Iterator[Source]:
     for is_long, runs in groupby(one.runs, lambda run: run.size_bytes >= _LONG_RUN_BYTES):
         for group in ([run] for run in runs) if is_long else (list(runs),):
             parts = Parts(_one_after_the_other(group))
-            yield Source(partial(_open, opener_of(one.process), parts), 0, parts.size_bytes)
+            yield Source(partial(_open, opener_of(one.process), parts, common), 0, parts.size_bytes)
 
 
-def _open(opened: Callable[[], ProcessMemory], parts: Parts) -> _RunPages:
-    return _RunPages(opened(), parts)
+def _open(opened: Callable[[], ProcessMemory], parts: Parts, common: Sequence[Span]) -> _RunPages:
+    return _RunPages(opened(), parts, common)
 
 
 def _one_after_the_other(runs: Iterable[Span]) -> Iterator[tuple[int, int, int]]:

@@ -318,7 +318,7 @@ class _Pages:
         """Fill `view`; return how many bytes there were."""
         done = 0
         for start, size, address in self._parts.within(offset, offset + len(view)):
-            got = self._memory.read_into(view[start - offset : start - offset + size], address)
+            got = self._memory.read_shared_into(view[start - offset : start - offset + size], address)
             done += got
             self._note(Span(address, address + got))
             if got < size:

@@ -86,6 +86,12 @@ class MeasuredMemory(ProcessMemory):
         self._bytes += done
         return done
 
+    def read_shared_into(self, view: memoryview, address: int) -> int:
+        """Do the same where pages are to stay shared."""
+        done = super().read_shared_into(view, address)
+        self._bytes += done
+        return done
+
     def write(self, buffers: Sequence[bytes | memoryview], address: int) -> int:
         """Write buffers from an address on; return how many bytes went."""
         done = super().write(buffers, address)

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import random
 import subprocess
 import time
 from itertools import pairwise
@@ -12,9 +13,14 @@ import pytest
 
 from ocihook.criu.images import make_pagemap, page_images, parse_runs, read_runs
 from ocihook.criu.parent_images import LINK_NAME, has_parent, make_parent, remove_parent
+from ocihook.linux.memory import read_detailed_mappings
 from ocihook.linux.page_scan import anonymous_bytes, scan_private
 
 PAGE = mmap.PAGESIZE
+_PROT_NONE, _MAP_FIXED = 0, 0x10  # mmap(2)
+_libc = ctypes.CDLL(None)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
 
 def test_a_parent_says_what_there_is_and_when(tmp_path: Path) -> None:
@@ -81,6 +87,58 @@ def test_what_is_there_of_private_memory_is_found(tmp_path: Path) -> None:
     vdso = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[vdso]"))
     start, end = (int(number, 16) for number in vdso.split()[0].split("-"))
     assert any(run.start <= start and end <= run.end for run in found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mappings_against_smaps(seed: int, tmp_path: Path) -> None:
+    """Each mapping has as much as the kernel counts as anonymous there; what cannot be read, or is shared, is none."""
+    chance = random.Random(seed)
+    pages = 3072  # room for huge pages, too
+    region = mmap.mmap(-1, pages * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    (tmp_path / "file").write_bytes(bytes(range(256)) * (pages * PAGE // 256))
+    file = os.open(tmp_path / "file", os.O_RDWR)
+    edges = [0, *sorted(chance.sample(range(1, pages), chance.randrange(1, 30))), pages]
+    protections = []
+    for first, end in pairwise(edges):
+        place, size = ctypes.c_void_p(start + first * PAGE), ctypes.c_size_t((end - first) * PAGE)
+        kind = chance.choice(["plain", "plain", "small", "huge", "file", "shared"])
+        if kind in ("file", "shared"):
+            share = mmap.MAP_SHARED if kind == "shared" else mmap.MAP_PRIVATE
+            made = _libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, share | _MAP_FIXED, file, first * PAGE)
+            assert made == place.value
+        elif kind != "plain":
+            assert not _libc.madvise(place, size, mmap.MADV_HUGEPAGE if kind == "huge" else mmap.MADV_NOHUGEPAGE)
+        density = chance.choice([0.0, 0.02, 0.5, 1.0])
+        for page in range(first, end):
+            if chance.random() < density:
+                region[page * PAGE] = chance.randrange(256)  # zeros, too
+            elif chance.random() < 0.1:
+                region[page * PAGE + 1]  # a zero page, or one of the file
+        if chance.random() < 0.3:
+            low = chance.randrange(first, end)
+            assert not _libc.madvise(
+                ctypes.c_void_p(start + low * PAGE), ctypes.c_size_t((end - low + 1) // 2 * PAGE), mmap.MADV_DONTNEED
+            )
+        protections.append((place, size, chance.choice([_PROT_NONE, mmap.PROT_READ, None, None])))
+    for place, size, protection in protections:
+        if protection is not None:
+            assert not _libc.mprotect(place, size, protection)
+    for edge in (0, pages - 1):  # so that none of these is one with what lies beside them
+        assert not _libc.mprotect(ctypes.c_void_p(start + edge * PAGE), ctypes.c_size_t(PAGE), _PROT_NONE)
+    os.close(file)
+
+    found = scan_private(os.getpid())
+    inside = [
+        row
+        for row in read_detailed_mappings(os.getpid())
+        if start < row.mapping.span.start < start + (pages - 1) * PAGE
+    ]
+    assert inside
+    for mapping, anonymous_size, _ in inside:
+        is_read = mapping.mode[0] == "r" and mapping.mode[3] == "p"
+        common = [min(run.end, mapping.span.end) - max(run.start, mapping.span.start) for run in found]
+        assert sum(size for size in common if size > 0) == (anonymous_size if is_read else 0), mapping
 
 
 def test_a_process_that_is_gone() -> None:

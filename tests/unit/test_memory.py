@@ -4,12 +4,14 @@ import contextlib
 import ctypes
 import mmap
 import os
+import random
 import re
 import signal
 import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -17,10 +19,13 @@ from typing import IO
 import pytest
 
 from ocihook.errors import TraceError
+from ocihook.linux import memory as memory_module
 from ocihook.linux.memory import (
+    Mapping,
     ProcessMemory,
     Span,
     anonymous_spans,
+    common_spans,
     memory_path,
     prefault,
     read_mappings,
@@ -226,6 +231,27 @@ def test_subtract(spans: list[tuple[int, int]], others: list[tuple[int, int]], r
     assert subtract([Span(*s) for s in spans], [Span(*o) for o in others]) == rest
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_several_processes_have(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    spaces: dict[int, list[Mapping]] = {}
+    for pid in range(chance.randrange(5)):
+        edges = sorted(chance.sample(range(40), 2 * chance.randrange(8)))
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        spaces[pid] = [Mapping(Span(*span), chance.choice(["rw-p", "r--p", "rw-s"]), 0, "") for span in spans]
+        spaces[pid] += [Mapping(Span(50, 51), "rw-p", 0, ""), Mapping(Span(51, 52), "r--p", 0, "")]  # no gap
+    monkeypatch.setattr(memory_module, "read_mappings", spaces.__getitem__)
+    found = common_spans(spaces)
+    times = Counter(
+        at
+        for rows in spaces.values()
+        for row in rows
+        if row.mode[3] == "p"
+        for at in range(row.span.start, row.span.end)
+    )
+    assert [at for span in found for at in range(span.start, span.end)] == sorted(a for a, n in times.items() if n > 1)
+
+
 def test_joined_mappings_are_told_apart() -> None:
     """The kernel joins neighbours: what is new is seen by address all the same."""
     both = mmap.mmap(-1, 2 * REGION_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -357,6 +383,31 @@ def test_prefault_leaves_what_there_is(workers: int) -> None:
         assert memory[:] == read
 
 
+@pytest.mark.parametrize("advice", [mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE])
+def test_what_is_shared_since_a_fork_stays_shared_when_it_is_read(advice: int) -> None:
+    """Else each of many processes would get a copy of what they have in common, and its limit may have no room."""
+    size, step = 8 << 20, 1 << 20
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(advice)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    content = os.urandom(size)
+    memory.write(content)
+    with forked_sleeper() as process:
+        memory[0] ^= (
+            1  # the kernel copies that page, or as much as is a huge one: the other process is alone with its own
+        )
+        before = private_kib(process.pid, start)
+        assert before < size >> 10
+        common = common_spans([os.getpid(), process.pid])
+        assert subtract([Span(start, start + size)], common) == []
+        found, reader = bytearray(size), ProcessMemory(process)
+        for at in range(0, size, step):
+            assert reader.read_shared_into(memoryview(found)[at : at + step], start + at) == step
+        reader.close()
+        assert found == content
+        assert private_kib(process.pid, start) == before
+
+
 def test_prefault_makes_huge_pages() -> None:
     huge_bytes = 2 << 20
     memory = mmap.mmap(-1, 9 * huge_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -395,6 +446,11 @@ def presence(pid: int, address: int, size_bytes: int) -> list[bool]:
         file.seek(address // 4096 * 8)
         entries = file.read(size_bytes // 4096 * 8)
     return [bool(entry >> 63) for (entry,) in struct.iter_unpack("<Q", entries)]
+
+
+def private_kib(pid: int, address: int) -> int:
+    """Return how much of the mapping that has an address no other process has."""
+    return sum(map(int, re.findall(r"^Private_\w+: +(\d+) kB$", smaps_entry(pid, address), re.MULTILINE)))
 
 
 def smaps_entry(pid: int, address: int) -> str:
