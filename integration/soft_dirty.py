@@ -14,20 +14,20 @@ _NOTE = """
 from pathlib import Path
 from ocihook.linux.soft_dirty import note
 Path("/run/ocihook").mkdir(mode=0o700, exist_ok=True)
-note(Path("/run/ocihook"), works=True)
+note(Path("/run/ocihook"), works={works})
 """
 
 
-def seem_to_have_soft_dirty(podman: Podman) -> None:
-    """Have CRIU and ocihook rely on bits that this kernel need not have."""
+def seem_to_have_soft_dirty(podman: Podman, *, works: bool = True) -> None:
+    """Have CRIU and ocihook rely on bits that this kernel need not have; or have both believe that it has none."""
     podman.namespace.run("criu", "check", check=False)
     (facts,) = (
         path for name in ("criu.kdat", "criu/criu.kdat") if (path := podman.namespace.path(f"/run/{name}")).exists()
     )
     content = bytearray(facts.read_bytes())
-    content[_HAS_DIRTY_TRACK] = 1
+    content[_HAS_DIRTY_TRACK] = works
     facts.write_bytes(content)
-    podman.namespace.run(sys.executable, "-c", _NOTE, PYTHONPATH=str(SITE))
+    podman.namespace.run(sys.executable, "-c", _NOTE.format(works=works), PYTHONPATH=str(SITE))
 
 
 def track_memory(podman: Podman) -> None:
