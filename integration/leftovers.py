@@ -25,11 +25,14 @@ def assert_nothing_is_left(podman: Podman, *names: str, zombies: int = 0) -> Non
     """
     assert all(session["effects"] == [] for session in sessions(podman.namespace))
     assert not list(podman.namespace.path("/run/ocihook/sessions").iterdir()), "records"
-    assert "/run/ocihook" not in podman.namespace.run("cat", "/proc/self/mountinfo"), "mounts"
+    mounts = podman.namespace.run("cat", "/proc/self/mountinfo").splitlines()
+    left = [mount for mount in mounts if "/run/ocihook" in mount and "/run/ocihook/staged" not in mount]  # to be stored
+    assert left == [], left
     for images in podman.scratch.glob("podman/**/userdata"):
-        left = {path.name for path in images.rglob("*")}
-        assert not left & {LINK_NAME, PARENT_NAME}
-        assert "ocihook.manifest" in left or not any(name.endswith(".pack") for name in left), left
+        names_left = {path.name for path in images.rglob("*")}
+        assert not names_left & {LINK_NAME, PARENT_NAME}, names_left
+        has_packs = any(name.endswith(".pack") for name in names_left)
+        assert "ocihook.manifest" in names_left or not has_packs, names_left
     running = int(podman.namespace.path("/run/ocihook/agent.lock").read_text())
     for agent in {running} & {*podman.namespace.pids("")}:
         wait_for("the processes of sessions to be gone", lambda: not descendants(agent)[1:])  # noqa: B023
