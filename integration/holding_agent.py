@@ -1,4 +1,4 @@
-"""An agent that stops in the middle of the long work of one stage until it may continue, or the dump is over.
+"""An agent that stops in the middle of the long work of one stage, once, until it may continue, or the act is over.
 
 holding_agent.py STAGE
 """
@@ -18,7 +18,7 @@ _progress = Act.progress
 
 
 def hold_and_go_on(act: Act, done_bytes: int) -> None:
-    if act.journal.stage == STAGE:
+    if act.journal.stage == STAGE and not HELD.exists():
         HELD.touch()
         while not GO.exists():
             act.patience.check()

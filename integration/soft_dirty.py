@@ -23,16 +23,16 @@ note(Path("/run/ocihook"), works=sys.argv[1:] == ["works"])
 """
 
 
-def seem_to_have_soft_dirty(node: Namespace) -> None:
-    """Have CRIU and ocihook rely on bits that this kernel need not have."""
+def seem_to_have_soft_dirty(node: Namespace, *, works: bool = True) -> None:
+    """Have CRIU and ocihook rely on bits that this kernel need not have; or have both believe that it has none."""
     node.run("criu", "check", check=False)
     (facts,) = (path for name in _FACTS if (path := node.path(name)).exists())
     content = bytearray(facts.read_bytes())
-    content[_HAS_DIRTY_TRACK] = 1
+    content[_HAS_DIRTY_TRACK] = works
     facts.write_bytes(content)
     runtime_dir = node.path("/run/ocihook")
     runtime_dir.mkdir(mode=0o700, exist_ok=True)
-    note_soft_dirty(runtime_dir, works=True)
+    note_soft_dirty(runtime_dir, works=works)
 
 
 def note(node: Namespace, python: str, site: Path, *, works: bool) -> None:

@@ -32,9 +32,11 @@ FAULTS = {
     "forgetful": "does not have all that is unchanged since",
     "missing": "the earlier dump that CRIU compares memory with is gone",
     "damaged": "Magic doesn't match for inventory.img",
+    "unknown": "",
+    "cut-short": "",
     "refused": "",
-    "full": "",
 }
+OF_ONE = {"unknown", "cut-short"}  # where CRIU writes that of the first process alone
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,7 @@ def test_what_goes_wrong_costs_a_checkpoint_at_most(patient_podman: Podman) -> N
         end_agent(podman)
         assert message in output
         if not message:
-            assert read_bytes(podman) == 0
+            assert (read_bytes(podman) > 0) == (fault in OF_ONE)
             assert "every checksum right" in podman.ocihook("archive", "verify", str(archive))
         assert_runs_on(podman, before)
     podman.checkpoint("c", archive)

@@ -414,6 +414,12 @@ _CAUSES: Sequence[Cause] = (
             'checkpoint again; `host_memory = "criu"` has CRIU write all memory by itself',
         ),
         (
+            "memory-tracking",
+            r"Tracking memory is not available",
+            "CRIU's configuration has it track memory (track-mem), and this kernel does not mark what is written",
+            "take it out: `ocihook install --refresh` does so with what it has written itself",
+        ),
+        (
             "plugin-version",
             r"undefined symbol: check_and_remove_inventory_plugin",  # criu#2521
             "CRIU's cuda_plugin.so is newer than CRIU",

@@ -102,6 +102,7 @@ class ReadPages(Participant):
 
     def hold(self, dump: Dump) -> None:
         """Read it; or leave it to CRIU if that is not possible."""
+        remove_parent(dump.directory)  # of a dump that ended with the node's power: CRIU must not compare with it
         if not dump.reads_memory:
             return
         effect = PagesRead(
@@ -112,7 +113,6 @@ class ReadPages(Participant):
             record=dump.journal.path.with_suffix(".read"),
         )
         dump.journal.add(effect)
-        remove_parent(dump.directory)
         try:
             _read(dump, effect)
         except (OcihookError, OSError) as error:

@@ -15,6 +15,10 @@ from ocihook.criu.images import make_pagemap, page_images, parse_runs, read_runs
 from ocihook.criu.parent_images import LINK_NAME, has_parent, make_parent, remove_parent
 from ocihook.linux.memory import read_detailed_mappings
 from ocihook.linux.page_scan import anonymous_bytes, scan_private
+from ocihook.linux.patience import ENDLESS
+from ocihook.memory.clean_pages import ReadPages
+from ocihook.session.journal import Journal
+from ocihook.session.participant import Dump
 
 PAGE = mmap.PAGESIZE
 _PROT_NONE, _MAP_FIXED = 0, 0x10  # mmap(2)
@@ -55,6 +59,15 @@ def test_only_what_was_made_here_is_removed(tmp_path: Path) -> None:
     remove_parent(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LINK_NAME]
     assert has_parent(tmp_path)
+
+
+def test_a_dump_that_reads_no_memory_finds_no_parent_that_was_made_here(tmp_path: Path) -> None:
+    """The node's power has gone in an earlier dump into the directory: CRIU would leave out what is in no image."""
+    make_parent(tmp_path, {1: make_pagemap([(1 << 40, 1 << 41)], 1)})
+    dump = Dump(Journal(tmp_path / "journal", {"effects": []}), ENDLESS, 0, 0, str(tmp_path), tmp_path)
+    assert not dump.reads_memory
+    ReadPages().hold(dump)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_there_of_private_memory_is_found(tmp_path: Path) -> None:

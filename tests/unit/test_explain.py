@@ -132,6 +132,7 @@ def test_what_is_said(name: str, said: str) -> None:
         ("undefined symbol: check_and_remove_inventory_plugin", "plugin-version"),
         ("Missing 401000 in parent pagemap", "earlier-dump"),
         ("Can't open parent path: No such file or directory", "earlier-dump"),
+        ("Tracking memory is not available. Consider omitting --track-mem option.", "memory-tracking"),
         ("mnt: Mount 970 ./proc/driver/nvidia/gpus/0 (master_id: 13) has unreachable sharing.", "nvidia-mount"),
         ("mnt: 970:./usr/bin/nvidia-smi doesn't have a proper root mount", "nvidia-mount"),
         ("mnt: Mount 9 ./data (master_id: 1) has unreachable sharing.", "mount"),
