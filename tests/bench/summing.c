@@ -8,11 +8,13 @@
  * address of the memory; and, set by others, whether it is to have its huge pages back, which it then sets to 0.
  */
 #include <fcntl.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -31,7 +33,7 @@ static uint64_t now_ns(void)
 
 int main(int argc, char **argv)
 {
-    if (argc != 5)
+    if (argc != 5 || prctl(PR_SET_PDEATHSIG, SIGKILL))
         return 2;
     int file = open(argv[1], O_RDONLY), control_file = open(argv[4], O_RDWR);
     size_t size = (size_t)atoi(argv[2]) << 20, content = (size_t)lseek(file, 0, SEEK_END);
