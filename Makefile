@@ -79,7 +79,8 @@ vm: .venv/.ready
 fuzz: .venv/.ready
 	$(BIN)/python tests/fuzz/fuzz_readers.py --seconds 30
 
-# Takes 20 minutes on an otherwise idle machine with 2 cores and 12 GiB; results also go to bench-results.json.
+# Takes half an hour and more on an otherwise idle machine with 2 cores and 16 GiB (with less memory some rows are
+# missing); each result is printed when it is there, and all go to bench-results.json.
 bench: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup bench

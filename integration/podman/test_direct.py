@@ -75,7 +75,7 @@ def written_bytes(podman: Podman) -> int:
 def foretold_bytes(podman: Podman, name: str) -> int:
     """Return how much of a container's memory would go past CRIU, as doctor says."""
     findings = check_host_memory(read_workload(first_pid(podman, name)))
-    found = re.findall(r"of \d+ MiB, (\d+) go past CRIU", " ".join(finding.detail for finding in findings))
+    found = re.findall(r"in a restore (\d+) MiB go past CRIU", " ".join(finding.detail for finding in findings))
     return sum(map(int, found)) << 20
 
 

@@ -15,7 +15,10 @@ _SMALLEST = 1.5  # so that what took no time is visible
 _TICKS = 8
 
 _DRIVER = {"lock", "checkpoint", "restore", "unlock", "gpu lock", "gpu checkpoint", "gpu resume", "release"}
-_COPIES = ("pack", "stage", "assemble", "store", "move out", "give back", "write back", "memory ", "unpack")
+_COPIES = (
+    *("pack", "stage", "assemble", "store", "move out", "give back", "write back", "memory ", "unpack"),
+    *("merge", "snapshot "),
+)
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1b1f24; --faint: #5b6570; --line: #d5dae0;

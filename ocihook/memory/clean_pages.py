@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from ocihook import __version__
-from ocihook.criu.files import options_for
+from ocihook.config import Policy
+from ocihook.criu.files import CriuOptions, options_for
 from ocihook.criu.images import make_pagemap
 from ocihook.criu.parent_images import PAGES_ID, has_parent, make_parent, remove_parent
 from ocihook.errors import IntegrityError, OcihookError, StoreFull, plain
@@ -153,10 +154,8 @@ class MergedPages(Participant):
 
 def can_read(dump: Dump) -> bool:
     """Return whether memory is to be read past CRIU: it tracks memory, the kernel too, and there is enough of it."""
-    policy = dump.policy
     return (
-        policy.mode != "off"
-        and policy.host_memory == "direct"
+        not left_to_criu(dump.policy)
         and _is_tracked(dump)
         and soft_dirty.works()
         and dump.freezer is not None
@@ -170,14 +169,25 @@ def readable_bytes(init_pid: int) -> int:
     return sum(size for size in sizes if size >= LEAST_PROCESS_BYTES)
 
 
+def left_to_criu(policy: Policy) -> str:
+    """Return why a policy leaves all memory to CRIU in a dump, "" if it does not."""
+    if policy.host_memory != "direct":
+        return f'host_memory is "{policy.host_memory}"'
+    return 'mode is "off"' if policy.mode == "off" else ""
+
+
+def is_asked_to_track(options: CriuOptions) -> bool:
+    """Return whether CRIU tracks memory; runtimes have it do so where an earlier dump is named."""
+    return options.has("parent-path") or (options.has("track-mem") and options.has("prev-images-dir"))
+
+
 def _is_tracked(dump: Dump) -> bool:
     """Return whether CRIU tracks memory, and nobody but us makes it an earlier dump to compare with."""
     call, journal = dump.call(), dump.journal
     if not journal.facts(TrackFacts).tracks_memory:  # else it was found before the agent was killed
         options = options_for(dump.container.runtime, call.criu_config, call.criu_asked)
-        # Runtimes have CRIU track memory where an earlier dump is named; the launcher has removed a link to none.
-        is_asked = options.has("parent-path") or (options.has("track-mem") and options.has("prev-images-dir"))
-        if not is_asked or has_parent(dump.directory):
+        # The launcher has removed a link to none.
+        if not is_asked_to_track(options) or has_parent(dump.directory):
             return False
         journal.note(TrackFacts(tracks_memory=True))
     return True

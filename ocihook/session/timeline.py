@@ -12,6 +12,12 @@ from ocihook.model import ContainerRef
 from ocihook.session.history import act_of, error_of, outcome_of
 
 _MEMORY_STEPS = {"memdump": "memory drained", "memwrite": "memory written"}
+_SHOWN = {  # phases whose own names say too little among others
+    "mark clean": "mark memory as clean",
+    "merge": "merge with CRIU's pages",
+    "fork": "fork for the snapshot",
+}
+_AFTERWARDS = {"snapshot read": "snapshot, while the container runs"}  # phases that are not among those of the stages
 
 
 class Bar(NamedTuple):
@@ -151,8 +157,9 @@ def _container(record: Mapping[str, Any]) -> Iterator[Bar]:
 def _phases(record: Mapping[str, Any], lane: str) -> Iterator[Bar]:
     failed = outcome_of(record) == "failed" and act_of(record) == "store"
     for phase in sorted(record["phases"], key=lambda phase: float(phase["began"])):
-        is_failed = failed or bool(phase.get("failed"))
-        yield Bar(lane, phase["name"], phase["began"], phase["seconds"], phase["bytes"], failed=is_failed)
+        name, is_failed = phase["name"], failed or bool(phase.get("failed"))
+        where, shown = _AFTERWARDS.get(name, lane), _SHOWN.get(name, name)
+        yield Bar(where, shown, phase["began"], phase["seconds"], phase["bytes"], failed=is_failed)
 
 
 def _criu(record: Mapping[str, Any]) -> Iterator[Bar]:

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -42,9 +43,10 @@ from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from tests.bench.engine import whole_checkpoints
 from tests.bench.gang import MEMORY_MIB, SIZES, SMALL, added, simulate
-from tests.bench.host_memory import restores
+from tests.bench.host_memory import PAST, SMALL_BYTES, Dumps, Restores, dumps, restores
 from tests.bench.net import GOAL_S, SOCKETS, many_sockets, median, pauses, stalls
 from tests.bench.runtime import handlers
+from tests.bench.snapshot import Snapshots, snapshots
 from tests.bench.store import OurStore, PeerStore, ZstdFiles, downtimes, peers, tree_bytes
 
 DATASET_BYTES = 1 << 30
@@ -52,6 +54,7 @@ ROUNDS = 5
 _STORE_ROUNDS = 5  # of all contenders of the store, each a few seconds
 _COPY_ROUNDS = 15  # of what takes a fifth of a second
 CORES = 2
+_SIZES = (1 << 30, 1 << 32)  # of processes whose host memory goes past CRIU
 MEMORY_BOUND_BYTES = 256 << 20  # Settings.memory_bound_bytes, unless configured
 HOOK_RUNS = 61
 TRIES = 6
@@ -106,31 +109,47 @@ def main() -> int:
             command = [sys.executable, "-m", "tests.bench.run", f"--rounds={options.rounds}", f"--tmpfs={name}"]
             return subprocess.run(["unshare", "-m", "sh", "-c", mount, name, *command], check=False).returncode
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    figures = [
-        *_packing(options.tmpfs, dataset, options.rounds),
-        *_unpacking(options.tmpfs, dataset, options.rounds, zeros=True),
-        *_unpacking(options.tmpfs, without_zeros, options.rounds, zeros=False),
-        *_memory(dataset),
-        *_hook(options.tmpfs),
-        *_store(options.tmpfs, dataset, second, new_pages),
-        *_store_and_copy(options.tmpfs / _SMALL, dataset, second),
-        *_several_images(options.tmpfs / _SMALL, dataset),
-        *_store_memory(dataset),
-        *_engine(dataset),
-        *_downtime(dataset),
-        *_host_memory(dataset),
-        *_gangs(),
-        *_handlers(),
-        *_many_sockets(),
-        *_pauses(),
+    parts: list[Callable[[], Iterator[Figure]]] = [
+        partial(_packing, options.tmpfs, dataset, options.rounds),
+        partial(_unpacking, options.tmpfs, dataset, options.rounds, zeros=True),
+        partial(_unpacking, options.tmpfs, without_zeros, options.rounds, zeros=False),
+        partial(_memory, dataset),
+        partial(_hook, options.tmpfs),
+        partial(_store, options.tmpfs, dataset, second, new_pages),
+        partial(_store_and_copy, options.tmpfs / _SMALL, dataset, second),
+        partial(_several_images, options.tmpfs / _SMALL, dataset),
+        partial(_store_memory, dataset),
+        partial(_engine, dataset),
+        partial(_downtime, dataset),
+        *(partial(part, dataset, options.tmpfs) for part in (_restores, _dumps, _snapshots)),
+        _gangs,
+        _handlers,
+        _many_sockets,
+        _pauses,
     ]
-    _RESULTS.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
-    for figure in figures:
-        target = (
-            "" if figure.target is None else f"  target {'>=' if figure.better == 'higher' else '<='} {figure.target}"
-        )
-        print(f"{figure.name:<38} {figure.value:8.2f} {figure.unit:<5} {figure.peer}{target}")
-    return 0
+    return _measure(parts)
+
+
+def _measure(parts: Sequence[Callable[[], Iterator[Figure]]]) -> int:
+    """Print each figure as it is measured. A part that fails costs no other; return 1 if one has."""
+    figures, failed = [], 0
+    for part in parts:
+        try:
+            for figure in part():
+                print(_line(figure), flush=True)
+                figures.append(figure)
+        except (Exception, SystemExit):  # noqa: BLE001 - whatever it is, the other parts can be measured
+            failed = 1
+            traceback.print_exc()
+        _RESULTS.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    return failed
+
+
+def _line(figure: Figure) -> str:
+    target = (
+        "" if figure.target is None else f"  target {'>=' if figure.better == 'higher' else '<='} {figure.target:g}"
+    )
+    return f"{figure.name:<38} {figure.value:8.2f} {figure.unit:<5} {figure.peer}{target}"
 
 
 def _check_peers() -> None:
@@ -658,16 +677,75 @@ def _downtime(dataset: Path) -> Iterator[Figure]:
                 yield Figure(f"{name}, our part", ours_ms / 1000, "s", "post-dump", None, "lower")
 
 
-def _host_memory(dataset: Path) -> Iterator[Figure]:
+def _restores(dataset: Path, tmpfs: Path) -> Iterator[Figure]:
     """Compare restores whose memory goes past CRIU with those of which CRIU restores all."""
-    for each in restores(dataset, [1 << 30, 1 << 32]):
-        name, peer = f"{each.memory_bytes >> 20} MiB restored, {each.source}", 'host_memory = "criu"'
-        yield Figure(name, each.direct_s, "s", "podman container restore", None, "lower")
-        if each.memory_bytes >= 1 << 30:
-            target = None if each.source == "page images" else 0.8  # left to CRIU by default on so few cores
-            yield Figure(f"{name}, vs CRIU", each.ratio, "x", peer, target, "lower")
-        else:
-            yield Figure(f"{name}, longer by", each.longer_s, "s", peer, 0.02, "lower")
+    for each in restores(dataset, _SIZES, _places(tmpfs)):
+        yield from _restored(each)
+
+
+def _dumps(dataset: Path, tmpfs: Path) -> Iterator[Figure]:
+    """Compare dumps whose memory is read past CRIU with those of which CRIU reads all."""
+    for each in dumps(dataset, _SIZES, _places(tmpfs)):
+        yield from _dumped(each)
+
+
+def _snapshots(dataset: Path, tmpfs: Path) -> Iterator[Figure]:
+    """Time processes of which a snapshot is taken."""
+    disk, *in_memory = _places(tmpfs).items()
+    for each in snapshots(dataset, _SIZES, dict([*in_memory, disk])):
+        yield from _taken(each)
+
+
+def _places(tmpfs: Path) -> dict[str, Path]:
+    return {"disk": Path("/var/tmp"), "tmpfs": tmpfs, "4 KiB tmpfs": tmpfs / _SMALL}
+
+
+def _restored(each: Restores) -> Iterator[Figure]:
+    name, peer = f"{each.memory_bytes >> 20} MiB restored, {each.source}, {each.place}", 'host_memory = "criu"'
+    yield Figure(name, each.direct_s, "s", "podman container restore", None, "lower")
+    if each.memory_bytes == SMALL_BYTES:
+        yield Figure(f"{name}, longer by", each.longer_s, "s", peer, 0.02, "lower")
+        return
+    is_default = each.source != "page images"  # which are left to CRIU by default on so few cores
+    yield Figure(f"{name}, vs CRIU", each.ratio, "x", peer, 0.8 if is_default else None, "lower")
+    yield from _sizes(name, each)
+
+
+def _dumped(each: Dumps) -> Iterator[Figure]:
+    name = f"{each.memory_bytes >> 20} MiB left running, tracked, {each.place}"
+    yield Figure(name, each.seconds[PAST], "s", "podman container checkpoint", None, "lower")
+    yield Figure(f"{name}, pause", each.pause_s[PAST], "s", "as its process sees it", None, "lower")
+    if each.memory_bytes == SMALL_BYTES:
+        yield Figure(f"{name}, pause longer by", each.longer_s, "s", "all through CRIU", 0.02, "lower")
+        return
+    is_goal = each.place == "tmpfs"
+    yield Figure(f"{name}, vs CRIU", each.seconds_to_criu, "x", "all through CRIU", None, "lower")
+    to_criu, to_bare = (0.6, 1.1) if is_goal else (None, None)
+    yield Figure(f"{name}, pause vs CRIU", each.pause_to_criu, "x", "all through CRIU", to_criu, "lower")
+    yield Figure(f"{name}, pause vs podman", each.pause_to_bare, "x", "podman alone", to_bare, "lower")
+    yield from _sizes(name, each)
+
+
+def _sizes(name: str, each: Restores | Dumps) -> Iterator[Figure]:
+    mib = 1 << 20
+    least = (mib + each.memory_bytes / 1000) / mib
+    yield Figure(f"{name}, through CRIU", each.left_bytes / mib, "MiB", "1 MiB and 0.1 %", least, "lower")
+    if each.place == "disk":  # packs on a tmpfs, which are mapped, would count
+        bound = MEMORY_BOUND_BYTES / mib
+        yield Figure(f"{name}, memory of the agent", each.agent_bytes / mib, "MiB", "configured bound", bound, "lower")
+
+
+def _taken(each: Snapshots) -> Iterator[Figure]:
+    name = f"{each.memory_bytes >> 20} MiB snapshot, {each.pages} pages, {each.place}"
+    goal = {"4k": 50.0, "huge": 5.0}[each.pages]
+    peer = "all is read before it goes on"
+    yield Figure(f"{name}, pause beyond 64 MiB's", each.pause_ms_a_gib, "ms/GiB", "", goal, "lower")
+    yield Figure(f"{name}, pause", each.pause_s, "s", "", None, "lower")
+    yield Figure(f"{name}, pause vs no fork", each.pause_s / each.still_s, "x", peer, None, "lower")
+    yield Figure(f"{name}, read", each.read_s, "s", "", None, "lower")
+    yield Figure(f"{name}, speed meanwhile", each.speed, "x", "before; it writes to a tenth", None, "higher")
+    if each.pages == "huge":
+        yield Figure(f"{name}, huge pages lost", 100 * each.huge_lost, "%", "it writes to a tenth", None, "lower")
 
 
 # --- the engine

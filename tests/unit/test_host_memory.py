@@ -3,12 +3,14 @@
 import logging
 import mmap
 import os
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from ocihook.config import Policy, Settings
+from ocihook.criu.files import CriuOptions
 from ocihook.errors import PreflightError
 from ocihook.images.direct import Cut, Direct
 from ocihook.linux.memory import DetailedMapping, Mapping, Span, read_detailed_mappings
@@ -17,6 +19,7 @@ from ocihook.node.doctor import host_memory as doctor
 from ocihook.node.doctor.finding import Status
 from ocihook.node.doctor.workload import Workload
 from ocihook.packs.pages import Parts
+from ocihook.runtime import containers
 from ocihook.session.participant import Restore
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -68,37 +71,92 @@ def mapping(start_mib: int, size_mib: int, mode: str = "rw-p", name: str = "", f
 
 
 @pytest.mark.parametrize(
-    ("mappings", "said"),
+    ("mappings", "dump", "restore"),
     [
-        ([mapping(1, 60), mapping(62, 4, name="[heap]")], "of 64 MiB, 64 go past CRIU"),
-        ([mapping(1, 60, name="[anon: pool]"), mapping(62, 4), mapping(70, 9, "r--p")], "of 73 MiB, 64 go past CRIU"),
-        ([mapping(1, 63)], "63 MiB go through CRIU in a restore: it has less than 64 MiB"),
-        ([mapping(1, 90, flags="rd wr lo")], "90 MiB go through CRIU in a restore: less than 64 MiB of it are plain"),
-        ([mapping(1, 90, flags="rd wr ht")], "90 MiB go through"),
-        ([mapping(1, 90, name="[stack]", flags="gd")], "90 MiB go through"),
-        ([mapping(1, 90, "rw-s")], "90 MiB go through"),
-        ([mapping(1, 90, "rwxp")], "90 MiB go through"),
+        ([mapping(1, 60), mapping(62, 4, name="[heap]")], "64 MiB go past CRIU", "64 MiB go past CRIU"),
+        (
+            [mapping(1, 60, name="[anon: pool]"), mapping(62, 4), mapping(70, 9, "r--p")],
+            "73 MiB go past CRIU",
+            "64 MiB go past CRIU, on all cores, but not 9 MiB read-only",
+        ),
+        (
+            [mapping(1, 90), mapping(99, 8, flags="lo"), mapping(199, 7, flags="ht"), mapping(299, 6, "---p")],
+            "98 MiB go past CRIU, on all cores, but not 7 MiB of hugetlb, 6 MiB not readable",
+            "90 MiB go past CRIU, on all cores, but not 8 MiB locked, 7 MiB of hugetlb, 6 MiB not readable",
+        ),
+        ([mapping(1, 90, flags="rd wr lo")], "90 MiB go past", "less than 64 MiB of it are plain memory"),
+        ([mapping(1, 90, flags="rd wr lo")], "90 MiB go past", "has mapped alike (90 MiB locked)"),
+        ([mapping(1, 90, name="[stack]", flags="gd")], "90 MiB go past", "(90 MiB growing down)"),
+        ([mapping(1, 90, "rw-s")], "0 MiB go past CRIU, on all cores, but not 90 MiB shared", "(90 MiB shared)"),
+        ([mapping(1, 90, "rwxp")], "90 MiB go past", "(90 MiB executable)"),
     ],
 )
-def test_which_way_memory_goes(monkeypatch: pytest.MonkeyPatch, mappings: list[DetailedMapping], said: str) -> None:
+def test_which_way_memory_goes(
+    monkeypatch: pytest.MonkeyPatch, mappings: list[DetailedMapping], dump: str, restore: str
+) -> None:
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: mappings)
-    (finding,) = doctor.check_host_memory(workload())
-    assert said in finding.detail
+    monkeypatch.setattr(doctor, "find_freezer", lambda _pid: True)
+    (finding,) = doctor.check_host_memory(workload(), marks_writes=True)
+    said_of_dump, said_of_restore = finding.detail.split("; ")
+    assert dump in said_of_dump
+    assert restore in said_of_restore
+
+
+def test_small_processes_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each large one has its own, the largest first."""
+    mib = {OWN: 70, OWN + 1: 90, OWN + 2: 63, OWN + 3: 2}
+    monkeypatch.setattr(doctor, "read_detailed_mappings", lambda pid: [mapping(pid, mib[pid])])
+    monkeypatch.setattr(doctor, "_own_starts", lambda mapped: {pid: {pid * MIB} for pid in mapped})
+    facts = workload(pids=tuple(mib))
+    said = [finding.detail for finding in doctor.check_host_memory(facts)]
+    assert "soft-dirty" in said[0]
+    assert [detail.split(":")[0] for detail in said[1:]] == [
+        f"process {OWN + 1}, 90 MiB", f"process {OWN}, 70 MiB", "2 processes, 65 MiB in all"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        (Policy(host_memory="criu"), 'all goes through CRIU in a restore: host_memory is "criu"'),
-        (Policy(mode="off"), "all goes through CRIU in a restore: it is not packed, and with fewer than 4 workers"),
-        (Policy(mode="store"), "of 90 MiB, 90 go past CRIU"),
+        (Policy(host_memory="criu"), ["in a dump, all goes through CRIU: host_memory", "in a restore, all goes"]),
+        (
+            Policy(mode="off"),
+            ['all goes through CRIU: mode is "off"', "through CRIU: it is not packed, and with fewer than 4 workers"],
+        ),
+        (Policy(mode="store"), ["in a dump, all goes through CRIU: this kernel", "in a restore 90 MiB go past CRIU"]),
     ],
 )
-def test_which_way_a_policy_has_memory_go(monkeypatch: pytest.MonkeyPatch, policy: Policy, said: str) -> None:
+def test_which_way_a_policy_has_memory_go(monkeypatch: pytest.MonkeyPatch, policy: Policy, said: list[str]) -> None:
     monkeypatch.setattr(doctor, "load_settings", lambda: Settings(workers=3))
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
-    (finding,) = doctor.check_host_memory(workload(policy))
-    assert said in finding.detail
+    findings = list(doctor.check_host_memory(workload(policy)))
+    assert [words for words, finding in zip(said, findings, strict=True) if words not in finding.detail] == []
+
+
+@pytest.mark.parametrize(
+    ("names", "kept", "freezer", "said"),
+    [
+        ({"track-mem", "prev-images-dir"}, None, True, "in a dump 90 MiB go past CRIU"),
+        ({"parent-path"}, None, True, "in a dump 90 MiB go past CRIU"),
+        ({"track-mem"}, None, True, "CRIU is not asked to track memory, by /etc/criu/default.conf"),
+        (
+            set(),
+            "its record",
+            True,
+            "when it is stopped and so checkpointed, but not in its engine's own dumps 90 MiB go past",
+        ),
+        ({"parent-path"}, "its record", None, "it has no cgroup of its own"),
+    ],
+)
+def test_who_has_criu_track_memory(
+    monkeypatch: pytest.MonkeyPatch, names: set[str], kept: object, freezer: object, said: str
+) -> None:
+    monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
+    monkeypatch.setattr(doctor, "find_freezer", lambda _pid: freezer)
+    monkeypatch.setattr(containers, "read", lambda _id: kept)
+    first, *_ = doctor.check_host_memory(workload(names=names), marks_writes=True)
+    assert said in first.detail
+    assert bool(first.remedy) == ("not asked" in said)
 
 
 def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +166,21 @@ def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch)
     assert "children forked after a restore get a copy" in first.detail
 
 
-def workload(policy: Policy | None = None) -> Workload:
-    """Return this process as a workload."""
-    facts = SimpleNamespace(pids=(OWN,), policy=lambda: policy or Policy(), who=lambda pid: f"process {pid}")
+def workload(
+    policy: Policy | None = None,
+    *,
+    names: Collection[str] = ("track-mem", "prev-images-dir"),
+    pids: Collection[int] = (OWN,),
+) -> Workload:
+    """Return this process, or others, as a workload."""
+    facts = SimpleNamespace(
+        init_pid=OWN,
+        pids=pids,
+        policy=lambda: policy or Policy(),
+        who=lambda pid: f"process {pid}",
+        options=CriuOptions(names=frozenset(names)),
+        container=SimpleNamespace(id="ab"),
+    )
     return cast("Workload", facts)
 
 

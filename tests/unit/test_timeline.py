@@ -125,6 +125,40 @@ def test_a_restore_onto_other_gpus_and_one_that_failed() -> None:
     assert [(bar.name, bar.failed) for bar in found.bars] == [("pre-restore", True)]
 
 
+def test_memory_that_goes_past_criu_is_at_its_place() -> None:
+    """In a dump, in its snapshot after the last stage, and in a restore; with who read and wrote it."""
+
+    def phase(name: str, began: float, seconds: float, size: int = 0) -> dict[str, Any]:
+        return {"name": name, "began": began, "seconds": seconds, "bytes": size}
+
+    read = [span("", "move", 11, 104.0, 0.5, 60) | {"phase": "memory read", "worker": worker} for worker in (0, 1)]
+    phases = [phase("snapshot read", 109.0, 0.9, 500), phase("memory read", 104.0, 0.6, 120)]
+    phases += [phase("mark clean", 104.6, 0.1), phase("merge", 108.1, 0.2, 130), phase("fork", 108.9, 0.01)]
+    found = lay_out(dump(phases=phases, spans=read))
+    bars = {(bar.lane, bar.name): (round(bar.start_s, 3), bar.bytes) for bar in found.bars}
+    assert [bar.name for bar in found.bars if bar.lane == "ocihook"] == [
+        *("memory read", "mark memory as clean", "merge with CRIU's pages", "fork for the snapshot")
+    ]
+    assert bars["ocihook", "memory read"] == (4.0, 120)
+    assert bars["process 11 (1 inside)", "memory read"] == (4.0, 120)
+    assert bars["worker 1", "memory read of 11"] == (4.0, 60)
+    assert bars["ocihook", "merge with CRIU's pages"] == (8.1, 130)
+    assert bars["snapshot, while the container runs", "snapshot read"] == (9.0, 500)
+    shown = {name: kind for kind, name in re.findall(r'<rect class="(\w+)"[^>]*><title>([^:]*):', page(found))}
+    assert {name for name, kind in shown.items() if kind == "copy"} == {
+        *("memory read", "memory read of 11", "merge with CRIU&#x27;s pages", "snapshot read")
+    }
+    phases = [phase("cut pagemaps", 100.5, 0.1), phase("memory write back", 103.0, 0.5, 90)]
+    stages = {"pre-restore": stage(100.2, 1.0), "post-restore": stage(102.9, 0.7)}
+    spans = [span("", "move", 11, 103.0, 0.5, 90) | {"phase": "memory write back"}]
+    bars = {
+        (bar.lane, bar.name): (round(bar.start_s, 3), bar.bytes)
+        for bar in lay_out(dump(stages=stages, phases=phases, spans=spans, facts={})).bars
+    }
+    assert bars["stages", "post-restore"] == (2.9, 0)
+    assert bars["ocihook", "memory write back"] == bars["process 11", "memory write back"] == (3.0, 90)
+
+
 def test_a_record_without_spans_or_statistics_is_shown() -> None:
     """Of a session that began under an earlier version, or whose CRIU was killed at once."""
     record = dump(facts={}, stages={"pre-dump": {"began": 100.0}}, phases=[])

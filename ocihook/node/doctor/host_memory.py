@@ -1,29 +1,57 @@
-"""Which way the memory of a workload's processes would come back in a restore: past CRIU or through it, and why."""
+"""Which way the memory of a workload's processes would go in a dump and in a restore: past CRIU or through it, and why.
+
+Each way is an entry of `_ways`; whatever else reads or writes memory past CRIU is one more.
+"""
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
 
-from ocihook.config import Settings, load_settings
+from ocihook.config import Policy, Settings, load_settings
 from ocihook.criu.mappings import AddressSpace, Area
 from ocihook.errors import ConfigError, OcihookError
-from ocihook.images.direct import LEAST_RUN_BYTES, own_areas, too_little
+from ocihook.images.direct import LEAST_PROCESS_BYTES, LEAST_RUN_BYTES, own_areas, too_little
+from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.memory import DetailedMapping, read_detailed_mappings
 from ocihook.linux.procfs import parent_pid
-from ocihook.memory.host_memory import left_to_criu
+from ocihook.memory import clean_pages, host_memory
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.workload import Workload
+from ocihook.runtime import containers
 from ocihook.stages.dump import pack_workers
 
-_CHECK = "host-memory"
-_NOT_PLAIN = {"lo", "gd", "ht", "ss"}  # locked, growing down, of huge pages, a shadow stack (fs/proc/task_mmu.c)
+HOST_MEMORY = "host-memory"
+_NOT_PLAIN = {  # VmFlags (fs/proc/task_mmu.c)
+    "lo": "locked",
+    "gd": "growing down",
+    "ht": "of hugetlb",
+    "ss": "of shadow stacks",
+}
 _MIB = 1 << 20
+_TRACK = "ocihook install --track-memory, or the runtime handler"
 
 
-def check_host_memory(workload: Workload) -> Iterator[Finding]:
-    """Say which way each process's memory would come back on this node, if it were dumped now.
+class _Way(NamedTuple):
+    """An act in which memory can go past CRIU."""
+
+    act: str
+    all_left: str  # why none does; "" if it does
+    remedy: str
+    left: Callable[[int, DetailedMapping], str]  # of a process: what a mapping is that stays with CRIU; "" if it is not
+    too_little: Callable[[int, int], str]  # as `images.direct.too_little`
+
+
+def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iterator[Finding]:
+    """Say which way each process's memory would go on this node, if it were dumped now and restored.
 
     By mappings: CRIU knows each page, and may find the memory in shorter runs.
+
+    Args:
+        workload: the processes.
+        marks_writes: whether the kernel marks what is written to (soft-dirty bits). It is asked before, since the
+            answer takes a fork, and checks run in threads.
     """
     try:
         policy = workload.policy()
@@ -34,25 +62,124 @@ def check_host_memory(workload: Workload) -> Iterator[Finding]:
         with contextlib.suppress(OSError):  # it has just ended
             mapped[pid] = read_detailed_mappings(pid)
     yield from _about_wiping(workload, mapped)
-    reason = left_to_criu(policy, pack_workers(_settings()), is_packed=policy.mode != "off")
-    if reason:
-        yield Finding(_CHECK, Status.OK, f"all goes through CRIU in a restore: {reason}")
-        return
+    ways = list(_ways(workload, policy, mapped, marks_writes=marks_writes))
+    for way in ways:
+        if way.all_left:
+            yield Finding(HOST_MEMORY, Status.OK, f"{way.act}, all goes through CRIU: {way.all_left}", way.remedy)
+    open_ways = [way for way in ways if not way.all_left]
+    sizes = {pid: sum(map(_size_bytes, mappings)) for pid, mappings in mapped.items()}
+    large = {pid: size for pid, size in sizes.items() if size >= LEAST_PROCESS_BYTES}
+    if open_ways:
+        for pid, size in sorted(large.items(), key=lambda one: -one[1]):
+            said = "; ".join(_said(way, pid, mapped[pid], size) for way in open_ways)
+            yield Finding(HOST_MEMORY, Status.OK, f"{workload.who(pid)}, {size // _MIB} MiB: {said}")
+    if open_ways and (small := len(sizes) - len(large)):
+        size = (sum(sizes.values()) - sum(large.values())) // _MIB
+        who = f"{small} {'process' if small == 1 else 'processes'}, {size} MiB in all"
+        least = LEAST_PROCESS_BYTES // _MIB
+        yield Finding(HOST_MEMORY, Status.OK, f"{who}: CRIU is as fast for one with less than {least} MiB")
+
+
+def _ways(
+    workload: Workload, policy: Policy, mapped: Mapping[int, list[DetailedMapping]], *, marks_writes: bool
+) -> Iterator[_Way]:
+    act, reason, remedy = _dump(workload, policy, marks_writes=marks_writes)
+    yield _Way(act, reason, remedy, lambda _, each: _left_in_dump(each), lambda _all, _past: "")
+    reason = host_memory.left_to_criu(policy, pack_workers(_settings()), is_packed=policy.mode != "off")
+    yield _Way("in a restore", reason, "", partial(_left_in_restore, _own_starts(mapped)), too_little)
+
+
+def _dump(workload: Workload, policy: Policy, *, marks_writes: bool) -> tuple[str, str, str]:
+    """Return in which dumps memory is read past CRIU; or why in none, and the remedy."""
+    if reason := clean_pages.left_to_criu(policy):
+        return "in a dump", reason, ""
+    if not marks_writes:
+        return (
+            "in a dump",
+            "this kernel does not mark what is written to (soft-dirty bits), so CRIU cannot track it",
+            "",
+        )
+    if find_freezer(workload.init_pid) is None:
+        return "in a dump", "it has no cgroup of its own that can be frozen", ""
+    if clean_pages.is_asked_to_track(workload.options):
+        return "in a dump", "", ""
+    if _is_handled(workload):  # its own call of the runtime has CRIU track memory (runtime/dumping.py)
+        return "when it is stopped and so checkpointed, but not in its engine's own dumps", "", ""
+    return "in a dump", f"CRIU is not asked to track memory, by {workload.options.file} or before", _TRACK
+
+
+def _is_handled(workload: Workload) -> bool:
+    """Return whether the runtime handler would dump it."""
+    try:
+        return workload.container is not None and containers.read(workload.container.id) is not None
+    except OcihookError:
+        return False
+
+
+def _said(way: _Way, pid: int, mappings: list[DetailedMapping], all_bytes: int) -> str:
+    """Return what becomes of a process's memory in an act."""
+    left: dict[str, int] = {}
+    for each in mappings:
+        kind = way.left(pid, each)
+        left[kind] = left.get(kind, 0) + _size_bytes(each)
+    past = left.pop("", 0)
+    kinds = ", ".join(f"{size // _MIB} MiB {kind}" for kind, size in left.items() if size >= _MIB)
+    if reason := way.too_little(all_bytes, past):
+        return f"{way.act} all goes through CRIU: {reason}" + (f" ({kinds})" if kinds else "")
+    return f"{way.act} {past // _MIB} MiB go past CRIU, on all cores" + (f", but not {kinds}" if kinds else "")
+
+
+def _left_in_dump(each: DetailedMapping) -> str:
+    mode = each.mapping.mode
+    if mode[3] != "p":
+        return "shared"
+    if mode[0] != "r":
+        return "not readable"
+    return _NOT_PLAIN["ht"] if "ht" in each.flags else ""
+
+
+def _left_in_restore(own_starts: Mapping[int, Collection[int]], pid: int, each: DetailedMapping) -> str:
+    mapping = each.mapping
+    kinds = [kind for flag, kind in _NOT_PLAIN.items() if flag in each.flags]
+    if mapping.mode[3] != "p":
+        kinds.append("shared")
+    elif mapping.mode[1] != "w":
+        kinds.append("read-only" if mapping.mode[0] == "r" else "not readable")
+    elif mapping.mode != "rw-p":
+        kinds.append("executable" if mapping.mode[0] == "r" else "not readable")
+    elif not _is_plain(each):
+        kinds.append("of files")
+    elif mapping.span.start not in own_starts.get(pid, ()):
+        kinds.append("that a parent or child has mapped alike")
+    elif each.anonymous_bytes < LEAST_RUN_BYTES:
+        kinds.append(f"in rows below {LEAST_RUN_BYTES // _MIB} MiB")
+    return kinds[0] if kinds else ""
+
+
+def _own_starts(mapped: Mapping[int, list[DetailedMapping]]) -> dict[int, set[int]]:
+    """Return where the plain mappings of each process begin that CRIU does not restore as shared."""
     spaces: dict[int, AddressSpace] = {}
     for pid, mappings in mapped.items():
         with contextlib.suppress(OSError):
             spaces[pid] = AddressSpace(os.stat(f"/proc/{pid}/exe").st_ino, tuple(map(_area, mappings)))
     own = own_areas(spaces, {pid: parent_pid(pid) for pid in spaces})
-    sizes = {pid: sum(each.anonymous_bytes for each in mapped[pid]) for pid in spaces}
-    for pid, all_bytes in sorted(sizes.items(), key=lambda size: -size[1]):
-        content = {each.mapping.span.start: each.anonymous_bytes for each in mapped[pid]}
-        long_bytes = sum(size for area in own[pid] if (size := content[area.start]) >= LEAST_RUN_BYTES)
-        who, total = workload.who(pid), f"{all_bytes // _MIB} MiB"
-        if reason := too_little(all_bytes, long_bytes):
-            yield Finding(f"{_CHECK}-criu", Status.OK, f"{who}: {total} go through CRIU in a restore: {reason}")
-        else:
-            detail = f"{who}: of {total}, {long_bytes // _MIB} go past CRIU in a restore, on all cores"
-            yield Finding(_CHECK, Status.OK, detail)
+    return {pid: {area.start for area in areas} for pid, areas in own.items()}
+
+
+def _area(each: DetailedMapping) -> Area:
+    return Area(*each.mapping.span, is_plain=_is_plain(each))
+
+
+def _is_plain(each: DetailedMapping) -> bool:
+    mapping = each.mapping
+    is_nameless = not mapping.name or mapping.name == "[heap]" or mapping.name.startswith("[anon:")
+    return mapping.mode == "rw-p" and mapping.inode == 0 and is_nameless and not each.flags & _NOT_PLAIN.keys()
+
+
+def _size_bytes(each: DetailedMapping) -> int:
+    """Return how much of it CRIU dumps as the process's own; the kernel does not say how much of hugetlb is used."""
+    is_private_hugetlb = "ht" in each.flags and each.mapping.mode[3] == "p"
+    return each.mapping.span.size_bytes if is_private_hugetlb else each.anonymous_bytes
 
 
 def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
@@ -64,13 +191,6 @@ def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]
                 "keys and random numbers in it. CRIU does not restore that: children forked after a restore get a copy"
             )
             yield Finding("wipe-on-fork", Status.WARN, detail, "have such children run a program (execve)")
-
-
-def _area(each: DetailedMapping) -> Area:
-    mapping = each.mapping
-    is_nameless = not mapping.name or mapping.name == "[heap]" or mapping.name.startswith("[anon:")
-    is_plain = mapping.mode == "rw-p" and mapping.inode == 0 and is_nameless and not each.flags & _NOT_PLAIN
-    return Area(*mapping.span, is_plain=is_plain)
 
 
 def _settings() -> Settings:

@@ -11,7 +11,7 @@ from ocihook.errors import plain
 from ocihook.linux import soft_dirty
 from ocihook.node.doctor import container, handler, kernel_objects, machine, network, node, store
 from ocihook.node.doctor.finding import Finding, Repair, Status, without_commands
-from ocihook.node.doctor.host_memory import check_host_memory
+from ocihook.node.doctor.host_memory import HOST_MEMORY, check_host_memory
 from ocihook.node.doctor.workload import Workload, read_workload
 from ocihook.node.install import NODE, apply_install, default_libexec, goes_on_tracking, listen, plan_install
 
@@ -49,15 +49,19 @@ def check_process(pid: int) -> list[Finding]:
 
 def _check_workload(workload: Workload) -> list[Finding]:
     """Run every check; of what many processes have, name a few."""
-    checks = (*container.CHECKS, *kernel_objects.CHECKS, *network.WORKLOAD_CHECKS, check_host_memory)
-    findings = _run_all(partial(check, workload) for check in checks)
-    findings = list(map(without_commands, findings))
-    kinds: dict[tuple[str, Status], list[Finding]] = {}
+    checks = [
+        *(partial(check, workload) for check in (*container.CHECKS, *kernel_objects.CHECKS, *network.WORKLOAD_CHECKS)),
+        partial(check_host_memory, workload, marks_writes=soft_dirty.works()),
+    ]
+    findings = list(map(without_commands, _run_all(checks)))
+    kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        kinds.setdefault((finding.check, finding.status), []).append(finding)
+        own = finding.detail if finding.check == HOST_MEMORY else ""  # says as little of small processes by itself
+        kinds.setdefault((finding.check, finding.status, own), []).append(finding)
     shown = []
-    for *first, last in (alike[:_NAMED] for alike in kinds.values()):
-        more = len(kinds[last.check, last.status]) - _NAMED
+    for alike in kinds.values():
+        *first, last = alike[:_NAMED]
+        more = len(alike) - _NAMED
         shown += [*first, last._replace(detail=f"{last.detail}; and {more} more like it") if more > 0 else last]
     return shown
 
