@@ -1,6 +1,5 @@
 """A snapshot of a container that its engine has frozen: containerd resumes it when CRIU has ended."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from integration.namespace import wait_for
 from integration.podman.engine import image_names
 from integration.soft_dirty import track_memory
 
-MIB = 72
+MIB = 28
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +26,8 @@ def test_a_frozen_container(make_containerd: MakeContainerd, cgroup_version: int
     node.configure('[policy]\nmode = "store"\n[agent]\nidle_timeout_s = 2\nstore_dir = "/scratch/store"\n')
     track_memory(node.namespace)
     container = node.start("c1", mib=MIB)
-    archives = []
-    for name in ("first.tar", "second.tar"):
-        archives.append(node.checkpoint(container, name))
-        node.assert_counts(container)
+    archive = node.checkpoint(container, "c1.tar")
+    node.assert_counts(container)
     before = node.count(container)
     node.ocihook("wait")
     dump = last_session(node.namespace, "snapshot")
@@ -40,10 +37,7 @@ def test_a_frozen_container(make_containerd: MakeContainerd, cgroup_version: int
     assert found["snapshot read"] > 3 * MIB << 20
     assert found["memory read"] < 10 << 20
     node.remove(container)
-    assert all("ocihook.thin" in image_names(archive) for archive in archives)
-    rows = json.loads(node.ocihook("store", "list", "--json"))["checkpoints"]
-    assert [row["state"] for row in rows] == ["complete", "complete"]
-    for name in ("first", "second"):
-        restored = node.start(name, image=f"/scratch/{name}.tar")
-        wait_for("the workload to go on", lambda restored=restored: node.count(restored)[0] > 2)  # type: ignore[misc]
-        assert node.count(restored)[1] == before[1]
+    assert "ocihook.thin" in image_names(archive)
+    restored = node.start("c2", image="/scratch/c1.tar")
+    wait_for("the workload to go on", lambda: node.count(restored)[0] > 2)
+    assert node.count(restored)[1] == before[1]

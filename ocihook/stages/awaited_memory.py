@@ -5,6 +5,7 @@ Until it is read the checkpoint awaits it (checkpoints/awaited.py). If it is los
 container: also where the agent is killed, with which the snapshot ends.
 """
 
+import errno
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import ClassVar
 from ocihook.checkpoints.awaited import lose, reading, supply
 from ocihook.checkpoints.pending import read_job
 from ocihook.checkpoints.stage import Place
-from ocihook.errors import OcihookError, SnapshotLost, plain
+from ocihook.errors import OcihookError, SnapshotLost, StoreFull, plain
 from ocihook.images.image_set import MovedRegions
 from ocihook.images.merging import READ_PREFIX
 from ocihook.linux.patience import ENDLESS, Patience
@@ -178,6 +179,8 @@ def read_snapshot(dump: Dump) -> str:
             job = supply(dump.store, place, joined, dump.container, durable=False)
     except (OcihookError, OSError) as error:
         effect.reason = _reason(error)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(f"no space left for the memory of its snapshot in {place.pending.parent}") from error
         raise
     journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
     effect.undo(journal, ENDLESS)
