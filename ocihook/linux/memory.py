@@ -136,17 +136,16 @@ def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     By address and not by mapping, since the kernel joins a new mapping with a neighbour of the same kind.
     """
     taken = list(others)
-    rest = []
+    rest, first = [], 0
     for span in spans:
-        at = span.start
-        for other in taken:
-            if other.end <= at:
-                continue
-            if other.start >= span.end:
-                break
-            if other.start > at:
-                rest.append(Span(at, other.start))
-            at = other.end
+        while first < len(taken) and taken[first].end <= span.start:
+            first += 1
+        at, number = span.start, first
+        while number < len(taken) and taken[number].start < span.end:
+            if taken[number].start > at:
+                rest.append(Span(at, taken[number].start))
+            at = max(at, taken[number].end)
+            number += 1
         if at < span.end:
             rest.append(Span(at, span.end))
     return rest

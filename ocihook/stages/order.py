@@ -4,6 +4,7 @@ from ocihook.gang.participant import Membership
 from ocihook.gpu.participant import Gpu
 from ocihook.memory.clean_pages import MergedPages, ReadPages
 from ocihook.memory.host_memory import HostMemory
+from ocihook.memory.pre_copy import PreCopy
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
 from ocihook.session.participant import Participant
@@ -18,6 +19,7 @@ _ORDER: tuple[type[Participant], ...] = (
     Membership,  # the other containers of the job come to the same moment, or none does
     ReadPages,  # most host memory is read, once all stand still and CRIU is about to begin
     Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
+    PreCopy,  # memory is read that need not be read again once all stand still
     Quiesce,  # the application quiesces itself
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive

@@ -1,0 +1,99 @@
+"""An agent on a kernel without soft-dirty bits: which pages are dirty it finds by comparing all of them.
+
+pre_copying_agent.py [FAULT]
+
+full: the disk is, as soon as memory is read that all stand still for. signal: the container's init gets SIGUSR2, and has
+time for what it does then, while memory is read that runs.
+"""
+
+import errno
+import sys
+import time
+from pathlib import Path
+from signal import SIGUSR2
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from integration import patient_agent
+from ocihook.linux import page_moves, soft_dirty
+from ocihook.linux.memory import ProcessMemory, Span
+from ocihook.linux.page_scan import scan_private
+from ocihook.linux.procfs import Process
+from ocihook.memory import clean_pages, pre_copy
+from ocihook.packs.pack import PAGE_BYTES
+from ocihook.packs.packing import pack
+
+FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+_BATCH_BYTES = 1 << 20
+_known: dict[int, dict[int, int]] = {}  # checksums of pages by address, by process
+
+
+def _checksums(pid: int) -> dict[int, int]:
+    process = Process.find(pid)
+    assert process is not None
+    memory, found = pre_copy._MovingMemory(process), {}
+    buffer = bytearray(_BATCH_BYTES)
+    for run in scan_private(pid):
+        for start in range(run.start, run.end, _BATCH_BYTES):
+            size = min(_BATCH_BYTES, run.end - start)
+            view = memoryview(buffer)[:size]
+            memory.read_into(view, start)
+            for at in range(0, size, PAGE_BYTES):
+                found[start + at] = xxh3_64_intdigest(view[at : at + PAGE_BYTES])
+    return found
+
+
+def _clear(pid: int) -> None:
+    _known[pid] = _checksums(pid)
+
+
+def _scan_dirty(pid: int) -> list[Span]:
+    known = _known[pid]
+    return [
+        Span(address, address + PAGE_BYTES)
+        for address, checksum in _checksums(pid).items()
+        if known.get(address) != checksum
+    ]
+
+
+class _Uncounted:
+    """Calls are counted only where the kernel can."""
+
+    count = 0
+
+    def __init__(self, process: Process) -> None:
+        ProcessMemory(process)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _signal(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - as the real one takes it
+    packed = pack(*arguments, **options)
+    init = Process.find(int(Path("/run/ocihook/init").read_text()))
+    assert init is not None
+    init.send(SIGUSR2)
+    time.sleep(1.0)
+    return packed
+
+
+def _fill(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - likewise
+    packed = pack(*arguments, **options)
+    if options.get("first"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return packed
+
+
+if __name__ == "__main__":
+    soft_dirty.clear = _clear
+    soft_dirty.outlive_merging = lambda: True
+    pre_copy.scan_dirty = _scan_dirty
+    if not page_moves.works():
+        page_moves.works = lambda: True
+        pre_copy.MoveCounter = _Uncounted  # type: ignore[assignment, misc]
+    if FAULT == "signal":
+        pre_copy.pack = _signal
+    if FAULT == "full":
+        clean_pages.pack = _fill
+    patient_agent.main()
