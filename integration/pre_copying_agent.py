@@ -1,30 +1,36 @@
 """An agent on a kernel without soft-dirty bits: which pages are dirty it finds by comparing all of them.
 
-pre_copying_agent.py [FAULT]
+    pre_copying_agent.py [FAULT | N]
 
-full: the disk is, as soon as memory is read that all stand still for. signal: the container's init gets SIGUSR2, and has
-time for what it does then, while memory is read that runs.
+changes: when memory of all processes has been read, the second is killed, and the third becomes another program
+(mappings.c). full: the disk is, as soon as memory is read that all stand still for. dies: it is killed when memory has
+been read. N: it is killed before its N-th step.
 """
 
 import errno
+import os
 import sys
 import time
 from pathlib import Path
-from signal import SIGUSR2
+from signal import SIGKILL, SIGUSR2
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
 from integration import patient_agent
+from integration.dying_agent import LOG
+from integration.steps import Steps
+from ocihook import wire
 from ocihook.linux import page_moves, soft_dirty
 from ocihook.linux.memory import ProcessMemory, Span
-from ocihook.linux.page_scan import scan_private
-from ocihook.linux.procfs import Process
+from ocihook.linux.page_scan import anonymous_bytes, scan_private
+from ocihook.linux.procfs import Process, command_line
 from ocihook.memory import clean_pages, pre_copy
 from ocihook.packs.pack import PAGE_BYTES
 from ocihook.packs.packing import pack
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+AGENT = os.getpid()
 _BATCH_BYTES = 1 << 20
 _known: dict[int, dict[int, int]] = {}  # checksums of pages by address, by process
 
@@ -69,13 +75,21 @@ class _Uncounted:
         """Nothing is held."""
 
 
-def _signal(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - as the real one takes it
+def _change(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - as the real one takes it
     packed = pack(*arguments, **options)
-    init = Process.find(int(Path("/run/ocihook/init").read_text()))
-    assert init is not None
-    init.send(SIGUSR2)
-    time.sleep(1.0)
+    killed, changed = list(_known)[1:3]
+    others = [one for pid in (killed, changed) if (one := Process.find(pid))]
+    others[0].send(SIGKILL)
+    others[1].send(SIGUSR2)
+    while others[0].is_alive() or "other" not in command_line(changed) or anonymous_bytes(changed) < 64 << 20:
+        time.sleep(0.01)
     return packed
+
+
+def _die(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - likewise
+    pack(*arguments, **options)
+    os.kill(AGENT, SIGKILL)
+    time.sleep(3600)  # sessions end with it
 
 
 def _fill(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - likewise
@@ -86,14 +100,20 @@ def _fill(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - likewise
 
 
 if __name__ == "__main__":
+    soft_dirty.measure = lambda: True
     soft_dirty.clear = _clear
     soft_dirty.outlive_merging = lambda: True
     pre_copy.scan_dirty = _scan_dirty
     if not page_moves.works():
         page_moves.works = lambda: True
         pre_copy.MoveCounter = _Uncounted  # type: ignore[assignment, misc]
-    if FAULT == "signal":
-        pre_copy.pack = _signal
+    if FAULT == "changes":
+        pre_copy.pack = _change
+    if FAULT == "dies":
+        pre_copy.pack = _die
     if FAULT == "full":
         clean_pages.pack = _fill
+    if FAULT.isdigit():
+        Path(wire.RUNTIME_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
+        Steps(LOG, last=int(FAULT))
     patient_agent.main()

@@ -182,7 +182,7 @@ def why_not(policy: Policy, pids: Iterable[int]) -> str:
     """
     if policy.mode != "inline":
         return f'mode is "{policy.mode}"'
-    if not soft_dirty.works():
+    if not soft_dirty.measure():  # whatever is noted: whether memory is right depends on it
         return "this kernel does not mark the pages that are written to (soft-dirty bits)"
     if not soft_dirty.outlive_merging():
         least = ".".join(map(str, soft_dirty.KEPT_SINCE))

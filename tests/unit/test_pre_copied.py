@@ -29,6 +29,7 @@ from tests.unit.test_ptrace import wait_until
 START = 1 << 30
 SEEDS = range(60)
 PROT_NONE = 0
+IO_URING_SETUP = 425  # io_uring_setup(2)
 Memory = dict[int, bytes]  # content by number of the page
 
 
@@ -231,6 +232,16 @@ def test_what_may_write_unseen(monkeypatch: pytest.MonkeyPatch, file: OpenFile, 
     assert (reason in found) if reason else not found
 
 
+def test_a_process_with_io_uring() -> None:
+    """Only found: CRIU refuses it, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(IO_URING_SETUP, 4, ctypes.create_string_buffer(120))
+    if fd < 0:
+        pytest.skip("this kernel has no io_uring for us")
+    assert "io_uring" in pre_copy._unseen_writer([os.getpid()])
+    os.close(fd)
+
+
 def test_a_file_that_is_open_for_direct_input(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (tmp_path / "file").open("rb") as file:
@@ -245,15 +256,15 @@ def test_a_file_that_is_open_for_direct_input(tmp_path: Path) -> None:
 
 
 def test_why_a_container_is_not_pre_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"works": False, "outlive_merging": False, "counts": False}
-    monkeypatch.setattr(soft_dirty, "works", lambda: facts["works"])
+    facts = {"marks": False, "outlive_merging": False, "counts": False}
+    monkeypatch.setattr(soft_dirty, "measure", lambda: facts["marks"])
     monkeypatch.setattr(soft_dirty, "outlive_merging", lambda: facts["outlive_merging"])
     monkeypatch.setattr(page_moves, "works", lambda: facts["counts"])
     monkeypatch.setattr(pre_copy, "_unseen_writer", lambda _pids: "it has a device")
     policy = Policy(pre_copy=True)
     assert pre_copy.why_not(Policy(mode="store"), []) == 'mode is "store"'
     assert "does not mark" in pre_copy.why_not(policy, [])
-    facts["works"] = True
+    facts["marks"] = True
     assert "loses soft-dirty bits when mappings are merged; 6.18.37 and 6.19 do not" in pre_copy.why_not(policy, [])
     facts["outlive_merging"] = True
     assert "does not count" in pre_copy.why_not(policy, [])
