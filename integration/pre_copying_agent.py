@@ -99,20 +99,25 @@ def _fill(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - likewise
     return packed
 
 
+FACTS: list[tuple[Any, str, Any]] = [
+    (soft_dirty, "measure", lambda: True),
+    (soft_dirty, "outlive_merging", lambda: True),
+    (soft_dirty, "clear", _clear),
+    (pre_copy, "scan_dirty", _scan_dirty),
+]
+if not page_moves.works():
+    FACTS += [(page_moves, "works", lambda: True), (pre_copy, "MoveCounter", _Uncounted)]
+FAULTS = {
+    "changes": (pre_copy, "pack", _change),
+    "dies": (pre_copy, "pack", _die),
+    "full": (clean_pages, "pack", _fill),
+}
+
 if __name__ == "__main__":
-    soft_dirty.measure = lambda: True
-    soft_dirty.clear = _clear
-    soft_dirty.outlive_merging = lambda: True
-    pre_copy.scan_dirty = _scan_dirty
-    if not page_moves.works():
-        page_moves.works = lambda: True
-        pre_copy.MoveCounter = _Uncounted  # type: ignore[assignment, misc]
-    if FAULT == "changes":
-        pre_copy.pack = _change
-    if FAULT == "dies":
-        pre_copy.pack = _die
-    if FAULT == "full":
-        clean_pages.pack = _fill
+    for fact in FACTS:
+        setattr(*fact)
+    if FAULT in FAULTS:
+        setattr(*FAULTS[FAULT])
     if FAULT.isdigit():
         Path(wire.RUNTIME_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
         Steps(LOG, last=int(FAULT))

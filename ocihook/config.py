@@ -49,7 +49,7 @@ class Policy:
     quiesce_ack: str = "/run/ocihook-quiesced"  # file in the container that init creates or touches when it is at rest
     quiesce_timeout_s: float = 10.0  # for init to come to rest, else the dump is refused
     host_memory: str = "direct"  # most memory is read and written past CRIU and in parallel; criu: CRIU does all of it
-    pre_copy: bool = False  # mode inline: host memory is read while the container runs, and what changes once more
+    pre_copy: bool = False  # mode inline: host memory is read while the container runs, then only what has changed
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end, else the dump is refused
     gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it

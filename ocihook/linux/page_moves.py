@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import struct
+import sys
 from pathlib import Path
 
 from ocihook.linux.patience import Patience
@@ -61,7 +62,8 @@ class MoveCounter:
     @property
     def count(self) -> int:
         """How many there were."""
-        return sum(int.from_bytes(os.read(fd, _COUNT_BYTES), "little") for fd in self._fds.values() if fd >= 0)
+        counts = [os.read(fd, _COUNT_BYTES) for fd in self._fds.values() if fd >= 0]  # waits: no, it is a number
+        return sum(int.from_bytes(count, sys.byteorder) for count in counts)
 
     def close(self) -> None:
         """Count no more."""

@@ -15,11 +15,11 @@ import ctypes
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from ocihook.config import Policy
 from ocihook.errors import OcihookError, StoreFull, plain
@@ -65,7 +65,8 @@ class MemoryPreCopied(Effect, kind="memory-pre-copied"):
             discard_regions(place)
 
 
-class _Watched(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Watched:
     """A process that is read while it runs."""
 
     process: Process
@@ -75,25 +76,21 @@ class _Watched(NamedTuple):
 
 
 class PreCopy(Participant):
-    """Reads memory while the tasks run, and knows later what of it is still right."""
+    """Reads memory while the tasks run."""
 
     def __init__(self) -> None:
-        self.packs: Sequence[PackInfo] = ()
-        self.first = 0
         self._is_wanted = False
-        self._init_pid = 0
-        self._copied: dict[Process, tuple[_Watched, CopiedMemory]] = {}
-        self._dirty: dict[Process, list[Span]] = {}
 
     def needs_tasks(self, dump: Dump) -> bool:
         """Return whether memory is to be read while they run, and may be."""
         if not dump.policy.pre_copy:
             return False
-        reason = why_not(dump.policy, descendants(dump.init_pid))
         if not dump.reads_memory:
             reason = "memory is not read past CRIU"
         elif dump.call().gang is not None:
             reason = "the other members of its gang would have to wait for it"
+        else:
+            reason = why_not(dump.policy, descendants(dump.init_pid))
         if reason:
             log.warning("container %s: no pre-copy: %s", dump.container, reason)
         self._is_wanted = not reason
@@ -106,53 +103,37 @@ class PreCopy(Participant):
         if dump.has_gpu:
             log.warning("container %s: no pre-copy: it has processes that use a GPU", dump.container)
             return
-        self._init_pid = dump.init_pid
         discard_earlier(dump.place)
         effect = MemoryPreCopied(place=dump.place_name, place_identity=identity(dump.place))
         dump.journal.add(effect)
         watched = list(_watch(descendants(dump.init_pid)))
         try:
-            self._copy(dump, watched)
+            dump.pre_copied = _copy(dump, watched)
         except (OcihookError, OSError) as error:
+            for one in watched:
+                one.counter.close()
             discard_read(dump.place)
             dump.journal.forget(effect)
             dump.patience.check()
             log.warning("container %s: no pre-copy: %s", dump.container, plain(error))
-        finally:
-            for one in watched:
-                if one.process not in self._copied:
-                    one.counter.close()
 
-    def _copy(self, dump: Dump, watched: list[_Watched]) -> None:
-        workers = min(dump.call().workers, MOST_WORKERS)
-        size = sum(run.size_bytes for one in watched for run in one.runs)
-        space = os.statvfs(dump.place)
-        if size > space.f_bavail * space.f_frsize:
-            raise StoreFull(f"its {size} bytes of memory do not fit into {dump.place_name}")
-        with dump.journal.phase("pre-copy") as phase:
-            phase["bytes"] = size
-            found = [(one, source) for one in watched for source in sources(one.process, one.runs, _opener)]
-            rows, self.packs = pack(
-                [source for _, source in found],
-                dump.place,
-                prefix=READ_PREFIX,
-                workers=workers,
-                durable=not dump.call().leave_running,
-                patience=dump.patience,
-                progress=dump.progress,
-            )
-        for one in watched:
-            segments = [s for (other, _), row in zip(found, rows, strict=True) if other is one for s in row]
-            sizes = chunk_sizes(dump.place, self.packs, segments)
-            self._copied[one.process] = one, CopiedMemory(one.runs, segments, sizes)
-        self.first = workers
-        dump.pre_copied = self
+
+class _Copied:
+    """What was read: a PreCopied."""
+
+    def __init__(
+        self, init_pid: int, copied: Mapping[_Watched, CopiedMemory], packs: Sequence[PackInfo], first: int
+    ) -> None:
+        self.packs, self.first = packs, first
+        self._init_pid = init_pid
+        self._copied = copied
+        self._right: dict[Process, tuple[CopiedMemory, list[Span]]] = {}  # with what is dirty
 
     def settle(self) -> None:
         """Find out which pages are dirty, and of which processes that is not known."""
         reason = _unseen_writer(descendants(self._init_pid))
-        for process, (watched, _) in self._copied.items():
-            moves = watched.counter.count
+        for watched, memory in self._copied.items():
+            process, moves = watched.process, watched.counter.count
             watched.counter.close()
             if not process.is_alive():
                 continue
@@ -163,14 +144,39 @@ class PreCopy(Participant):
             elif reason:
                 log.info("process %s: its memory is read once more: %s", process.pid, reason)
             else:
-                self._dirty[process] = scan_dirty(process.pid)
+                self._right[process] = memory, scan_dirty(process.pid)
 
     def pieces(self, process: Process, now: Sequence[Span]) -> Iterator[Piece]:
         """Yield what makes up the memory of a process: what is right as it was read, and what is to be read."""
-        if process not in self._dirty:
+        if process not in self._right:
             return iter([Piece(tuple(now))] if now else [])
-        _, copied = self._copied[process]
-        return copied.pieces(now, self._dirty[process], most=MOST_PIECES // len(self._dirty))
+        memory, dirty = self._right[process]
+        return memory.pieces(now, dirty, most=MOST_PIECES // len(self._right))
+
+
+def _copy(dump: Dump, watched: Sequence[_Watched]) -> _Copied:
+    workers = min(dump.call().workers, MOST_WORKERS)
+    size = sum(run.size_bytes for one in watched for run in one.runs)
+    space = os.statvfs(dump.place)
+    if size > space.f_bavail * space.f_frsize:
+        raise StoreFull(f"its {size} bytes of memory do not fit into {dump.place_name}")
+    with dump.journal.phase("pre-copy") as phase:
+        phase["bytes"] = size
+        found = [(one, source) for one in watched for source in sources(one.process, one.runs, _opener)]
+        rows, packs = pack(
+            [source for _, source in found],
+            dump.place,
+            prefix=READ_PREFIX,
+            workers=workers,
+            durable=not dump.call().leave_running,
+            patience=dump.patience,
+            progress=dump.progress,
+        )
+    copied = {}
+    for one in watched:
+        segments = [s for (other, _), row in zip(found, rows, strict=True) if other is one for s in row]
+        copied[one] = CopiedMemory(one.runs, segments, chunk_sizes(dump.place, packs, segments))
+    return _Copied(dump.init_pid, copied, packs, workers)
 
 
 def why_not(policy: Policy, pids: Iterable[int]) -> str:

@@ -4,13 +4,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-from ocihook.config import Settings, load_settings
+from ocihook.config import Policy, Settings, load_settings
 from ocihook.criu.mappings import AddressSpace, Area
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.images.direct import LEAST_RUN_BYTES, own_areas, too_little
 from ocihook.linux.memory import DetailedMapping, read_detailed_mappings
 from ocihook.linux.procfs import parent_pid
 from ocihook.memory.host_memory import left_to_criu
+from ocihook.memory.pre_copy import why_not
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.workload import Workload
 from ocihook.stages.dump import pack_workers
@@ -34,6 +35,8 @@ def check_host_memory(workload: Workload) -> Iterator[Finding]:
         with contextlib.suppress(OSError):  # it has just ended
             mapped[pid] = read_detailed_mappings(pid)
     yield from _about_wiping(workload, mapped)
+    if policy.pre_copy:
+        yield _about_pre_copy(policy, workload)
     reason = left_to_criu(policy, pack_workers(_settings()), is_packed=policy.mode != "off")
     if reason:
         yield Finding(_CHECK, Status.OK, f"all goes through CRIU in a restore: {reason}")
@@ -53,6 +56,14 @@ def check_host_memory(workload: Workload) -> Iterator[Finding]:
         else:
             detail = f"{who}: of {total}, {long_bytes // _MIB} go past CRIU in a restore, on all cores"
             yield Finding(_CHECK, Status.OK, detail)
+
+
+def _about_pre_copy(policy: Policy, workload: Workload) -> Finding:
+    reason = why_not(policy, workload.pids)
+    if not reason:
+        return Finding("pre-copy", Status.OK, "memory that a dump reads past CRIU is read while the container runs")
+    detail = f"ocihook.io/pre-copy has no effect, memory is read while the container stands still: {reason}"
+    return Finding("pre-copy", Status.WARN, detail, "remove the annotation, or what prevents it")
 
 
 def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
