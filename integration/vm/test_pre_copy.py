@@ -18,6 +18,7 @@ from integration.vm.machine import Machine
 pytestmark = pytest.mark.skipif("OCIHOOK_VM_ROOT" not in os.environ, reason="minutes of emulation: `make vm`")
 OCIHOOK = f"{sys.executable} -m ocihook"
 HISTORY = "/var/lib/ocihook/history"
+WAIT_S = 300.0  # for what an emulated machine does beside other tests
 STILL_BYTES = 56 << 20  # of moves.c
 
 # What the kernel marks: a page that is written to; new mappings, merged ones too; all that another program maps.
@@ -95,10 +96,12 @@ def moves(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def config_of(directory: Path, *words: str) -> bytes:
     """Return a config.json of a container that is pre-copied, in the node's own network."""
     subprocess.run(["runc", "spec", "--bundle", directory], check=True, timeout=60)
-    config = json.loads((directory / "config.json").read_text())
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.unlink()
     config["process"] |= {"args": ["/moves", *words], "terminal": False}
     config["linux"]["namespaces"] = [n for n in config["linux"]["namespaces"] if n["type"] not in ("network", "cgroup")]
-    config["linux"]["cgroupsPath"] = "/job"
+    config["linux"]["cgroupsPath"] = "/" + "-".join(("job", *words))
     config["annotations"] = {"ocihook.io/pre-copy": "true"}
     return json.dumps(config).encode()
 
@@ -120,34 +123,34 @@ def test_a_process_that_changes_its_mappings_meanwhile(machine: Machine, moves: 
         f"({OCIHOOK} agent >/run/ocihook-agent.log 2>&1 &); until [ -S /run/ocihook/agent.sock ]; do sleep 0.2; done"
     )
     for words in ((), ("mremap",)):
-        (tmp_path / "config.json").unlink(missing_ok=True)
-        config = machine.put("config.json", config_of(tmp_path, *words))
-        machine.run(f"cp {config} /tmp/b/config.json; rm -rf /tmp/images {HISTORY}/*.json")
-        machine.run("cd /tmp/b; (runc run --detach job </dev/null 2>&1 | cat >/tmp/first) &")
-        wait_for("the program to count", lambda: len(counts(machine, "first")) > 1)
-        done = machine.run(
-            "runc checkpoint --image-path /tmp/images --work-path /tmp/log job && echo done", check=False
-        )
-        said = machine.run("tail -n 30 /tmp/log/dump.log; cat /run/ocihook-agent.log", check=False)
-        assert "done" in done.split(), said
-        before = counts(machine, "first")
-        wait_for(
-            "the session to be over", lambda: bool(machine.run(f"cat {HISTORY}/*.json", check=False).startswith("{"))
-        )
-        phases = {one["name"]: one["bytes"] for one in json.loads(machine.run(f"cat {HISTORY}/*.json"))["phases"]}
-        assert phases["pre-copy"] > STILL_BYTES, said
-        if words:
-            assert phases["memory read"] > STILL_BYTES, said
-            assert "has moved memory meanwhile" in said
-        else:
-            assert phases["memory read"] < phases["pre-copy"] - STILL_BYTES + (8 << 20), said
+        _dump_and_restore(machine, tmp_path, *words)
 
-        machine.run(
-            "cd /tmp/b; (runc restore --detach --image-path /tmp/images --work-path /tmp/again job </dev/null 2>&1"
-            " | cat >/tmp/second) &"
-        )
-        wait_for("it to count on", lambda: len(counts(machine, "second")) > 1)
-        after = counts(machine, "second")
-        assert after[0][0] == before[-1][0] + 1
-        assert {word for _, word in before + after} == {"right"}
-        machine.run("runc delete --force job; rm -rf /tmp/second")
+
+def _dump_and_restore(machine: Machine, directory: Path, *words: str) -> None:
+    name = "-".join(("job", *words))
+    config = machine.put("config.json", config_of(directory, *words))
+    machine.run(f"cp {config} /tmp/b/config.json; rm -rf {HISTORY}/*.json")
+    machine.run(f"cd /tmp/b; (runc run --detach {name} </dev/null 2>&1 | cat >/tmp/{name}) &")
+    wait_for("the program to count", lambda: len(counts(machine, name)) > 1, WAIT_S)
+    images = f"--image-path /tmp/{name}-images --work-path /tmp/{name}-log"
+    done = machine.run(f"runc checkpoint {images} {name} && echo done", check=False)
+    said = machine.run(f"tail -n 30 /tmp/{name}-log/dump.log; cat /run/ocihook-agent.log", check=False)
+    assert "done" in done.split(), said
+    before = counts(machine, name)
+    wait_for(
+        "the session to be over", lambda: machine.run(f"cat {HISTORY}/*.json", check=False).startswith("{"), WAIT_S
+    )
+    phases = {one["name"]: one["bytes"] for one in json.loads(machine.run(f"cat {HISTORY}/*.json"))["phases"]}
+    assert phases["pre-copy"] > STILL_BYTES, said
+    if words:
+        assert phases["memory read"] > STILL_BYTES, said
+        assert "has moved memory meanwhile" in said
+    else:
+        assert phases["memory read"] < phases["pre-copy"] - STILL_BYTES + (8 << 20), said
+
+    machine.run(f"cd /tmp/b; (runc restore --detach {images} {name} </dev/null 2>&1 | cat >/tmp/{name}-again) &")
+    wait_for("it to count on", lambda: len(counts(machine, f"{name}-again")) > 1, WAIT_S)
+    after = counts(machine, f"{name}-again")
+    assert after[0][0] == before[-1][0] + 1
+    assert {word for _, word in before + after} == {"right"}
+    machine.run(f"runc delete --force {name}")
