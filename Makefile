@@ -73,7 +73,8 @@ integration: .venv/.ready
 # A kernel with soft-dirty bits, emulated (x86-64, a few minutes): nightly.
 vm: .venv/.ready
 	integration/node-setup trixie
-	integration/node-setup vm $(VM_ROOT)
+	integration/node-setup forky $(FORKY_ROOT)
+	integration/node-setup vm $(VM_ROOT) $(FORKY_ROOT)
 	OCIHOOK_VM_ROOT=$(VM_ROOT) $(BIN)/pytest integration/vm
 
 fuzz: .venv/.ready

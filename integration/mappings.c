@@ -7,6 +7,8 @@
  *                      if what changes is not from one instant. A handler of SIGUSR1 changes memory at any time, and
  *                      `signals N` is printed with the number of times.
  * mappings pause       does nothing, as the first container of a pod.
+ * A child that gets SIGUSR2 becomes another program, with as much memory at the same place; it prints `torn` if that is
+ * not as it has filled it.
  *
  * The first page of its code is its own, and not its file's: CRIU makes it so where it puts its first call, and a kernel
  * that only seems to mark what is written (integration/soft_dirty.py) would not tell CRIU.
@@ -33,9 +35,11 @@
 
 static size_t size;
 static uint64_t *small, *huge, *common, *odd, *locked, *unforked, *wiped, *memfd, *sysv, *large, *answers;
+static const char *amount;
 static volatile sig_atomic_t signals; /* in memory that CRIU restores; each is noted in `odd`, too, which goes past it */
 
 static void end(int s) { (void)s; kill(0, SIGKILL); }
+static void become(int s) { (void)s; execl("/proc/self/exe", "mappings", "other", amount, (char *)NULL); }
 static void note(int s) { (void)s; odd[1]++, signals++; }
 static void *idle(void *x) { for (;;) pause(); return x; }
 
@@ -104,6 +108,16 @@ static void allow_nothing(void)
         _exit(1);
 }
 
+static void other(uint64_t *place)
+{
+    fill(place, size, 12);
+    for (uint64_t right = sum(place, size);; usleep(50000))
+        if (sum(place, size) != right) {
+            puts("torn");
+            fflush(stdout);
+        }
+}
+
 int main(int argc, char **argv)
 {
     const int own = MAP_PRIVATE | MAP_ANONYMOUS;
@@ -111,6 +125,13 @@ int main(int argc, char **argv)
     if (argc > 1 && !strcmp(argv[1], "pause"))
         idle(NULL);
     own_code();
+    if (argc > 2) {
+        sigset_t none;
+        sigemptyset(&none), sigprocmask(SIG_SETMASK, &none, NULL);
+        size = (size_t)atoi(argv[2]) * MIB;
+        other(map(size, own, -1));
+    }
+    amount = argc > 1 ? argv[1] : "72";
     size = (argc > 1 ? (size_t)atoi(argv[1]) : 72) * MIB;
     answers = map(PAGE, MAP_SHARED | MAP_ANONYMOUS, -1);
     const char *more = argc > 1 ? strchr(argv[1], '+') : NULL;
@@ -121,6 +142,7 @@ int main(int argc, char **argv)
     for (int child = 0; child < CHILDREN; child++)
         if (fork() == 0) {
             int is_sealed = child == CHILDREN - 1 && argc > 1 && strchr(argv[1], '!');
+            signal(SIGUSR2, become);
             if (is_sealed)
                 allow_nothing();
             for (;; is_sealed ? 0 : usleep(50000))

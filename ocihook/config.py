@@ -50,6 +50,7 @@ class Policy:
     quiesce_timeout_s: float = 10.0  # for init to come to rest, else the dump is refused
     host_memory: str = "direct"  # most memory is read and written past CRIU and in parallel; criu: CRIU does all of it
     snapshot: str = "on"  # on: left running in mode store, a copy of its memory is read while it runs; off: it waits
+    pre_copy: bool = False  # mode inline: host memory is read while the container runs, then only what has changed
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end, else the dump is refused
     gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it
@@ -83,6 +84,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "resume_signal": _SIGNALS,
         "host_memory": ("direct", "criu"),
         "snapshot": ("on", "off"),
+        "pre_copy": True,
         "gpu_memory": ("packs", "criu"),
         "gpu_lock_timeout_s": 60.0,
         "gpu_preflight": ("refuse",),

@@ -1,7 +1,7 @@
 """A virtual machine with Debian's kernel, whose root is this machine's: what this kernel cannot do is tested there.
 
 Emulated, and not by KVM: in a guest /dev/kvm may be there and start nothing. Its kernel is as its package has it, since
-it has all that a root of virtiofs needs. `integration/node-setup vm DIR` gets it.
+it has all that a root of virtiofs needs. `integration/node-setup vm DIR FORKY` gets it.
 """
 
 import contextlib

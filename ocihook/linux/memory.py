@@ -134,15 +134,13 @@ def common_spans(pids: Iterable[int]) -> list[Span]:
     """Return the addresses, in order and apart, at which more than one process has private memory.
 
     What processes share since a fork is among it, but for what one of them has moved. Of single pages the kernel does
-    not say so reliably: bit 56 of proc_pid_pagemap(5) is that of the first of a huge page.
+    not say so reliably: bit 56 of proc_pid_pagemap(5) is that of the first of a huge page. One that ends has none.
     """
-    edges = [
-        edge
-        for pid in pids
-        for mapping in read_mappings(pid)
-        if mapping.mode[3] == "p"
-        for edge in ((mapping.span.start, 1), (mapping.span.end, -1))
-    ]
+    edges: list[tuple[int, int]] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            spans = [mapping.span for mapping in read_mappings(pid) if mapping.mode[3] == "p"]
+            edges += [edge for span in spans for edge in ((span.start, 1), (span.end, -1))]
     found: list[Span] = []
     depth = start = 0
     for address, step in sorted(edges):  # where one ends and another begins, the end comes first
@@ -160,17 +158,16 @@ def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     By address and not by mapping, since the kernel joins a new mapping with a neighbour of the same kind.
     """
     taken = list(others)
-    rest = []
+    rest, first = [], 0
     for span in spans:
-        at = span.start
-        for other in taken:
-            if other.end <= at:
-                continue
-            if other.start >= span.end:
-                break
-            if other.start > at:
-                rest.append(Span(at, other.start))
-            at = other.end
+        while first < len(taken) and taken[first].end <= span.start:
+            first += 1
+        at, number = span.start, first
+        while number < len(taken) and taken[number].start < span.end:
+            if taken[number].start > at:
+                rest.append(Span(at, taken[number].start))
+            at = max(at, taken[number].end)
+            number += 1
         if at < span.end:
             rest.append(Span(at, span.end))
     return rest

@@ -14,7 +14,8 @@ from pathlib import Path
 from ocihook.linux.memory import Mapping, Span, read_mappings
 
 _PAGEMAP_SCAN = 0xC0606610
-_FILE, _PRESENT, _SWAPPED, _ZERO = 1 << 2, 1 << 3, 1 << 4, 1 << 5  # include/uapi/linux/fs.h: PAGE_IS_...
+# include/uapi/linux/fs.h: PAGE_IS_...
+_FILE, _PRESENT, _SWAPPED, _ZERO, _SOFT_DIRTY = 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 7
 _ARGUMENT = struct.Struct("<12Q")  # struct pm_scan_arg
 _WALK_END = struct.Struct("<32xQ")  # of that, where it has come to
 _RUN_NUMBERS = 3  # struct page_region: start, end, categories
@@ -37,25 +38,40 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def scan_private(pid: int) -> list[Span]:
-    """Return the runs of pages that CRIU dumps of a process's private readable memory, in order; it must stand still.
+    """Return the runs of pages that CRIU dumps of a process's private readable memory, in order.
+
+    While it runs, some of what it maps and drops meanwhile may be missing, or be there and gone.
 
     Raises:
         OSError: if it is gone, or the kernel has no PAGEMAP_SCAN.
     """
+    return _scan_all(pid, 0)
+
+
+def scan_dirty(pid: int) -> list[Span]:
+    """Return the runs of those that are written to, or mapped, since soft-dirty bits were cleared; always the vDSO.
+
+    Raises:
+        OSError: if it is gone, or PAGEMAP_SCAN of the kernel does not know of them.
+    """
+    return _scan_all(pid, _SOFT_DIRTY)
+
+
+def _scan_all(pid: int, categories: int) -> list[Span]:
     fd = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return list(_joined(run for mapping in read_mappings(pid) for run in _scan(fd, mapping)))
+        return list(_joined(run for mapping in read_mappings(pid) for run in _scan(fd, mapping, categories)))
     finally:
         os.close(fd)
 
 
-def _scan(fd: int, mapping: Mapping) -> Iterable[Span]:
+def _scan(fd: int, mapping: Mapping, categories: int) -> Iterable[Span]:
     if mapping.mode[0] != "r" or mapping.mode[3] != "p" or mapping.name.startswith(_NOT_MEMORY):
         return ()
-    return [mapping.span] if mapping.name == _VDSO else _runs(fd, mapping.span)
+    return [mapping.span] if mapping.name == _VDSO else _runs(fd, mapping.span, categories)
 
 
-def _runs(fd: int, span: Span) -> Iterator[Span]:
+def _runs(fd: int, span: Span, categories: int) -> Iterator[Span]:
     found = (ctypes.c_uint64 * (_RUN_NUMBERS * _RUNS_AT_ONCE))()
     at = span.start
     while at < span.end:
@@ -70,7 +86,7 @@ def _runs(fd: int, span: Span) -> Iterator[Span]:
                 _RUNS_AT_ONCE,
                 0,  # max_pages: any number
                 _ZERO | _FILE,  # category_inverted
-                _ZERO | _FILE,  # category_mask
+                _ZERO | _FILE | categories,  # category_mask
                 _PRESENT | _SWAPPED,  # category_anyof_mask
                 _PRESENT | _SWAPPED,  # return_mask
             )

@@ -82,6 +82,20 @@ class Child(NamedTuple):
         return cls(Process(pid, int(fields[19])), int(fields[1]), fields[0] in "ZX", int(fields[35]))
 
 
+def address_space(pid: int) -> tuple[str, ...]:
+    """Return what a program's start has put where in a process, () when it is gone; another program's differs.
+
+    The program, and from proc_pid_stat(5) the addresses of code, stack, data, heap, arguments and environment: fields
+    26 to 28 and 45 to 51.
+    """
+    try:
+        program = os.stat(f"/proc/{pid}/exe")
+    except OSError:
+        return ()
+    fields = _stat_fields(pid)
+    return (f"{program.st_dev}:{program.st_ino}", *fields[23:26], *fields[42:49])
+
+
 def parent_pid(pid: int) -> int:
     """Return the parent's pid, 0 if there is none."""
     fields = _stat_fields(pid)

@@ -12,6 +12,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 from pathlib import Path
 
 from ocihook import wire
@@ -25,6 +26,9 @@ _CLEAR = b"4\n"  # proc_pid_clear_refs(5)
 _BIT = 1 << 55  # of an entry of proc_pid_pagemap(5)
 _ENTRY_BYTES = 8
 _TEST_S = 10.0  # it takes a millisecond
+# The bits of a mapping are those of all mappings that it was merged from, since Linux 6.19 and 6.18.37 ("mm: propagate
+# VM_SOFTDIRTY on merge", commit bf14d4a05387): before, what is mapped anew may seem clean.
+KEPT_SINCE = (6, 18, 37)
 
 
 def works(runtime_dir: Path = Path(wire.RUNTIME_DIR)) -> bool:
@@ -46,6 +50,21 @@ def measure() -> bool | None:
     except OSError:  # no process, no descriptor
         return None
     return outcome if isinstance(outcome, bool) else None
+
+
+def outlive_merging() -> bool:
+    """Return whether the bits of a process can be relied on that runs, maps and unmaps meanwhile: by version."""
+    numbers = re.findall(r"[0-9]+", os.uname().release.partition("-")[0])
+    return tuple(map(int, numbers[:3])) >= KEPT_SINCE
+
+
+def clear(pid: int) -> None:
+    """Clear the bits of a process.
+
+    Raises:
+        OSError: if the kernel refuses that, or the process is gone.
+    """
+    Path(f"/proc/{pid}/clear_refs").write_bytes(_CLEAR)
 
 
 def note(runtime_dir: Path, *, works: bool) -> None:

@@ -31,6 +31,7 @@ from ocihook.criu.parent_images import PAGES_ID, has_parent, make_parent, remove
 from ocihook.errors import IntegrityError, OcihookError, StoreFull, plain
 from ocihook.images.image_set import MovedRegions, discard_packs, discard_regions
 from ocihook.images.merging import READ_PREFIX, Merged, complete_pagemaps, merge_images, pages_name_of
+from ocihook.images.pre_copied import Piece
 from ocihook.linux import soft_dirty
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import ProcessMemory, Span, common_spans
@@ -38,7 +39,8 @@ from ocihook.linux.page_scan import anonymous_bytes, scan_private
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, pid_below
 from ocihook.memory.left_out import note_left_out
-from ocihook.packs.packed_manifest import PackedImage, PackedManifest, read_manifest, write_manifest
+from ocihook.packs.pack import PackInfo
+from ocihook.packs.packed_manifest import PackedImage, PackedManifest, Segment, read_manifest, write_manifest
 from ocihook.packs.packing import pack
 from ocihook.packs.pages import Parts, Source
 from ocihook.session.effect import Effect, Facts
@@ -47,6 +49,7 @@ from ocihook.session.participant import Dump, Participant
 from ocihook.session.timing import opener
 
 LEAST_PROCESS_BYTES = 64 << 20  # of private memory; of a process with less, CRIU is as fast
+MOST_WORKERS = 400  # the packs of two readings have numbers of three digits at most
 # A longer run is packed for itself, so that what CRIU writes of the short ones beside it leaves it where it is.
 _LONG_RUN_BYTES = 1 << 20
 _CLEAR_SOFT_DIRTY = "4"  # proc_pid_clear_refs(5)
@@ -115,7 +118,17 @@ class ReadPages(Participant):
         )
         dump.journal.add(effect)
         try:
-            _read(dump, effect)
+            try:
+                _read(dump, effect)
+            except (OcihookError, OSError) as error:
+                if dump.pre_copied is None:
+                    raise
+                dump.patience.check()
+                log.warning("container %s: what was pre-copied is of no use: %s", dump.container, plain(error))
+                dump.pre_copied = None
+                remove_parent(dump.directory)
+                shutil.rmtree(effect.record, ignore_errors=True)
+                _read(dump, effect)
         except (OcihookError, OSError) as error:
             remove_parent(dump.directory)
             discard_read(dump.place)
@@ -203,9 +216,19 @@ def _read(dump: Dump, effect: PagesRead) -> None:
     journal, place = dump.journal, dump.place
     if dump.freezer is None or not dump.freezer.is_frozen():
         raise OcihookError("its tasks are not frozen")
-    _discard_earlier(place)
+    copied = dump.pre_copied
+    if copied is None:
+        discard_earlier(place)
+    else:
+        copied.settle()
     found = [one for pid in descendants(dump.init_pid) if (one := _find(dump, pid))]
-    size = sum(run.size_bytes for one in found for run in one.runs)
+    pieces = [
+        (one, piece)
+        for one in found
+        for piece in (copied.pieces(one.process, one.runs) if copied else [Piece(tuple(one.runs))])
+    ]
+    to_read = [(one, piece.spans) for one, piece in pieces if not piece.segments]
+    size = sum(span.size_bytes for _, spans in to_read for span in spans)
     space = os.statvfs(place)
     if size > space.f_bavail * space.f_frsize:
         raise StoreFull(f"its {size} bytes of memory do not fit into {dump.place_name}")
@@ -214,7 +237,7 @@ def _read(dump: Dump, effect: PagesRead) -> None:
         effect.snapshot = {str(one.pid): one.process for one in found}
         journal.save()
     else:
-        write_manifest(effect.record, _manifest(dump, _pack(dump, found)), durable=False)
+        write_manifest(effect.record, _manifest(dump, _pack(dump, found, pieces)), durable=False)
     with journal.phase("mark clean"):
         for one in found:
             if not one.process.is_alive():
@@ -226,28 +249,49 @@ def _read(dump: Dump, effect: PagesRead) -> None:
     make_parent(dump.directory, pagemaps)
 
 
-def _pack(dump: Dump, found: Sequence[_Read]) -> Merged:
-    journal, common = dump.journal, common_spans(descendants(dump.init_pid))
-    with journal.phase("memory read") as phase, journal.spans(phase) as spans:
-        phase["bytes"] = sum(run.size_bytes for one in found for run in one.runs)
-        sources = [(one, source) for one in found for source in _sources(one, common, partial(opener, spans))]
+def _pack(dump: Dump, found: Sequence[_Read], pieces: Sequence[tuple[_Read, Piece]]) -> Merged:
+    """Read what has not been pre-copied."""
+    journal, copied, place = dump.journal, dump.pre_copied, dump.place
+    to_read = [(one, piece.spans) for one, piece in pieces if not piece.segments]
+    common = common_spans(descendants(dump.init_pid))
+    with journal.phase("memory read") as phase, journal.spans(phase) as measured:
+        phase["bytes"] = sum(span.size_bytes for _, spans in to_read for span in spans)
+        rows_of = [list(sources(one.process, spans, common, partial(opener, measured))) for one, spans in to_read]
         rows, packs = pack(
-            [source for _, source in sources],
-            dump.place,
+            [source for row in rows_of for source in row],
+            place,
             prefix=READ_PREFIX,
-            workers=dump.call().workers,
+            first=copied.first if copied else 0,
+            workers=min(dump.call().workers, MOST_WORKERS),
             durable=not dump.call().leave_running,
             patience=dump.patience,
             progress=dump.progress,
         )
-    images = []
-    for one in found:
-        segments = tuple(s for (other, _), row in zip(sources, rows, strict=True) if other is one for s in row)
-        images.append(PackedImage(pages_name_of(one.pid), sum(run.size_bytes for run in one.runs), segments))
-    return Merged(tuple(images), tuple(packs))
+    packed = iter(rows)
+    fresh = iter([[segment for _ in row for segment in next(packed)] for row in rows_of])
+    segments: dict[int, list[Segment]] = {one.pid: [] for one in found}
+    for one, piece in pieces:
+        segments[one.pid] += piece.segments or next(fresh)
+    images = tuple(
+        PackedImage(pages_name_of(one.pid), sum(run.size_bytes for run in one.runs), tuple(segments[one.pid]))
+        for one in found
+    )
+    return Merged(images, tuple(_used(place, [*(copied.packs if copied else ()), *packs], segments.values())))
 
 
-def _discard_earlier(place: Path) -> None:
+def _used(place: Path, packs: Iterable[PackInfo], rows: Iterable[Iterable[Segment]]) -> list[PackInfo]:
+    """Remove packs that nothing is read from any more; return the others."""
+    names = {segment.pack for row in rows for segment in row}
+    kept = []
+    for info in packs:
+        if info.name in names:
+            kept.append(info)
+        else:
+            (place / info.name).unlink(missing_ok=True)
+    return kept
+
+
+def discard_earlier(place: Path) -> None:
     """Remove what an earlier dump into the same directory has left, but nothing that this one has moved there."""
     if read_manifest(place) is not None:
         discard_packs(place)
@@ -287,13 +331,17 @@ class _RunPages:
         self._memory.close()
 
 
-def _sources(
-    one: _Read, common: Sequence[Span], opener_of: Callable[[Process], Callable[[], ProcessMemory]]
+def sources(
+    process: Process,
+    runs: Iterable[Span],
+    common: Sequence[Span],
+    opener_of: Callable[[Process], Callable[[], ProcessMemory]],
 ) -> Iterator[Source]:
-    for is_long, runs in groupby(one.runs, lambda run: run.size_bytes >= _LONG_RUN_BYTES):
-        for group in ([run] for run in runs) if is_long else (list(runs),):
+    """Yield what is packed of a process's memory, in the order of its runs; `common`: where others may share it."""
+    for is_long, row in groupby(runs, lambda run: run.size_bytes >= _LONG_RUN_BYTES):
+        for group in ([run] for run in row) if is_long else (list(row),):
             parts = Parts(_one_after_the_other(group))
-            yield Source(partial(_open, opener_of(one.process), parts, common), 0, parts.size_bytes)
+            yield Source(partial(_open, opener_of(process), parts, common), 0, parts.size_bytes)
 
 
 def _open(opened: Callable[[], ProcessMemory], parts: Parts, common: Sequence[Span]) -> _RunPages:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +33,14 @@ from ocihook.packs.pages import (
 WORKER_BYTES = 32 << 20
 AGENT_BYTES = 48 << 20  # the agent and one session without workers: 20 MiB, and the packs' tables when reading
 _ZERO_PAGE = bytes(PAGE_BYTES)
+_TASK_BYTES, _MOST_RANGES = 4 << 20, 64  # small ranges are taken together up to this; the result is sent at once
 
 
-class _SegmentPacked(NamedTuple):
+class _TaskPacked(NamedTuple):
     task: int
-    segment: Segment
+    pack: str
+    first_chunk: int
+    chunks: tuple[int, ...]  # of each of its ranges
 
 
 def workers_within(memory_bound_bytes: int, cores: int, worker_bytes: int = WORKER_BYTES) -> int:
@@ -96,9 +100,9 @@ def pack(
         StoreError: if a source ends early.
         OSError: from the file system, a full one included; also if a source cannot be opened.
     """
-    tasks = [Range(number, *part) for number, source in enumerate(sources) for part in ranges_of(source.size_bytes)]
+    tasks = list(_tasks(sources))
 
-    def worker(worker_number: int, task_numbers: Iterator[int]) -> Iterator[_SegmentPacked | PackInfo]:
+    def worker(worker_number: int, task_numbers: Iterator[int]) -> Iterator[_TaskPacked | PackInfo]:
         # The pack is made with the first segment, so that no worker leaves an empty one.
         with contextlib.ExitStack() as stack:
             writer = None
@@ -106,26 +110,44 @@ def pack(
             for task in task_numbers:
                 if writer is None:
                     writer = stack.enter_context(PackWriter(directory / f"{prefix}{first + worker_number}.pack"))
-                number, start, size = tasks[task]
-                first_chunk = writer.chunks
-                with contextlib.closing(sources[number].open()) as pages:
-                    _pack_range(pages, sources[number].start + start, size, writer, buffer)
-                yield _SegmentPacked(task, Segment(writer.path.name, first_chunk, writer.chunks - first_chunk))
+                counts = [writer.chunks]
+                for number, start, size in tasks[task]:
+                    with contextlib.closing(sources[number].open()) as pages:
+                        _pack_range(pages, sources[number].start + start, size, writer, buffer)
+                    counts.append(writer.chunks)
+                chunks = tuple(after - before for before, after in pairwise(counts))
+                yield _TaskPacked(task, writer.path.name, counts[0], chunks)
             if writer is not None:
                 yield writer.close(durable=durable)
 
-    segments: dict[int, Segment] = {}
+    done: dict[int, _TaskPacked] = {}
     packs: list[PackInfo] = []
     for result in run_forked(worker, tasks=len(tasks), workers=workers, patience=patience):
         if isinstance(result, PackInfo):
             packs.append(result)
         else:
-            segments[result.task] = result.segment
-            progress(tasks[result.task][2])
+            done[result.task] = result
+            progress(sum(part.size_bytes for part in tasks[result.task]))
     rows: list[list[Segment]] = [[] for _ in sources]
-    for task, (number, _, _) in enumerate(tasks):
-        rows[number].append(segments[task])
+    for number, task in enumerate(tasks):
+        packed, first_chunk = done[number], done[number].first_chunk
+        for part, chunks in zip(task, packed.chunks, strict=True):
+            rows[part.number].append(Segment(packed.pack, first_chunk, chunks))
+            first_chunk += chunks
     return [tuple(row) for row in rows], sorted(packs)
+
+
+def _tasks(sources: Sequence[Source]) -> Iterator[list[Range]]:
+    """Yield what a worker takes at a time: a range, or some small ones, each of which is a segment of its own."""
+    task: list[Range] = []
+    for number, source in enumerate(sources):
+        for part in ranges_of(source.size_bytes):
+            task.append(Range(number, *part))
+            if sum(each.size_bytes for each in task) >= _TASK_BYTES or len(task) == _MOST_RANGES:
+                yield task
+                task = []
+    if task:
+        yield task
 
 
 def _size(path: Path) -> int:

@@ -11,6 +11,7 @@ from ocihook.config import Policy, Settings
 from ocihook.errors import plain
 from ocihook.images.direct import Cut
 from ocihook.images.image_set import MovedRegions
+from ocihook.images.pre_copied import PreCopied
 from ocihook.linux.cgroup import Freezer, find_freezer
 from ocihook.linux.hold import Hold
 from ocihook.linux.patience import Patience
@@ -132,6 +133,7 @@ class Dump(Act):
     has_connections: bool = False  # of TCP, which CRIU dumps in several steps
     reads_memory: bool = False  # most host memory is read past CRIU, which leaves it out
     takes_snapshot: bool = False  # it is read from a snapshot, once the container runs again; else before CRIU begins
+    pre_copied: PreCopied | None = None  # what was read of it already, while it ran
     gang_addresses: Collection[str] = ()  # of members of the gang that it is connected with
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it

@@ -4,6 +4,7 @@ from ocihook.gang.participant import Membership
 from ocihook.gpu.participant import Gpu
 from ocihook.memory.clean_pages import MergedPages, ReadPages
 from ocihook.memory.host_memory import HostMemory
+from ocihook.memory.pre_copy import PreCopy
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
 from ocihook.session.participant import Participant
@@ -20,6 +21,7 @@ _ORDER: tuple[type[Participant], ...] = (
     ReadPages,  # most host memory is read, once all stand still and CRIU is about to begin
     Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
     EarlierSnapshot,  # processes that are copied for an earlier dump are their own again
+    PreCopy,  # memory is read that need not be read again once all stand still
     Quiesce,  # the application quiesces itself
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive

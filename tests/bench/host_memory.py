@@ -117,7 +117,7 @@ class _Workload:
         node = Podman(scratch, "runc", self._program)
         try:
             node.install()
-            seem_to_have_soft_dirty(node)
+            seem_to_have_soft_dirty(node.namespace)
             volume = f"--volume={self._memory}:/memory:ro"
             options = ["--detach", "--name", "c", "--network", "host", "--pids-limit", "0", volume]
             node("run", *options, IMAGE, "/workload", *words, "/memory")

@@ -20,7 +20,7 @@ from integration.namespace import wait_for
 from ocihook.linux.hold import Hold
 from ocihook.linux.memory import Span
 from ocihook.linux.procfs import Process
-from ocihook.memory.snapshot import Area, copy
+from ocihook.memory.snapshot import Area, take
 from ocihook.session.journal import Journal, read_journal
 
 _PROGRAM = Path("tests/bench/summing.c")
@@ -175,10 +175,10 @@ def _take(one: _Summing, directory: Path, *, may_fork: bool) -> _One:
     with _Watch(one) as watch:
         time.sleep(_BEFORE_S)
         began = time.time()
-        copied = copy(
+        copied = take(
             [one.area], packs, journal=journal, still=one.still(), prefix="ocihook-region-", workers=_WORKERS,
             durable=False, may_fork=may_fork,
-        )  # fmt: skip
+        ).read()  # fmt: skip
         huge_after = one.huge_bytes()
     if copied.was_forked != may_fork:
         raise SystemExit("bench: the process whose snapshot is taken cannot be forked")

@@ -166,6 +166,16 @@ def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch)
     assert "children forked after a restore get a copy" in first.detail
 
 
+@pytest.mark.parametrize(("reason", "status"), [("", Status.OK), ('mode is "store"', Status.WARN)])
+def test_whether_memory_is_read_while_it_runs(monkeypatch: pytest.MonkeyPatch, reason: str, status: Status) -> None:
+    monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
+    monkeypatch.setattr(doctor, "why_not", lambda _policy, _pids: reason)
+    first, *_ = doctor.check_host_memory(workload(Policy(pre_copy=True)))
+    assert (first.check, first.status) == ("pre-copy", status)
+    assert reason in first.detail
+    assert all(one.check != "pre-copy" for one in doctor.check_host_memory(workload()))
+
+
 def workload(
     policy: Policy | None = None,
     *,

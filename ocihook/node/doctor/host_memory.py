@@ -17,6 +17,7 @@ from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.memory import DetailedMapping, read_detailed_mappings
 from ocihook.linux.procfs import parent_pid
 from ocihook.memory import clean_pages, host_memory
+from ocihook.memory.pre_copy import why_not
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.workload import Workload
 from ocihook.runtime import containers
@@ -62,6 +63,8 @@ def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iter
         with contextlib.suppress(OSError):  # it has just ended
             mapped[pid] = read_detailed_mappings(pid)
     yield from _about_wiping(workload, mapped)
+    if policy.pre_copy:
+        yield _about_pre_copy(policy, workload)
     ways = list(_ways(workload, policy, mapped, marks_writes=marks_writes))
     for way in ways:
         if way.all_left:
@@ -180,6 +183,14 @@ def _size_bytes(each: DetailedMapping) -> int:
     """Return how much of it CRIU dumps as the process's own; the kernel does not say how much of hugetlb is used."""
     is_private_hugetlb = "ht" in each.flags and each.mapping.mode[3] == "p"
     return each.mapping.span.size_bytes if is_private_hugetlb else each.anonymous_bytes
+
+
+def _about_pre_copy(policy: Policy, workload: Workload) -> Finding:
+    reason = why_not(policy, workload.pids)
+    if not reason:
+        return Finding("pre-copy", Status.OK, "memory that a dump reads past CRIU is read while the container runs")
+    detail = f"ocihook.io/pre-copy has no effect, memory is read while the container stands still: {reason}"
+    return Finding("pre-copy", Status.WARN, detail, "remove the annotation, or what prevents it")
 
 
 def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
