@@ -32,10 +32,13 @@ class Gpu(Participant):
         self._signs: Sequence[Signs] = ()
         self._taken: GpuCheckpointed | None = None
 
-    def needs_tasks(self, dump: Dump) -> bool:
-        """Return whether any process uses NVIDIA's driver: its calls return only where tasks run."""
+    def refuse(self, dump: Dump) -> None:
+        """Find the processes that use NVIDIA's driver; nothing is refused yet."""
         self._signs = find_gpu_processes(dump.init_pid)
         dump.has_gpu = bool(self._signs)
+
+    def needs_tasks(self, dump: Dump) -> bool:
+        """Return whether there are any: the driver's calls return only where tasks run."""
         return dump.has_gpu
 
     def prepare(self, dump: Dump) -> None:

@@ -88,6 +88,8 @@ class PreCopy(Participant):
             return False
         if not dump.reads_memory:
             reason = "memory is not read past CRIU"
+        elif dump.has_gpu:
+            reason = "it has processes that use a GPU"
         elif dump.call().gang is not None:
             reason = "the other members of its gang would have to wait for it"
         else:
@@ -100,9 +102,6 @@ class PreCopy(Participant):
     def prepare(self, dump: Dump) -> None:
         """Read it; whatever goes wrong, it is read when all stand still."""
         if not self._is_wanted:
-            return
-        if dump.has_gpu:
-            log.warning("container %s: no pre-copy: it has processes that use a GPU", dump.container)
             return
         discard_earlier(dump.place)
         effect = MemoryPreCopied(place=dump.place_name, place_identity=identity(dump.place))

@@ -227,8 +227,8 @@ class Participant:
     """One participant. Whatever it does to the node is an effect in the journal, by which it is undone later.
 
     Work is quiesced from the first participant to the last; state is taken and given back from the last to the first.
-    Dump: `refuse`, backwards `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards
-    `after_images`, and if the engine is kept waiting after that, `container_runs`.
+    Dump: `refuse`, `needs_tasks`, `prepare`; backwards `hold`; CRIU writes its images; backwards `after_images`,
+    and if the engine is kept waiting after that, `container_runs`.
     Restore: `check`, `before_processes`; CRIU makes processes; `recall`, and backwards `processes_made`,
     `processes_wait`, `about_to_run`, `running`.
     """

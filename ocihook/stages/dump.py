@@ -45,7 +45,7 @@ def pre_dump(
     try:
         for participant in taking_part:
             participant.refuse(dump)
-        for participant in reversed(taking_part):  # the innermost say first what they have
+        for participant in taking_part:
             dump.needs_tasks |= participant.needs_tasks(dump)
         for participant in taking_part:
             participant.prepare(dump)
