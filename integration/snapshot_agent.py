@@ -15,7 +15,7 @@ from integration import patient_agent
 from ocihook import wire
 from ocihook.memory import left_out, snapshot
 from ocihook.packs.packing import pack
-from ocihook.stages import stored_pages
+from ocihook.stages import awaited_memory
 
 RUN = Path(wire.RUNTIME_DIR)
 _read = snapshot.Snapshot.read
@@ -37,5 +37,5 @@ snapshot.Snapshot.read = _wait  # type: ignore[method-assign, assignment]
 if "full" in sys.argv:
     left_out.pack = _fill  # type: ignore[attr-defined, assignment]
 if "no-room" in sys.argv:
-    stored_pages.has_room = lambda *_: False  # type: ignore[attr-defined]
+    awaited_memory.has_room = lambda *_: False  # type: ignore[attr-defined]
 patient_agent.main()

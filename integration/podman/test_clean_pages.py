@@ -198,7 +198,7 @@ def test_killed_criu_and_agents_killed_at_any_step(patient_podman: Podman, mode:
     podman = patient_podman
     podman.configure(f'[agent]\nidle_timeout_s = 2\nstore_dir = "{podman.scratch}/store"\n')
     archive = podman.scratch / "c.tar"
-    start(podman, mode=mode)
+    start(podman, mode=mode, snapshot="off")
     before = podman.count("c")
     for stage in ("pre-dump", "post-dump") if mode == "inline" else ():
         podman.namespace.path("/run/ocihook/killed").unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,6 +153,8 @@ def test_what_is_lost_is_a_checkpoint(store_podman: Podman) -> None:
         podman.namespace.run("flock", "--timeout", "60", "/run/ocihook/agent.lock", "true")
         wait_for("all to be undone", lambda: "No session is open." in podman.ocihook("recover", check=False))
     assert "was killed" in listed(podman)[0]["reason"]
+    verified = podman.namespace.run(sys.executable, "-m", "ocihook", "archive", "verify", str(archive), check=False)
+    assert "the snapshot of its memory was lost" in verified
     assert last_session(podman.namespace, "detached")["outcome"] == "failed"
     podman.ocihook("store", "prune")
     start_agent(podman, SNAPSHOT_AGENT, "no-room")

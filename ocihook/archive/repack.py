@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ocihook.checkpoints.complete import store_image_set, wait_complete
+from ocihook.checkpoints.listing import check_complete
 from ocihook.checkpoints.origin import MAX_ORIGIN_BYTES, ORIGIN_NAME, Origin, decode_origin
 from ocihook.checkpoints.rehydrate import pack_stored, rehydrate_stored
 from ocihook.config import Settings
@@ -341,6 +342,7 @@ def verify_archive(
         thin = read_thin(scratch)
         if thin is not None:
             domain = store.open(thin.domain)
+            check_complete(domain, thin.checkpoint_id)
             stored = domain.read(thin.checkpoint_id)
             check_other_images(scratch, stored.other_images)
             pagemaps = read_pagemaps(scratch)
