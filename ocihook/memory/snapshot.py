@@ -361,10 +361,9 @@ def _read_forks(
     def drop(size_bytes: int) -> None:
         nonlocal seen
         progress(size_bytes)
-        while note := os.pread(notes, _NOTE.size, seen):
-            seen += len(note)
-            pid, start, end_address = _NOTE.unpack(note)
-            by_pid[pid].drop(Span(start, end_address))
+        for pid, span in _noted(notes, seen):
+            seen += _NOTE.size
+            by_pid[pid].drop(span)
 
     try:
         with at_idle_priority():
@@ -377,6 +376,14 @@ def _read_forks(
         os.close(notes)
     _check(forks.values())
     return found
+
+
+def _noted(notes: int, offset: int) -> Iterator[tuple[int, Span]]:
+    """Yield what has been read, from an offset on: of a note that crosses a page the first part may be there alone."""
+    while len(note := os.pread(notes, _NOTE.size, offset)) == _NOTE.size:
+        pid, start, end_address = _NOTE.unpack(note)
+        yield pid, Span(start, end_address)
+        offset += _NOTE.size
 
 
 def _check(forks: Iterable[Fork], error: Exception | None = None) -> None:

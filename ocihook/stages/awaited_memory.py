@@ -144,13 +144,17 @@ def take_snapshot(dump: Dump) -> None:
             workers=dump.call().workers,
             durable=False,
         )
-    except (OcihookError, OSError) as error:
+    except Exception as error:
         effect.reason = _reason(error)
         raise
 
 
-def _reason(error: OcihookError | OSError) -> str:
-    return str(error.args[0]) if isinstance(error, OcihookError) else plain(error)  # what to do now is another matter
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return plain(error)
+    if isinstance(error, OcihookError):
+        return str(error.args[0])  # what to do now is another matter
+    return f"{type(error).__name__}: {error} (a defect in ocihook)"
 
 
 def read_snapshot(dump: Dump) -> str:
@@ -177,7 +181,7 @@ def read_snapshot(dump: Dump) -> str:
             if before is not None:
                 joined = MovedRegions(before.regions, before.packs + joined.packs, before.gpu, joined.images)
             job = supply(dump.store, place, joined, dump.container, durable=False)
-    except (OcihookError, OSError) as error:
+    except Exception as error:
         effect.reason = _reason(error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(f"no space left for the memory of its snapshot in {place.pending.parent}") from error

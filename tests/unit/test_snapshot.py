@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -470,3 +471,14 @@ def test_there_must_be_room_for_what_is_written_meanwhile(monkeypatch: pytest.Mo
         monkeypatch.setattr(snapshot, "available_bytes", lambda available=available: available << 30)
         monkeypatch.setattr(snapshot, "memory_headroom_bytes", lambda _pid, limit=limit: limit and limit << 30)
         assert has_room(1, 100 << 30, 0.1) is is_enough
+
+
+def test_a_note_of_what_was_read_counts_once_it_is_whole() -> None:
+    """A write that crosses a page becomes visible in two parts."""
+    notes = os.memfd_create("notes")
+    whole = [struct.pack("<QQQ", pid, 4096, 8192) for pid in (1, 2)]
+    os.write(notes, whole[0] + whole[1][:10])
+    assert list(snapshot._noted(notes, 0)) == [(1, Span(4096, 8192))]
+    os.write(notes, whole[1][10:])
+    assert list(snapshot._noted(notes, len(whole[0]))) == [(2, Span(4096, 8192))]
+    os.close(notes)
