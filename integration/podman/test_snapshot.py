@@ -24,7 +24,7 @@ from integration.podman.test_faults import (
     start_dying_agent,
 )
 from integration.soft_dirty import track_memory
-from ocihook.linux.procfs import descendants
+from ocihook.linux.procfs import Process, descendants
 from ocihook.session.journal import open_journals
 
 MIB = 72  # of each of three mappings
@@ -70,6 +70,17 @@ def processes(podman: Podman) -> list[int]:
     return descendants(int(podman("inspect", "--format", "{{.State.Pid}}", "c")))
 
 
+def checkpoint_held(podman: Podman, archive: Path, *how: str) -> list[int]:
+    """Checkpoint by an agent that waits before it reads the snapshot; return its forks."""
+    own = processes(podman)
+    for name in ("held", "go"):  # of an earlier one
+        (podman.namespace.path("/run/ocihook") / name).unlink(missing_ok=True)
+    start_agent(podman, SNAPSHOT_AGENT, *how)
+    podman.checkpoint("c", archive, "--leave-running")
+    wait_for("the snapshot to be taken", podman.namespace.path("/run/ocihook/held").exists)
+    return [pid for pid in processes(podman) if pid not in own]
+
+
 @contextmanager
 def snapshot_held(podman: Podman, archive: Path, *how: str) -> Iterator[list[int]]:
     """Checkpoint; yield the forks when the engine has its archive, and the snapshot is still to be read.
@@ -77,12 +88,7 @@ def snapshot_held(podman: Podman, archive: Path, *how: str) -> Iterator[list[int
     Afterwards the container runs on with all its memory, and nothing is left.
     """
     before, own = podman.count("c"), processes(podman)
-    for name in ("held", "go"):
-        (podman.namespace.path("/run/ocihook") / name).unlink(missing_ok=True)
-    start_agent(podman, SNAPSHOT_AGENT, *how)
-    podman.checkpoint("c", archive, "--leave-running")
-    wait_for("the snapshot to be taken", podman.namespace.path("/run/ocihook/held").exists)
-    yield [pid for pid in processes(podman) if pid not in own]
+    yield checkpoint_held(podman, archive, *how)
     podman.namespace.path("/run/ocihook/go").touch()
     assert_runs_on(podman, before)
     assert processes(podman) == own
@@ -166,10 +172,10 @@ def test_what_is_lost_is_a_checkpoint(store_podman: Podman) -> None:
     podman.restore(archive)
     podman.assert_goes_on("c", (1, before[1]))
 
-    start_agent(podman, SNAPSHOT_AGENT)
-    podman.checkpoint("c", archive, "--leave-running")
-    wait_for("the snapshot to be taken", podman.namespace.path("/run/ocihook/held").exists)
-    podman("kill", "c")
+    forks = checkpoint_held(podman, archive)
+    assert forks
+    podman("kill", "c")  # returns when the signal is sent
+    wait_for("the container to end", lambda: not any(Process.find(pid) for pid in forks))
     podman.namespace.path("/run/ocihook/go").touch()
     assert last_session(podman.namespace, "snapshot")["outcome"] == "failed"
     assert states(podman)[-1] == "lost"
