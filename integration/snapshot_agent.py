@@ -1,4 +1,4 @@
-"""An agent that waits before it reads a snapshot; or that finds a full disk then, or no room for a snapshot before.
+"""An agent whose workers wait before they read a snapshot; that finds a full disk then, or no room for one before.
 
 snapshot_agent.py [full | no-room]
 
@@ -18,14 +18,15 @@ from ocihook.packs.packing import pack
 from ocihook.stages import awaited_memory
 
 RUN = Path(wire.RUNTIME_DIR)
-_read = snapshot.Snapshot.read
+_read_into = snapshot._Pages.read_into
 
 
-def _wait(self: snapshot.Snapshot, *arguments: Any) -> snapshot.Copied:  # noqa: ANN401 - as the real one takes them
-    (RUN / "held").touch()
-    while not (RUN / "go").exists():
-        time.sleep(0.01)
-    return _read(self, *arguments)
+def _wait(self: snapshot._Pages, view: memoryview, offset: int) -> int:
+    if self._notes >= 0:  # else all stands still
+        (RUN / "held").touch()
+        while not (RUN / "go").exists():
+            time.sleep(0.01)
+    return _read_into(self, view, offset)
 
 
 def _fill(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - likewise
@@ -33,7 +34,7 @@ def _fill(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - likewise
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-snapshot.Snapshot.read = _wait  # type: ignore[method-assign, assignment]
+snapshot._Pages.read_into = _wait  # type: ignore[method-assign]
 if "full" in sys.argv:
     left_out.pack = _fill  # type: ignore[attr-defined, assignment]
 if "no-room" in sys.argv:

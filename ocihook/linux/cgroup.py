@@ -171,13 +171,39 @@ def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
 
 def _frozen_at(inner: Freezer, container_cgroup: str) -> Freezer:
     """Return the freezer that was set, of those from a process's own up to its container's; else the container's."""
-    row = [inner.directory, *inner.directory.parents]
-    names = [directory.name for directory in row[:-1]]  # the root's is "", which means not known
-    row = row[: names.index(container_cgroup) + 1 if container_cgroup in names else 1]
-    freezers = [Freezer(directory, inner.version) for directory in row]
+    freezers = [Freezer(directory, inner.version) for directory in _up_to(container_cgroup, inner.directory)]
     with contextlib.suppress(FreezeError):  # it has no freezer
         return next((freezer for freezer in freezers if freezer.is_set()), freezers[-1])
     return freezers[-1]
+
+
+def _up_to(container_cgroup: str, directory: Path) -> list[Path]:
+    """Return the cgroups from one up to that of its container, or that one alone if this is not among its ancestors."""
+    row = [directory, *directory.parents]
+    names = [one.name for one in row[:-1]]  # the root's is "", which means not known
+    return row[: names.index(container_cgroup) + 1 if container_cgroup in names else 1]
+
+
+def oom_groups(pid: int, container_cgroup: str = "") -> tuple[list[Path], list[Path]]:
+    """Return the switches by which the kernel ends a whole cgroup where it would end one process (memory.oom.group).
+
+    Those that are on, in the cgroups (v2) of a process up to its container's, and in those above. Kubelets set that of
+    each container.
+    """
+    ours: list[Path] = []
+    above: list[Path] = []
+    for version, path in _cgroup_paths(pid, "memory"):
+        for mount in _cgroup_mounts(version, "memory") if version == 2 else ():
+            directory = mount / path.lstrip("/")
+            own = _up_to(container_cgroup, directory)
+            for one in (directory, *directory.parents):
+                if one == mount:
+                    break
+                switch = one / "memory.oom.group"
+                with contextlib.suppress(OSError):  # without that controller
+                    if switch.read_text().strip() == "1":
+                        (ours if one in own else above).append(switch)
+    return ours, above
 
 
 def wait_until_released(process: Process, patience: Patience) -> None:

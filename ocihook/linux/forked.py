@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ocihook.errors import TraceError, plain
 from ocihook.linux.cgroup import find_freezer
-from ocihook.linux.memory import Span
+from ocihook.linux.memory import Span, huge_spans
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Child, Process, children, pid_below
 from ocihook.linux.ptrace import BornHeld, CallInstruction, HeldThread, find_call_instruction, held
@@ -56,6 +56,15 @@ class Fork:
     def drop(self, span: Span) -> None:
         """Have it drop memory, which its parent then need not copy to write to it. Whether it could does not matter."""
         self._call("madvise", span.start, span.size_bytes, _MADV_DONTNEED)
+
+    def drop_huge_pages(self) -> None:
+        """Have it drop private pages of hugetlbfs: for a copy of one its parent may find none left, and get SIGBUS.
+
+        Raises:
+            OSError: if it could not.
+        """
+        for span in huge_spans(self.process.pid):
+            self._thread.make_call("madvise", self._instruction, span.start, span.size_bytes, _MADV_DONTNEED)
 
     def _call(self, name: str, *arguments: int) -> None:
         if self._can_call and not (self._freezer and self._freezer.is_frozen()):
@@ -122,6 +131,7 @@ def fork(process: Process, threads: Sequence[HeldThread], instruction: CallInstr
     try:
         thread.put_back(child.pid)
         Path(f"/proc/{child.pid}/oom_score_adj").write_text(_MOST_EXPENDABLE)
+        forked.drop_huge_pages()
     except OSError as error:
         end(child)
         raise TraceError(f"the fork of process {process.pid} cannot be used: {plain(error)}") from error

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.linux.procfs import Process, descendants
+from ocihook.linux.procfs import Process, descendants, status_fields
 from ocihook.linux.workers import WorkerDied, run_forked
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
@@ -123,6 +123,18 @@ def read_detailed_mappings(pid: int) -> list[DetailedMapping]:
         elif name == "VmFlags" and mapping is not None:
             found.append(DetailedMapping(mapping, size, frozenset(value.split())))
     return found
+
+
+def huge_spans(pid: int) -> list[Span]:
+    """Return where a process has private pages of hugetlbfs.
+
+    Raises:
+        OSError: if it is gone, or may not be read.
+    """
+    if status_fields(pid).get("HugetlbPages", "0").split()[0] == "0":  # spares the walk through all its pages
+        return []
+    found = read_detailed_mappings(pid)
+    return [one.mapping.span for one in found if "ht" in one.flags and one.mapping.mode[3] == "p"]
 
 
 def anonymous_spans(pid: int) -> list[Span]:

@@ -37,6 +37,11 @@ def anonymous_bytes(pid: int) -> int:
     return size
 
 
+def private_spans(pid: int) -> list[Span]:
+    """Return where a process has private readable memory, in order: all that `scan_private` could find is in there."""
+    return list(_joined(mapping.span for mapping in read_mappings(pid) if _is_private(mapping)))
+
+
 def scan_private(pid: int) -> list[Span]:
     """Return the runs of pages that CRIU dumps of a process's private readable memory, in order.
 
@@ -66,9 +71,13 @@ def _scan_all(pid: int, categories: int) -> list[Span]:
 
 
 def _scan(fd: int, mapping: Mapping, categories: int) -> Iterable[Span]:
-    if mapping.mode[0] != "r" or mapping.mode[3] != "p" or mapping.name.startswith(_NOT_MEMORY):
+    if not _is_private(mapping):
         return ()
     return [mapping.span] if mapping.name == _VDSO else _runs(fd, mapping.span, categories)
+
+
+def _is_private(mapping: Mapping) -> bool:
+    return mapping.mode[0] == "r" and mapping.mode[3] == "p" and not mapping.name.startswith(_NOT_MEMORY)
 
 
 def _runs(fd: int, span: Span, categories: int) -> Iterator[Span]:

@@ -6,7 +6,7 @@ leaves out, become one page image (images/merging.py). Where anything goes wrong
 itself.
 
 Where a snapshot is taken, nothing is read before CRIU begins, and no page image is joined before the snapshot is read
-(left_out.py).
+(left_out.py). So nobody looks for pages before CRIU does: the earlier dump has all that is mapped.
 
 Which memory is clean the kernel knows by its soft-dirty bits: Documentation/admin-guide/mm/soft-dirty.rst.
 """
@@ -35,7 +35,7 @@ from ocihook.images.pre_copied import Piece
 from ocihook.linux import soft_dirty
 from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import ProcessMemory, Span, common_spans
-from ocihook.linux.page_scan import anonymous_bytes, scan_private
+from ocihook.linux.page_scan import anonymous_bytes, private_spans, scan_private
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, pid_below
 from ocihook.memory.left_out import note_left_out
@@ -222,22 +222,13 @@ def _read(dump: Dump, effect: PagesRead) -> None:
     else:
         copied.settle()
     found = [one for pid in descendants(dump.init_pid) if (one := _find(dump, pid))]
-    pieces = [
-        (one, piece)
-        for one in found
-        for piece in (copied.pieces(one.process, one.runs) if copied else [Piece(tuple(one.runs))])
-    ]
-    to_read = [(one, piece.spans) for one, piece in pieces if not piece.segments]
-    size = sum(span.size_bytes for _, spans in to_read for span in spans)
-    space = os.statvfs(place)
-    if size > space.f_bavail * space.f_frsize:
-        raise StoreFull(f"its {size} bytes of memory do not fit into {dump.place_name}")
     effect.record.mkdir(mode=0o700)
     if dump.takes_snapshot and found:
+        _check_room(dump, readable_bytes(dump.init_pid))
         effect.snapshot = {str(one.pid): one.process for one in found}
         journal.save()
     else:
-        write_manifest(effect.record, _manifest(dump, _pack(dump, found, pieces)), durable=False)
+        write_manifest(effect.record, _manifest(dump, _pack(dump, found)), durable=False)
     with journal.phase("mark clean"):
         for one in found:
             if not one.process.is_alive():
@@ -249,10 +240,22 @@ def _read(dump: Dump, effect: PagesRead) -> None:
     make_parent(dump.directory, pagemaps)
 
 
-def _pack(dump: Dump, found: Sequence[_Read], pieces: Sequence[tuple[_Read, Piece]]) -> Merged:
+def _check_room(dump: Dump, size_bytes: int) -> None:
+    space = os.statvfs(dump.place)
+    if size_bytes > space.f_bavail * space.f_frsize:
+        raise StoreFull(f"its {size_bytes} bytes of memory do not fit into {dump.place_name}")
+
+
+def _pack(dump: Dump, found: Sequence[_Read]) -> Merged:
     """Read what has not been pre-copied."""
     journal, copied, place = dump.journal, dump.pre_copied, dump.place
+    pieces = [
+        (one, piece)
+        for one in found
+        for piece in (copied.pieces(one.process, one.runs) if copied else [Piece(tuple(one.runs))])
+    ]
     to_read = [(one, piece.spans) for one, piece in pieces if not piece.segments]
+    _check_room(dump, sum(span.size_bytes for _, spans in to_read for span in spans))
     common = common_spans(descendants(dump.init_pid))
     with journal.phase("memory read") as phase, journal.spans(phase) as measured:
         phase["bytes"] = sum(span.size_bytes for _, spans in to_read for span in spans)
@@ -304,7 +307,8 @@ def _find(dump: Dump, pid: int) -> _Read | None:
     if process is None or anonymous_bytes(pid) < LEAST_PROCESS_BYTES:
         return None
     number = pid_below(dump.init_pid, pid).split("/")[0]
-    return _Read(process, int(number), scan_private(pid)) if number.isdigit() else None
+    find_runs = private_spans if dump.takes_snapshot else scan_private
+    return _Read(process, int(number), find_runs(pid)) if number.isdigit() else None
 
 
 class _RunPages:

@@ -6,7 +6,8 @@ for that is read while it stands still (`has_room`). So is one of which a proces
 
 A fork has no pages that were set to stay out of one (MADV_DONTFORK, MADV_WIPEONFORK): those are read before all go on.
 It has no shared memory of its own either; that is CRIU's. A snapshot may be lost: forks end with the agent, with the
-container, and before any other process where memory runs out. That costs the checkpoint, and never the job.
+container, and before any other process where memory runs out: alone, also where the kernel would end their whole
+cgroup with them (memory.oom.group). That costs the checkpoint, and never the job.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -26,8 +27,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from ocihook.errors import GivenUp, OcihookError, SnapshotLost, TraceError
-from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_thawed
+from ocihook.errors import OcihookError, SnapshotLost, TraceError, plain
+from ocihook.linux.cgroup import memory_headroom_bytes, oom_groups, wait_until_thawed
 from ocihook.linux.forked import Fork, clock_ticks, end, find_forks, fork, reap
 from ocihook.linux.hold import Hold
 from ocihook.linux.memory import ProcessMemory, Span, available_bytes, read_mappings, subtract
@@ -41,6 +42,7 @@ from ocihook.packs.packing import pack
 from ocihook.packs.pages import Parts, Progress, Source, no_progress
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal
+from ocihook.session.participant import CallFacts
 
 _THERE = 3 << 62  # /proc/PID/pagemap: present, or swapped (Documentation/admin-guide/mm/pagemap.rst)
 _ENTRY_BYTES = 8
@@ -78,6 +80,7 @@ class Snapshotted(Effect, kind="snapshotted"):
     since_ticks: int
     forks: list[Process] = field(default_factory=list)
     are_all_known: bool = False
+    oom_groups: list[Path] = field(default_factory=list)  # switches that are off for as long as there are forks
 
     def undo(self, _journal: Journal, patience: Patience) -> None:
         """End the forks, and have their parents wait for them: they have died with the agent if it was killed.
@@ -92,6 +95,9 @@ class Snapshotted(Effect, kind="snapshotted"):
         forks = [*self.forks, *self._unrecorded()]
         for one in forks:
             end(one)
+        for switch in self.oom_groups:
+            with suppress(OSError):  # the container is gone
+                switch.write_text("1")
         for one in forks:
             reap(one, self.processes)
 
@@ -187,7 +193,11 @@ def take(  # noqa: PLR0913 - what is copied, how, and for whom
     """
     processes = sorted({area.process for area in areas})
     instructions = _instructions(processes) if may_fork else {}
-    effect = journal.add(Snapshotted(processes=processes, since_ticks=clock_ticks()), undone_last=True)
+    groups = _oom_groups(processes, journal.facts(CallFacts).cgroup) if instructions else []
+    effect = Snapshotted(processes=processes, since_ticks=clock_ticks(), oom_groups=groups or [])
+    journal.add(effect, undone_last=True)
+    if groups is None or not _switched_off(groups):
+        instructions = {}
     keep = partial(pack, directory=directory, prefix=prefix, workers=workers, durable=durable, patience=patience)
     try:
         with still as hold:
@@ -211,6 +221,28 @@ def _instructions(processes: Iterable[Process]) -> dict[Process, CallInstruction
     except TraceError as error:
         log.warning("memory is read while all stand still, which takes longer: %s", error)
         return {}
+
+
+def _oom_groups(processes: Iterable[Process], container_cgroup: str) -> list[Path] | None:
+    """Find what would have forks end together with processes of the job; None if it is not only this container's."""
+    found: set[Path] = set()
+    for process in processes:
+        ours, above = oom_groups(process.pid, container_cgroup)
+        if above:
+            log.warning("memory is read while all stand still, which takes longer: %s is set", above[0])
+            return None
+        found.update(ours)
+    return sorted(found)
+
+
+def _switched_off(switches: Iterable[Path]) -> bool:
+    for switch in switches:
+        try:
+            switch.write_text("0")
+        except OSError as error:
+            log.warning("memory is read while all stand still, which takes longer: %s: %s", switch, plain(error))
+            return False
+    return True
 
 
 def _fork_all(
@@ -346,7 +378,8 @@ def _read_forks(
     """Read forks while their parents go on, when nobody else needs the processor; they drop what has been read.
 
     Raises:
-        SnapshotLost: if one has ended.
+        SnapshotLost: as soon as one has ended: nobody but this process can wait for it then, and its container, killed,
+            does not end before.
     """
     by_pid = {one.process.pid: one for one in forks.values()}
     starts: dict[Process | None, list[int]] = defaultdict(list)
@@ -365,12 +398,13 @@ def _read_forks(
             seen += _NOTE.size
             by_pid[pid].drop(span)
 
+    alive = {f"the snapshot of process {one.parent.pid}": one.process for one in forks.values()}
     try:
-        with at_idle_priority():
-            found = keep([piece.source(notes, starts[piece.fork]) for piece in pieces], progress=drop)
+        with at_idle_priority(), closing(Patience(alive)) as patience:
+            sources = [piece.source(notes, starts[piece.fork]) for piece in pieces]
+            found = keep(sources, progress=drop, patience=patience)
     except (OcihookError, OSError) as error:
-        if not isinstance(error, GivenUp):
-            _check(forks.values(), error)
+        _check(forks.values(), error)
         raise
     finally:
         os.close(notes)

@@ -8,7 +8,8 @@
  * It prints `ready PORT ADDRESS SIZE ADDRESS SIZE ADDRESS SIZE`: it listens on that port. Commands, each answered:
  *   check: `ok TOTAL` or what is wrong; filter: no system call but a few, or it ends; limit: it may have no child;
  *   unshare: its children are in a new PID namespace; child: one that sends no signal, `PID`; fork: one that ends at once;
- *   map: 64 MiB of new memory, and the half of the plain mapping unmapped; exec: sleep(1); exit.
+ *   map: 64 MiB of new memory, and the half of the plain mapping unmapped; exec: sleep(1); exit;
+ *   huge: pages of hugetlbfs, none of which is reserved for a copy; write: to all of these again.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -97,8 +98,22 @@ static long filter(void)
     return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program);
 }
 
+enum { HUGE = 2 << 20, HUGE_PAGES = 2 };
+static char *huge;
+
 static long act(const char *command)
 {
+    if (!strcmp(command, "huge")) {
+        huge = mmap(NULL, HUGE_PAGES * HUGE, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_NORESERVE, -1, 0);
+        if (huge == MAP_FAILED)
+            return 1;
+    }
+    if (!strcmp(command, "huge") || !strcmp(command, "write")) {
+        for (int n = 0; n < HUGE_PAGES; n++)
+            huge[n * HUGE]++;
+        return huge[0] != huge[HUGE];
+    }
     size_t half = mapped[0].size / 2;
     if (!strcmp(command, "filter"))
         return filter();

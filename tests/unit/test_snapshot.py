@@ -6,6 +6,7 @@ The process keeps a sum over all its pages while it changes them (tests/fakes/ve
 import contextlib
 import itertools
 import os
+import re
 import select
 import signal
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import SnapshotLost
-from ocihook.linux import forked, ptrace
+from ocihook.linux import cgroup, forked, ptrace
 from ocihook.linux.hold import Hold
 from ocihook.linux.memory import ProcessMemory, Span
 from ocihook.linux.patience import ENDLESS
@@ -471,6 +472,78 @@ def test_there_must_be_room_for_what_is_written_meanwhile(monkeypatch: pytest.Mo
         monkeypatch.setattr(snapshot, "available_bytes", lambda available=available: available << 30)
         monkeypatch.setattr(snapshot, "memory_headroom_bytes", lambda _pid, limit=limit: limit and limit << 30)
         assert has_room(1, 100 << 30, 0.1) is is_enough
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[None]:
+    """As many pages of hugetlbfs as the process has, and no more."""
+    number = Path("/proc/sys/vm/nr_hugepages")
+    before = number.read_text()
+    number.write_text(str(int(before) + 2))
+    free = re.search(r"^HugePages_Free: +(\d+)$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert free is not None
+    try:
+        if free[1] != "2":
+            pytest.skip(f"{free[1]} pages of hugetlbfs are free here, and not 2")
+        yield
+    finally:
+        number.write_text(before)
+
+
+@pytest.mark.usefixtures("huge_pages")
+def test_a_snapshot_takes_no_pages_of_hugetlbfs_from_its_process(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path
+) -> None:
+    """A process that writes to one that a fork has too, and for whose copy there is none left, gets SIGBUS."""
+    one = start()
+    assert one.do("huge") == "done"
+    meanwhile = Meanwhile(one, lambda: one.do("write"))
+    assert take(journal, tmp_path / "packs", one, during=meanwhile).was_forked
+    assert meanwhile.was_done
+    assert one.do("write") == "done"
+    one.check()
+
+
+def test_where_memory_runs_out_a_fork_ends_alone(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if an agent that had seen to that is killed, the switch is as it was once the forks have ended."""
+    one, switch = start(), tmp_path / "memory.oom.group"
+    switch.write_text("1")
+    above: list[Path] = []
+    monkeypatch.setattr(snapshot, "oom_groups", lambda _pid, _cgroup: ([switch], above))
+    seen: list[str] = []
+    meanwhile = Meanwhile(one, lambda: seen.append(switch.read_text()))
+    assert take(journal, tmp_path / "packs", one, during=meanwhile).was_forked
+    assert seen == ["0"]
+    assert switch.read_text() == "1"
+
+    kill = Meanwhile(one, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert run_killed(journal, lambda: None, partial(take, journal, tmp_path / "killed", one, during=kill))
+    assert switch.read_text() == "1"
+
+    above.append(tmp_path / "pod")
+    assert not take(journal, tmp_path / "above", one).was_forked
+    above.clear()
+    switch.unlink()
+    switch.mkdir()
+    assert not take(journal, tmp_path / "refused", one).was_forked
+    one.check()
+
+
+def test_which_cgroups_end_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "pods/pod/container/inner"
+    inner.mkdir(parents=True)
+    for directory, value in (("pods", "0"), ("pods/pod", "1"), ("pods/pod/container", "1"), (inner, "0")):
+        (tmp_path / directory / "memory.oom.group").write_text(f"{value}\n")
+    monkeypatch.setattr(cgroup, "_cgroup_paths", lambda _pid, _controller: [(2, "/pods/pod/container/inner")])
+    monkeypatch.setattr(cgroup, "_cgroup_mounts", lambda _version, _controller: [tmp_path])
+    container, pod = (directory / "memory.oom.group" for directory in (inner.parent, inner.parents[1]))
+    assert cgroup.oom_groups(1, "container") == ([container], [pod])
+    assert cgroup.oom_groups(1) == ([], [container, pod])
+    container.unlink()
+    pod.write_text("0")
+    assert cgroup.oom_groups(1, "container") == ([], [])
 
 
 def test_a_note_of_what_was_read_counts_once_it_is_whole() -> None:
