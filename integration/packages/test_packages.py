@@ -182,6 +182,8 @@ def assert_agent_can_do_all_under_systemd(node: Node) -> None:
     assert systemctl(node, "is-active", "ocihook.service", check=False) == "inactive"
     node.checkpoint("gpu", archive, "--leave-running")
     assert systemctl(node, "is-active", "ocihook.service") == "active"
+    agent = systemctl(node, "show", "--property=MainPID", "--value", "ocihook.service")
+    assert "Seccomp:\t0\n" in node.run("cat", f"/proc/{agent}/status"), "else it may not suspend that of a container"
     assert_has_no_page_images(archive)
     before = node.count("gpu")
     node.assert_goes_on("gpu", before)
