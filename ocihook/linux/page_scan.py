@@ -1,27 +1,31 @@
 """Which pages of a process's own memory are there: the ones that CRIU dumps.
 
 By the ioctl PAGEMAP_SCAN of /proc/PID/pagemap (since Linux 6.7: Documentation/admin-guide/mm/pagemap.rst), with the
-mask that CRIU itself uses (criu/pagemap-cache.c): present or swapped, neither a zero page nor a file's.
+mask that CRIU itself uses (criu/pagemap-cache.c): present or swapped, neither a zero page nor a file's. Guard pages, as
+threads have below their stacks (MADV_GUARD_INSTALL, since Linux 6.13), cannot be read, and newer kernels say so.
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from ocihook.linux.memory import Mapping, Span, read_mappings
 
 _PAGEMAP_SCAN = 0xC0606610
 # include/uapi/linux/fs.h: PAGE_IS_...
-_FILE, _PRESENT, _SWAPPED, _ZERO, _SOFT_DIRTY = 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 7
+_FILE, _PRESENT, _SWAPPED, _ZERO, _SOFT_DIRTY, _GUARD = 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 7, 1 << 8
 _ARGUMENT = struct.Struct("<12Q")  # struct pm_scan_arg
 _WALK_END = struct.Struct("<32xQ")  # of that, where it has come to
 _RUN_NUMBERS = 3  # struct page_region: start, end, categories
 _RUNS_AT_ONCE = 4096
 # What the kernel brings by itself; whatever a process has of huge pages of hugetlbfs or of devices is up to CRIU.
 _NOT_MEMORY = ("[vvar", "[vsyscall]", "/anon_hugepage", "/dev/")
+PLAIN_FILES = ("/dev/shm/", "/dev/zero")  # noqa: S108 - of names below /dev, those that the kernel shows of memory
 _VDSO = "[vdso]"  # CRIU dumps it whole
 
 
@@ -77,12 +81,29 @@ def _scan(fd: int, mapping: Mapping, categories: int) -> Iterable[Span]:
 
 
 def _is_private(mapping: Mapping) -> bool:
-    return mapping.mode[0] == "r" and mapping.mode[3] == "p" and not mapping.name.startswith(_NOT_MEMORY)
+    is_memory = not mapping.name.startswith(_NOT_MEMORY) or mapping.name.startswith(PLAIN_FILES)
+    return mapping.mode[0] == "r" and mapping.mode[3] == "p" and is_memory
+
+
+@cache
+def _unwanted() -> int:
+    """Return the categories of pages that are left out, of those that this kernel knows."""
+    fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    unwanted = _ZERO | _FILE | _GUARD
+    try:
+        fcntl.ioctl(fd, _PAGEMAP_SCAN, _ARGUMENT.pack(_ARGUMENT.size, *[0] * 7, unwanted, unwanted, 0, _PRESENT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        unwanted = _ZERO | _FILE
+    finally:
+        os.close(fd)
+    return unwanted
 
 
 def _runs(fd: int, span: Span, categories: int) -> Iterator[Span]:
     found = (ctypes.c_uint64 * (_RUN_NUMBERS * _RUNS_AT_ONCE))()
-    at = span.start
+    at, unwanted = span.start, _unwanted()
     while at < span.end:
         argument = bytearray(
             _ARGUMENT.pack(
@@ -94,8 +115,8 @@ def _runs(fd: int, span: Span, categories: int) -> Iterator[Span]:
                 ctypes.addressof(found),
                 _RUNS_AT_ONCE,
                 0,  # max_pages: any number
-                _ZERO | _FILE,  # category_inverted
-                _ZERO | _FILE | categories,  # category_mask
+                unwanted,  # category_inverted
+                unwanted | categories,  # category_mask
                 _PRESENT | _SWAPPED,  # category_anyof_mask
                 _PRESENT | _SWAPPED,  # return_mask
             )

@@ -32,7 +32,7 @@ from ocihook.linux.files import identity, same_directory
 from ocihook.linux.memory import ProcessMemory, Span, common_spans, read_mappings
 from ocihook.linux.open_files import open_files
 from ocihook.linux.page_moves import MoveCounter
-from ocihook.linux.page_scan import anonymous_bytes, scan_dirty, scan_private
+from ocihook.linux.page_scan import PLAIN_FILES, anonymous_bytes, scan_dirty, scan_private
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, address_space, descendants
 from ocihook.memory.clean_pages import LEAST_PROCESS_BYTES, MOST_WORKERS, discard_earlier, discard_read, sources
@@ -46,7 +46,6 @@ _MEMORY_DEVICES = 1  # major number of /dev/null, zero, full, random, urandom, w
 _HARMLESS_MINORS = (3, 5, 7, 8, 9)
 _TERMINALS = (5, *range(136, 144))  # major numbers
 _IO_URING, _AIO = "anon_inode:[io_uring]", "/[aio]"
-_HARMLESS_MAPPINGS = ("/dev/shm/", "/dev/zero")  # noqa: S108 - names that the kernel shows
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +212,7 @@ def _unseen_writer(pids: Iterable[int]) -> str:
             name = mapping.name
             if name.startswith((_IO_URING, _AIO)):
                 return f"process {pid} uses asynchronous I/O ({name})"
-            if name.startswith("/dev/") and not name.startswith(_HARMLESS_MAPPINGS):
+            if name.startswith("/dev/") and not name.startswith(PLAIN_FILES):
                 return f"process {pid} has the device {name} mapped"
     return ""
 

@@ -14,7 +14,7 @@ import pytest
 from ocihook.criu.images import make_pagemap, page_images, parse_runs, read_runs
 from ocihook.criu.parent_images import LINK_NAME, has_parent, make_parent, remove_parent
 from ocihook.linux.memory import Span, read_detailed_mappings, subtract
-from ocihook.linux.page_scan import anonymous_bytes, private_spans, scan_private
+from ocihook.linux.page_scan import _GUARD, _unwanted, anonymous_bytes, private_spans, scan_private
 from ocihook.linux.patience import ENDLESS
 from ocihook.memory.clean_pages import ReadPages
 from ocihook.session.journal import Journal
@@ -22,6 +22,7 @@ from ocihook.session.participant import Dump
 
 PAGE = mmap.PAGESIZE
 _PROT_NONE, _MAP_FIXED = 0, 0x10  # mmap(2)
+_MADV_GUARD_INSTALL = 102  # madvise(2)
 _libc = ctypes.CDLL(None)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -158,6 +159,32 @@ def test_random_mappings_against_smaps(seed: int, tmp_path: Path) -> None:
         is_read = mapping.mode[0] == "r" and mapping.mode[3] == "p"
         common = [min(run.end, mapping.span.end) - max(run.start, mapping.span.start) for run in found]
         assert sum(size for size in common if size > 0) == (anonymous_size if is_read else 0), mapping
+
+
+def test_private_mappings_below_dev_are_memory_and_guard_pages_are_not(tmp_path: Path) -> None:
+    size = 4 * PAGE
+    path = Path("/dev/shm") / f"ocihook-test-{os.getpid()}"
+    path.write_bytes(bytes(size))
+    parts = []
+    try:
+        for name in (path, Path("/dev/zero")):
+            with name.open("r+b") as file:
+                parts.append(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE))
+    finally:
+        path.unlink()
+    parts.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    for part in parts:
+        part[:] = b"x" * size
+    starts = [ctypes.addressof(ctypes.c_char.from_buffer(part)) for part in parts]
+    has_guards = not _libc.madvise(ctypes.c_void_p(starts[2] + PAGE), ctypes.c_size_t(PAGE), _MADV_GUARD_INSTALL)
+    found = scan_private(os.getpid())
+    for start in starts[:2]:
+        assert any(run.start <= start and start + size <= run.end for run in found)
+    wanted = [Span(starts[2], starts[2] + PAGE), Span(starts[2] + 2 * PAGE, starts[2] + size)]
+    whole = [Span(starts[2], starts[2] + size)]
+    assert not subtract(wanted, found)
+    if has_guards and _unwanted() & _GUARD:  # both came with different versions of the kernel
+        assert subtract(whole, found) == [Span(starts[2] + PAGE, starts[2] + 2 * PAGE)]
 
 
 def test_a_process_that_is_gone() -> None:
