@@ -31,6 +31,7 @@ from ocihook.linux.mounts import unpin_directory
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, pid_below
 from ocihook.memory import regions
+from ocihook.memory.clean_pages import readable_bytes
 from ocihook.memory.half_restored import kill
 from ocihook.memory.regions import COPY_TIMEOUT_S, CheckpointedProcess
 from ocihook.memory.standstill import standing_still
@@ -265,7 +266,10 @@ def _move_out(
     discard_regions(directory)
     size = sum(part.size_bytes for one in checkpointed for part in one.spans)
     room = dump.call().memory_room_bytes
-    if dump.memory and room and stage_in_memory(dump.memory, size, room):
+    whole = (
+        max(size, readable_bytes(dump.init_pid)) if dump.reads_memory else size
+    )  # host memory comes to the same place
+    if dump.memory and room and any(stage_in_memory(dump.memory, wanted, room) for wanted in (whole, size)):
         directory = name = dump.memory
         facts = journal.facts(GpuFacts)
         journal.note(GpuFacts(gpu=facts.gpu, pids=facts.pids, staged_in_memory=True))
