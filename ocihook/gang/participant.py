@@ -13,6 +13,8 @@ from ocihook.model import GangRef
 from ocihook.net.survey import Survey
 from ocihook.session.participant import Act, Dump, Participant, Restore
 
+_STOPS = "stops"  # key by which a member says that it does not run on
+
 
 class Membership(Participant):
     """Meets the other containers of the job."""
@@ -36,7 +38,11 @@ class Membership(Participant):
         mine = {str(ip_interface(text).ip): "here" for link in links for text in link.addresses}
         peers = {str(connection.remote) for connection in survey.connections} if survey is not None else set[str]()
         calls = is_stopped and dump.policy.on_member_stop == "checkpoint"
-        dump.gang_addresses = attendance.meet(Phase.ARRIVED, mine, peers, calls=calls).keys()
+        if not dump.call().leave_running:
+            mine[_STOPS] = "yes"
+        told = attendance.meet(Phase.ARRIVED, mine, {*peers, _STOPS}, calls=calls)
+        dump.gang_stops = _STOPS in told
+        dump.gang_addresses = told.keys() - {_STOPS}
         self._note = GangNote(
             gang=gang._replace(epoch=attendance.epoch, attempt=attendance.attempt),
             here=attendance.here,

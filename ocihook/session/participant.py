@@ -134,6 +134,7 @@ class Dump(Act):
     reads_memory: bool = False  # most host memory is read past CRIU, which leaves it out
     takes_snapshot: bool = False  # it is read from a snapshot, once the container runs again; else before CRIU begins
     pre_copied: PreCopied | None = None  # what was read of it already, while it ran
+    gang_stops: bool = False  # a member of the gang is gone after it: then nothing may be lost any more
     gang_addresses: Collection[str] = ()  # of members of the gang that it is connected with
     staged_at: Path | None = None  # a place in the store for memory that goes past CRIU
     memory: Path | None = None  # where memory may be mounted for it
