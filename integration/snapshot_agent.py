@@ -34,6 +34,7 @@ def _fill(*arguments: Any, **options: Any) -> None:  # noqa: ANN401 - likewise
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+awaited_memory._WAIT_S = 1.0
 snapshot._Pages.read_into = _wait  # type: ignore[method-assign]
 if "full" in sys.argv:
     left_out.pack = _fill  # type: ignore[attr-defined, assignment]

@@ -200,8 +200,6 @@ def go(way: str, process: Process, driver: CudaDriver, found: dict[str, Any]) ->
         forked = None
         if way != "plain":
             forked = fork_now(process, still, able, clock, patience)
-            with clock.step("close files"):
-                forked.close_files()
             found["child has"] = looks(forked.process.pid, spans)
             found["child lacks"] = lacking(process.pid, forked.process.pid)
         reader, writer = os.pipe()

@@ -24,7 +24,7 @@ from integration.podman.test_faults import (
     start_dying_agent,
 )
 from integration.soft_dirty import track_memory
-from ocihook.linux.procfs import descendants
+from ocihook.linux.procfs import descendants, tracer_pid
 from ocihook.session.journal import open_journals
 
 MIB = 72  # of each of three mappings
@@ -105,11 +105,15 @@ def test_the_job_goes_on_while_its_memory_is_read(store_podman: Podman) -> None:
         assert len(forks) == 3, "of those with enough memory"
         podman.assert_goes_on("c", before)
         assert states(podman) == ["reading"]
+        assert os.sched_getscheduler(tracer_pid(forks[0]) or 0) == os.SCHED_IDLE
         again = threading.Thread(target=podman.checkpoint, args=("c", archives[1], "--leave-running"))
         again.start()
         wait_for("the other dump to begin", lambda: len(open_journals(podman.namespace.path("/run/ocihook"))) == 2)
         podman.assert_goes_on("c", before)
         assert again.is_alive()
+        reader = tracer_pid(forks[0])
+        assert reader
+        wait_for("it to be read at normal priority", lambda: os.sched_getscheduler(reader) == os.SCHED_OTHER)
         podman.namespace.path("/run/ocihook/go").touch()
         again.join()
     for dump in sessions(podman.namespace):
@@ -176,6 +180,21 @@ def test_what_is_lost_is_a_checkpoint(store_podman: Podman) -> None:
     podman("kill", "c")  # returns when it has ended, which is before the workers go on
     assert last_session(podman.namespace, "snapshot")["outcome"] == "failed"
     assert states(podman)[-1] == "lost"
+
+
+def test_who_stops_a_container_does_not_wait_for_ever(store_podman: Podman) -> None:
+    """The snapshot of an earlier dump is given up."""
+    podman = store_podman
+    archive = podman.scratch / "c.tar"
+    start(podman, SMALL_MIB, mode="store")
+    before = podman.count("c")
+    assert checkpoint_held(podman, archive)
+    podman.checkpoint("c", archive)
+    podman.ocihook("wait")
+    assert sorted(states(podman)) == ["complete", "lost"]
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", (1, before[1]))
 
 
 def test_none_is_taken_where_it_is_not_wanted(store_podman: Podman) -> None:

@@ -25,7 +25,7 @@ from ocihook.packs.unpacking import PackedPart
 # Packs of memory that was moved before CRIU began have numbers without these zeros in front (regions.py).
 READ_PREFIX = f"{REGION_PACK_PREFIX}0"
 MERGED_PREFIX = f"{REGION_PACK_PREFIX}00"
-_MOST_WORKERS = 99  # a number of four digits at most
+MOST_MERGERS = 99  # workers: packs have numbers of four digits at most
 
 
 class Piece(NamedTuple):
@@ -160,7 +160,7 @@ def merge_images(
             sources,
             place,
             prefix=MERGED_PREFIX,
-            workers=min(workers, _MOST_WORKERS),
+            workers=min(workers, MOST_MERGERS),
             durable=durable,
             patience=patience,
             progress=progress,

@@ -8,8 +8,9 @@ found, so what is thawed must be frozen again.
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from ocihook.errors import FreezeError
@@ -18,6 +19,7 @@ from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 
 HELD = "ocihook-held"  # name of a cgroup, below a container's, of processes that do not run before they are started
 FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to resume
+_V2_MEMORY = ("memory.max", "memory.current")
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V1_UNLIMITED_BYTES = 1 << 60
 
@@ -192,17 +194,13 @@ def oom_groups(pid: int, container_cgroup: str = "") -> tuple[list[Path], list[P
     """
     ours: list[Path] = []
     above: list[Path] = []
-    for version, path in _cgroup_paths(pid, "memory"):
-        for mount in _cgroup_mounts(version, "memory") if version == 2 else ():
-            directory = mount / path.lstrip("/")
-            own = _up_to(container_cgroup, directory)
-            for one in (directory, *directory.parents):
-                if one == mount:
-                    break
-                switch = one / "memory.oom.group"
-                with contextlib.suppress(OSError):  # without that controller
-                    if switch.read_text().strip() == "1":
-                        (ours if one in own else above).append(switch)
+    for row in _rows(pid, "memory"):
+        own = _up_to(container_cgroup, row[0])
+        for directory in row:
+            switch = directory / "memory.oom.group"
+            with contextlib.suppress(OSError):  # v1, or without that controller
+                if switch.read_text().strip() == "1":
+                    (ours if directory in own else above).append(switch)
     return ours, above
 
 
@@ -243,23 +241,36 @@ def memory_headroom_bytes(pid: int) -> int | None:
     What can be reclaimed at once, file cache that is not in use, counts as free.
     """
     rooms = []
-    for version, path in _cgroup_paths(pid, "memory"):
-        names = ("memory.max", "memory.current") if version == 2 else _V1_MEMORY
-        for mount in _cgroup_mounts(version, "memory"):
-            directory = mount / path.lstrip("/")
-            for ancestor in (directory, *directory.parents):
-                try:
-                    limit, used = ((ancestor / name).read_text().strip() for name in names)
-                    reclaimable = re.search(
-                        r"^(?:total_)?inactive_file (\d+)$", (ancestor / "memory.stat").read_text(), re.MULTILINE
-                    )
-                except OSError:
-                    continue
-                if limit != "max" and int(limit) < _V1_UNLIMITED_BYTES:
-                    rooms.append(int(limit) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
-                if ancestor == mount:
-                    break
+    for directory in chain.from_iterable(_rows(pid, "memory")):
+        names = _V2_MEMORY if (directory / _V2_MEMORY[0]).exists() else _V1_MEMORY
+        try:
+            limit, used = ((directory / name).read_text().strip() for name in names)
+            reclaimable = re.search(
+                r"^(?:total_)?inactive_file (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE
+            )
+        except OSError:
+            continue
+        if limit != "max" and int(limit) < _V1_UNLIMITED_BYTES:
+            rooms.append(int(limit) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
     return min(rooms, default=None)
+
+
+def process_headroom(pid: int) -> int | None:
+    """Return how many more processes and threads the cgroups of a process allow it; None if nothing limits them."""
+    rooms = []
+    for directory in chain.from_iterable(_rows(pid, "pids")):
+        with contextlib.suppress(OSError, ValueError):  # without that controller, or "max"
+            limit, used = (int((directory / name).read_text()) for name in ("pids.max", "pids.current"))
+            rooms.append(limit - used)
+    return min(rooms, default=None)
+
+
+def _rows(pid: int, controller: str) -> Iterator[list[Path]]:
+    """Yield the cgroup that a process is in and those above it, for each hierarchy that may have a controller."""
+    for version, path in _cgroup_paths(pid, controller):
+        for mount in _cgroup_mounts(version, controller):
+            row = [mount / path.lstrip("/"), *(mount / path.lstrip("/")).parents]
+            yield row[: row.index(mount) + 1]
 
 
 def leave_cgroup() -> None:

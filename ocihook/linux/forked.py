@@ -3,9 +3,10 @@
 The child shares the memory until one of the two writes to it, or the child drops it. It is traced from its first
 moment, and dies with its tracer; if that is killed in the microseconds before the kernel knows so, the child exits at
 its first instruction (linux/ptrace.py), with all signals blocked. It sends its parent no signal. It shares the
-parent's descriptors only until the parent runs again: it keeps no file, pipe or port open. It shares its working
-directory, so that a file system that the parent leaves can be unmounted; a program that the parent executes meanwhile
-gets no rights from its file (set-user-ID), as under any tracer. If memory runs out the kernel ends it before others.
+parent's descriptors only until the parent runs again: it keeps no pipe and no port open, and of files only those that
+were mapped, whose file system then cannot be unmounted. It shares the working directory, which the parent may leave. A
+program that the parent executes meanwhile gets no rights from its file (set-user-ID), as under any tracer. If memory
+runs out the kernel ends it before others.
 
 Its parent knows nothing of it, and does not wait for it: when it has ended, the parent is made to.
 """
@@ -16,13 +17,14 @@ import os
 import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from ocihook.errors import TraceError, plain
 from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.memory import Span, huge_spans
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Child, Process, children, pid_below
+from ocihook.linux.procfs import Child, Process, can_be_interrupted, children, pid_below, thread_ids
 from ocihook.linux.ptrace import BornHeld, CallInstruction, HeldThread, find_call_instruction, held
 
 # linux/sched.h, linux/wait.h, linux/close_range.h, asm-generic/mman-common.h
@@ -49,22 +51,23 @@ class Fork:
         self._freezer = find_freezer(process.pid)
         self._can_call = True
 
-    def close_files(self) -> None:
-        """Have it let go of the descriptors that it shares with its parent, which keeps them."""
-        self._call("close_range", 0, _ALL_DESCRIPTORS, _CLOSE_RANGE_UNSHARE)
-
     def drop(self, span: Span) -> None:
         """Have it drop memory, which its parent then need not copy to write to it. Whether it could does not matter."""
         self._call("madvise", span.start, span.size_bytes, _MADV_DONTNEED)
 
-    def drop_huge_pages(self) -> None:
-        """Have it drop private pages of hugetlbfs: for a copy of one its parent may find none left, and get SIGBUS.
+    def leave_parent(self) -> None:
+        """Have it let go of what it would keep its parent from: descriptors, and private pages of hugetlbfs.
+
+        For a copy of one of those the parent may find none left, and get SIGBUS.
 
         Raises:
             OSError: if it could not.
         """
+        patience = Patience(timeout_s=_CALL_TIMEOUT_S)
+        call = partial(self._thread.make_call, patience=patience)
+        call("close_range", self._instruction, 0, _ALL_DESCRIPTORS, _CLOSE_RANGE_UNSHARE)
         for span in huge_spans(self.process.pid):
-            self._thread.make_call("madvise", self._instruction, span.start, span.size_bytes, _MADV_DONTNEED)
+            call("madvise", self._instruction, span.start, span.size_bytes, _MADV_DONTNEED)
 
     def _call(self, name: str, *arguments: int) -> None:
         if self._can_call and not (self._freezer and self._freezer.is_frozen()):
@@ -131,7 +134,7 @@ def fork(process: Process, threads: Sequence[HeldThread], instruction: CallInstr
     try:
         thread.put_back(child.pid)
         Path(f"/proc/{child.pid}/oom_score_adj").write_text(_MOST_EXPENDABLE)
-        forked.drop_huge_pages()
+        forked.leave_parent()
     except OSError as error:
         end(child)
         raise TraceError(f"the fork of process {process.pid} cannot be used: {plain(error)}") from error
@@ -179,11 +182,33 @@ def _all_held(pid: int) -> Iterator[list[HeldThread]]:
     Raises:
         TraceError: if it is frozen, traced, or does not stop.
     """
+    _check_not_frozen(pid)
+    with held(pid, Patience(timeout_s=_CALL_TIMEOUT_S)) as threads:
+        yield [thread for thread in threads if Process.find(thread.tid)]
+
+
+@contextlib.contextmanager
+def _one_held(pid: int) -> Iterator[HeldThread]:
+    """Hold one thread of a process, that can stop at once; the others go on.
+
+    Raises:
+        TraceError: if there is none now, or it is frozen or traced.
+    """
+    _check_not_frozen(pid)
+    able = next((tid for tid in thread_ids(pid) if can_be_interrupted(tid)), None)
+    if able is None:
+        raise TraceError(f"no thread of process {pid} can be interrupted")
+    thread = HeldThread(able, Patience(timeout_s=_CALL_TIMEOUT_S))
+    try:
+        yield thread
+    finally:
+        thread.release()
+
+
+def _check_not_frozen(pid: int) -> None:
     freezer = find_freezer(pid)
     if freezer and freezer.is_frozen():
         raise TraceError(f"process {pid} is frozen")
-    with held(pid, Patience(timeout_s=_CALL_TIMEOUT_S)) as threads:
-        yield [thread for thread in threads if Process.find(thread.tid)]
 
 
 def reap(ended: Process, parents: Collection[Process]) -> None:
@@ -213,12 +238,12 @@ def reap(ended: Process, parents: Collection[Process]) -> None:
 
 def _wait_for(parent: Process, ended: Process) -> None:
     number = int(pid_below(parent.pid, ended.pid).split("/")[0] or 0)
+    if not number:  # somebody has waited for it; 0 would be any child
+        return
     try:
         instruction = find_call_instruction(parent.pid)
-        with _all_held(parent.pid) as threads:
-            for thread in threads[:1]:
-                with thread.without_filter():
-                    thread.make_call("wait4", instruction, number, 0, _WNOHANG | _WALL, 0)
+        with _one_held(parent.pid) as thread, thread.without_filter():
+            thread.make_call("wait4", instruction, number, 0, _WNOHANG | _WALL, 0)
     except (OSError, TraceError) as error:
         if parent.is_alive() and Child.find(ended.pid) is not None:
             what = f"process {parent.pid} cannot wait for its ended child {ended.pid}"

@@ -14,6 +14,7 @@ from ocihook.linux.workers import WorkerDied, run_forked
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
 _MEMINFO = Path("/proc/meminfo")
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
 _PREFAULT_BYTES = 64 << 20  # what a worker takes at a time
@@ -39,6 +40,13 @@ def available_bytes() -> int:
 def free_swap_bytes() -> int:
     """Return how much swap of the node is free; 0 if there is none."""
     return _meminfo_bytes("SwapFree")
+
+
+def commit_headroom_bytes() -> int | None:
+    """Return how much more memory processes may ask for; None if it need not be there (vm.overcommit_memory)."""
+    if _OVERCOMMIT.read_text().strip() != "2":
+        return None
+    return _meminfo_bytes("CommitLimit") - _meminfo_bytes("Committed_AS")
 
 
 def _meminfo_bytes(name: str) -> int:

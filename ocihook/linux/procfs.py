@@ -142,6 +142,12 @@ def thread_ids(pid: int) -> list[int]:
     return sorted(map(int, _listed(f"/proc/{pid}/task")))
 
 
+def can_be_interrupted(tid: int) -> bool:
+    """Return whether a thread runs, sleeps or is stopped, and does not wait for a disk; False when it is gone."""
+    fields = _stat_fields(tid)
+    return bool(fields) and fields[0] in "RSTt"
+
+
 def has_ended(pidfd: int) -> bool:
     """Return whether the process behind a pidfd has ended."""
     return bool(select.select([pidfd], [], [], 0)[0])

@@ -14,6 +14,7 @@ For that the tracer at least does not die with its parent.
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -382,9 +383,10 @@ class HeldThread:
             _ptrace(_CONT, self.tid)
 
     def _registers(self, machine: _Machine) -> "ctypes.Array[ctypes.c_uint64]":
-        return (ctypes.c_uint64 * machine.registers).from_buffer_copy(
-            self._register_set(_NT_PRSTATUS, 8 * machine.registers)
-        )
+        data = self._register_set(_NT_PRSTATUS, 8 * machine.registers)
+        if len(data) < 8 * machine.registers:
+            raise OSError(errno.ENOEXEC, f"thread {self.tid} runs a program of another machine, such as a 32-bit one")
+        return (ctypes.c_uint64 * machine.registers).from_buffer_copy(data)
 
     def _register_set(self, kind: int, most_bytes: int) -> bytes:
         data = ctypes.create_string_buffer(most_bytes)

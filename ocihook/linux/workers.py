@@ -96,6 +96,13 @@ def at_idle_priority() -> Iterator[None]:
         _set_io_priority(max(0, io_priority))
 
 
+def restore_priority(pid: int) -> None:
+    """Let another process, which is at idle priority, run as others do; one that is gone needs nothing."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+    _set_io_priority(0, pid)
+
+
 @contextlib.contextmanager
 def at_normal_priority() -> Iterator[None]:
     """Run this process at normal priority while others may wait for it; without permission, keep its priority."""
@@ -115,10 +122,10 @@ def at_normal_priority() -> Iterator[None]:
         _set_io_priority(max(0, io_priority))
 
 
-def _set_io_priority(value: int) -> None:
+def _set_io_priority(value: int, pid: int = 0) -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, value)
+        _libc.syscall(number, _IOPRIO_WHO_PROCESS, pid, value)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ocihook.criu.images import PAGE_BYTES, parse_pagemap, parse_runs, read_bounded
 from ocihook.errors import ImageError
 from ocihook.images.image_set import MovedRegions
-from ocihook.images.merging import MERGED_PREFIX, is_incomplete, merge
+from ocihook.images.merging import MERGED_PREFIX, MOST_MERGERS, is_incomplete, merge
 from ocihook.linux.memory import Span
 from ocihook.linux.procfs import Process
 from ocihook.memory.snapshot import Area, Copied
@@ -136,7 +136,7 @@ def join(
         for row in image.rows
         if row.is_written
     ]
-    packed, packs = pack(sources, place, prefix=MERGED_PREFIX, workers=workers, durable=False)
+    packed, packs = pack(sources, place, prefix=MERGED_PREFIX, workers=min(workers, MOST_MERGERS), durable=False)
     found: dict[bool, Iterator[tuple[Segment, ...]]] = {True: iter(packed), False: iter(copied.rows)}
     images = [
         PackedImage(

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from ocihook.errors import OcihookError, SnapshotLost, TraceError, plain
-from ocihook.linux.cgroup import memory_headroom_bytes, oom_groups, wait_until_thawed
+from ocihook.linux.cgroup import memory_headroom_bytes, oom_groups, process_headroom, wait_until_thawed
 from ocihook.linux.forked import Fork, clock_ticks, end, find_forks, fork, reap
 from ocihook.linux.hold import Hold
-from ocihook.linux.memory import ProcessMemory, Span, available_bytes, read_mappings, subtract
+from ocihook.linux.memory import ProcessMemory, Span, available_bytes, commit_headroom_bytes, read_mappings, subtract
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, descendants, tracer_pid
 from ocihook.linux.ptrace import CallInstruction, find_call_instruction
-from ocihook.linux.workers import at_idle_priority
+from ocihook.linux.workers import at_idle_priority, restore_priority
 from ocihook.packs.pack import PAGE_BYTES, PackInfo
 from ocihook.packs.packed_manifest import Segment
 from ocihook.packs.packing import pack
@@ -82,14 +82,24 @@ class Snapshotted(Effect, kind="snapshotted"):
     are_all_known: bool = False
     oom_groups: list[Path] = field(default_factory=list)  # switches that are off for as long as there are forks
 
+    def hurry(self) -> None:
+        """Have them read at normal priority: somebody waits for that."""
+        for tracer in {tracer_pid(one.pid) for one in self.forks}:
+            for reader in descendants(tracer) if tracer else ():
+                restore_priority(reader)
+
+    def give_up(self) -> None:
+        """End the forks, in whatever process they are read: the snapshot is lost."""
+        for one in self.forks:
+            one.send(signal.SIGKILL)
+
     def undo(self, _journal: Journal, patience: Patience) -> None:
         """End the forks, and have their parents wait for them: they have died with the agent if it was killed.
 
         Raises:
             FreezeError, TraceError: as long as a container is frozen or traced; it can be tried again.
         """
-        for one in self.forks:
-            one.send(signal.SIGKILL)
+        self.give_up()
         for process in self.processes:
             wait_until_thawed(process, patience)
         forks = [*self.forks, *self._unrecorded()]
@@ -107,22 +117,33 @@ class Snapshotted(Effect, kind="snapshotted"):
             return []
         found = [one for process in self.processes for one in find_forks(process, self.since_ticks)]
         rest = [one for one in found if one not in self.forks]
+        for one in rest:
+            if tracer_pid(one.pid) == os.getpid():  # made, and then not found
+                one.send(signal.SIGKILL)
         Patience(timeout_s=_UNRECORDED_END_S).until(lambda: not any(one.is_alive() for one in rest))
         return [one for one in rest if not one.is_alive()]
 
 
 def has_room(init_pid: int, memory_bytes: int, share: float, gpu_bytes: int = 0) -> bool:
-    """Return whether there is room for what a container may write while its snapshot is read.
+    """Return whether there is room for what a container may write while its snapshot is read, and start.
+
+    Its forks may take half of the processes that it may still have.
 
     Args:
-        init_pid: of the container, whose limit on memory counts, too.
+        init_pid: of the container, whose limits count, too.
         memory_bytes: that it has.
         share: how much of it it may write meanwhile.
         gpu_bytes: that it has on GPUs, and that its forks alone have once it has its GPUs back.
     """
     tables_bytes = (memory_bytes + gpu_bytes) / _TABLE_SHARE
-    need, limit = memory_bytes * share + gpu_bytes + tables_bytes, memory_headroom_bytes(init_pid)
-    return need <= available_bytes() and (limit is None or need <= limit)
+    need = memory_bytes * share + gpu_bytes + tables_bytes
+    rooms = [
+        (need, available_bytes()),
+        (need, memory_headroom_bytes(init_pid)),
+        (need + memory_bytes + gpu_bytes, commit_headroom_bytes()),
+        (2 * len(descendants(init_pid)), process_headroom(init_pid)),
+    ]
+    return all(room is None or wanted <= room for wanted, room in rooms)
 
 
 class Snapshot:
@@ -255,7 +276,6 @@ def _fork_all(
             for process, instruction in instructions.items():
                 forks[process] = fork(process, hold.threads.get(process, ()), instruction)
                 effect.forks.append(forks[process].process)
-                forks[process].close_files()
         effect.are_all_known = True
     except TraceError as error:
         log.warning("memory is read while all stand still, which takes longer: %s", error)
@@ -366,7 +386,8 @@ class _Pages:
             self._done.append(span)
 
     def close(self) -> None:
-        """Note what was read."""
+        """Note what was read, and close the memory."""
+        self._memory.close()
         if self._notes >= 0:
             for span in self._done:
                 os.write(self._notes, _NOTE.pack(self._pid, *span))

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ocihook.checkpoints.awaited import lose, reading, supply
-from ocihook.checkpoints.pending import read_job
+from ocihook.checkpoints.pending import Job, read_job
 from ocihook.checkpoints.stage import Place
-from ocihook.errors import OcihookError, SnapshotLost, StoreFull, plain
+from ocihook.errors import IntegrityError, OcihookError, SnapshotLost, StoreFull, plain
 from ocihook.images.image_set import MovedRegions
 from ocihook.images.merging import READ_PREFIX
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants
-from ocihook.memory.clean_pages import PagesRead, readable_bytes
+from ocihook.memory.clean_pages import MOST_WORKERS, PagesRead, readable_bytes
 from ocihook.memory.left_out import find_left_out, join
 from ocihook.memory.snapshot import Snapshot, Snapshotted, has_room, take
 from ocihook.memory.standstill import held_instead
@@ -30,6 +30,7 @@ from ocihook.session.participant import CallFacts, Dump, Participant, SizeFacts
 from ocihook.stages.detached import keep_from_end
 
 _KILLED = "ocihook was killed before the snapshot was read"
+_WAIT_S = 10.0  # of a dump after which the container is gone, as by a stop that has 30 s by default
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class ChosenSnapshot(Participant):
         call = dump.call()
         if not (dump.reads_memory and call.leave_running and call.policy.mode == "store"):
             return
-        if call.policy.snapshot == "on":
+        if call.policy.snapshot == "on" and not dump.gang_stops:
             if has_room(dump.init_pid, readable_bytes(dump.init_pid), call.snapshot_share, dump.gpu_bytes):
                 dump.takes_snapshot = keep_from_end(dump)
             else:
@@ -91,23 +92,36 @@ class ChosenSnapshot(Participant):
 
 
 class EarlierSnapshot(Participant):
-    """Waits until the snapshot of an earlier dump has been read: its forks are no processes of the container's own."""
+    """Waits until the snapshot of an earlier dump has been read: its forks are no processes of the container's own.
+
+    That is read at normal priority meanwhile; and given up for a dump after which the container is gone, if it takes
+    long: who stops a container does not wait for ever.
+    """
 
     def needs_tasks(self, dump: Dump) -> bool:
         """Return whether there is one: processes wait for their forks."""
-        return _is_being_read(dump)
+        return bool(_being_read(dump))
 
     def prepare(self, dump: Dump) -> None:
         """Wait for it."""
-        if _is_being_read(dump):
-            with dump.journal.phase("wait for snapshot"):
-                dump.patience.until(lambda: not _is_being_read(dump))
+        snapshots = _being_read(dump)
+        if not snapshots:
+            return
+        with dump.journal.phase("wait for snapshot"):
+            for snapshot in snapshots:
+                snapshot.hurry()
+            patience = dump.patience if dump.call().leave_running else dump.patience.within(_WAIT_S)
+            if not patience.until(lambda: not _being_read(dump)):
+                log.warning("container %s: the snapshot of an earlier dump is given up for this one", dump.container)
+                for snapshot in _being_read(dump):
+                    snapshot.give_up()
+                dump.patience.until(lambda: not _being_read(dump))
 
 
-def _is_being_read(dump: Dump) -> bool:
+def _being_read(dump: Dump) -> list[Snapshotted]:
     found = [effect for journal in other_journals(dump.journal) if (effect := journal.find(Snapshotted))]
     inside = set(descendants(dump.init_pid)) if found else set()
-    return any(process.pid in inside for effect in found for process in effect.processes)
+    return [effect for effect in found if any(process.pid in inside for process in effect.processes)]
 
 
 def await_memory(dump: Dump, place: Place) -> None:
@@ -141,8 +155,10 @@ def take_snapshot(dump: Dump) -> None:
             journal=journal,
             still=held_instead(dump),
             prefix=READ_PREFIX,
-            workers=dump.call().workers,
+            workers=min(dump.call().workers, MOST_WORKERS),
             durable=False,
+            patience=dump.patience,
+            progress=dump.progress,
         )
     except Exception as error:
         effect.reason = _reason(error)
@@ -169,13 +185,17 @@ def read_snapshot(dump: Dump) -> str:
     assert effect is not None
     place = effect.place
     try:
+        job = read_job(dump.store.open(place.domain), place.pending.name)
+        if job is None:
+            raise IntegrityError(f"checkpoint {place.pending.name} was removed before its snapshot was read")
+        if not job.awaits_memory and not job.lost:  # the agent was killed after that
+            return _supplied(dump, effect, job)
         if effect.snapshot is None or read is None:
             raise SnapshotLost(_KILLED)
         copied = effect.snapshot.read()
-        job = read_job(dump.store.open(place.domain), place.pending.name)
         with journal.phase("merge") as phase:
             left_out = find_left_out(read.record, read.snapshot)
-            joined = join(left_out, copied, job.images if job else {}, place.pending, dump.call().workers)
+            joined = join(left_out, copied, job.images, place.pending, dump.call().workers)
             phase["bytes"] = sum(image.size_bytes for image in joined.images)
             before = read_manifest(place.pending)  # what was moved before CRIU began
             if before is not None:
@@ -186,7 +206,11 @@ def read_snapshot(dump: Dump) -> str:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(f"no space left for the memory of its snapshot in {place.pending.parent}") from error
         raise
-    journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
-    effect.undo(journal, ENDLESS)
-    journal.forget(effect)
-    return f"{phase['bytes']} bytes of host memory were read from a snapshot"
+    return _supplied(dump, effect, job)
+
+
+def _supplied(dump: Dump, effect: AwaitsMemory, job: Job) -> str:
+    dump.journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
+    effect.undo(dump.journal, ENDLESS)
+    dump.journal.forget(effect)
+    return f"container {dump.container}: host memory was read from a snapshot, {job.raw_bytes} bytes in all"

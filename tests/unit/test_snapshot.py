@@ -20,15 +20,17 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import SnapshotLost
-from ocihook.linux import cgroup, forked, ptrace
+from ocihook.images.merging import MERGED_PREFIX, MOST_MERGERS, READ_PREFIX
+from ocihook.linux import cgroup, forked, memory, ptrace
 from ocihook.linux.hold import Hold
 from ocihook.linux.memory import ProcessMemory, Span
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, children, descendants, tracer_pid
 from ocihook.memory import snapshot
+from ocihook.memory.clean_pages import MOST_WORKERS
 from ocihook.memory.snapshot import Area, Copied, Snapshotted, has_room
 from ocihook.packs.pack import PAGE_BYTES, PackFile
-from ocihook.packs.packed_manifest import PackedRegion
+from ocihook.packs.packed_manifest import PACK_NAME, PackedRegion
 from ocihook.packs.unpacking import Packs
 from ocihook.session.journal import Journal
 from ocihook.session.undo import undo_all
@@ -467,11 +469,86 @@ def test_a_child_of_its_own_is_not_taken_for_a_fork(
     child.send(signal.SIGKILL)
 
 
-def test_there_must_be_room_for_what_is_written_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, available, is_enough in ((None, 11, True), (None, 9, False), (11, 99, True), (9, 99, False)):
-        monkeypatch.setattr(snapshot, "available_bytes", lambda available=available: available << 30)
-        monkeypatch.setattr(snapshot, "memory_headroom_bytes", lambda _pid, limit=limit: limit and limit << 30)
-        assert has_room(1, 100 << 30, 0.1) is is_enough
+def test_a_process_of_another_machine_is_read_while_it_stands_still(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a 32-bit one, of which the kernel gives fewer registers."""
+    one, real = start(), ptrace.HeldThread._register_set
+
+    def short(thread: ptrace.HeldThread, kind: int, most_bytes: int) -> bytes:
+        return real(thread, kind, most_bytes)[:68]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ptrace.HeldThread, "_register_set", short)
+        copied = take(journal, tmp_path / "packs", one)
+    assert not copied.was_forked
+    assert check_copy(copied, tmp_path / "packs", one) <= one.total
+    undo_all(journal, ENDLESS)
+    one.check()
+
+
+def test_reading_keeps_no_descriptors(start: Callable[..., Versions], journal: Journal, tmp_path: Path) -> None:
+    one = start()
+    before = os.listdir("/proc/self/fd")
+    for name in ("forked", "held"):
+        take(journal, tmp_path / name, one, workers=1, may_fork=name == "forked")
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize(
+    ("limits", "is_enough"),
+    [
+        ({}, True),
+        ({"available_bytes": 9 << 30}, False),
+        ({"memory_headroom_bytes": 11 << 30}, True),
+        ({"memory_headroom_bytes": 9 << 30}, False),
+        ({"commit_headroom_bytes": 111 << 30}, True),
+        ({"commit_headroom_bytes": 109 << 30}, False),
+        ({"process_headroom": 2}, True),
+        ({"process_headroom": 1}, False),
+    ],
+)
+def test_there_must_be_room_for_what_is_written_meanwhile(
+    limits: dict[str, int], *, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for the forks, of one process here."""
+    found = {
+        "available_bytes": 11 << 30,
+        "memory_headroom_bytes": None,
+        "commit_headroom_bytes": None,
+        "process_headroom": None,
+    }
+    for name, value in (found | limits).items():
+        monkeypatch.setattr(snapshot, name, lambda *_, value=value: value)
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        assert has_room(child.pid, 100 << 30, 0.1) is is_enough
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_limits_of_processes_and_of_what_they_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "pod/container"
+    inner.mkdir(parents=True)
+    monkeypatch.setattr(cgroup, "_cgroup_paths", lambda _pid, _controller: [(2, "/pod/container")])
+    monkeypatch.setattr(cgroup, "_cgroup_mounts", lambda _version, _controller: [tmp_path])
+    assert cgroup.process_headroom(1) is None
+    for directory, limit, used in ((inner, "max", "3"), (inner.parent, "9", "4")):
+        (directory / "pids.max").write_text(limit)
+        (directory / "pids.current").write_text(used)
+    assert cgroup.process_headroom(1) == 5
+    for name, text in (("_OVERCOMMIT", "2\n"), ("_MEMINFO", "CommitLimit: 10 kB\nCommitted_AS: 4 kB\n")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(memory, name, tmp_path / name)
+    assert memory.commit_headroom_bytes() == 6 << 10
+    (tmp_path / "_OVERCOMMIT").write_text("0\n")
+    assert memory.commit_headroom_bytes() is None
+
+
+def test_packs_have_names_that_can_be_read_with_any_number_of_workers() -> None:
+    for name in (f"{MERGED_PREFIX}{MOST_MERGERS - 1}", f"{READ_PREFIX}{2 * MOST_WORKERS - 1}"):
+        assert PACK_NAME.fullmatch(f"{name}.pack")
 
 
 @pytest.fixture
