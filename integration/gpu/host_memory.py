@@ -95,6 +95,7 @@ class Job:
             "seconds": seconds,
             "complete_after_s": time.time() - began,
             "phases": phases(session),
+            "criu_us": session["facts"].get("criu_statistics", {}),
             **without_gpu(session),
             "stored_bytes": sum(path.stat().st_size for path in image_dir.iterdir()),
         }
