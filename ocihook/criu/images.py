@@ -30,6 +30,7 @@ _PAGEMAP_MAGIC = 0x56084025
 _PSTREE_MAGIC = 0x50273030
 _STATS_MAGIC = 0x57093306
 _PE_PARENT, _PE_PRESENT = 1 << 0, 1 << 2  # criu/include/pagemap.h
+_MOST_PAGES = (1 << 32) - 1  # of a run, in the field of older releases
 _MAX_PAGEMAP_BYTES = 64 << 20  # three million runs, of which none are kept
 _MAX_PSTREE_BYTES = 4 << 20  # a hundred thousand processes; each takes some ten times as much when it is read
 _MAX_MESSAGE_BYTES = 1 << 20  # far above any message of these images; a limit for damaged ones
@@ -173,6 +174,40 @@ def parse_runs(data: bytes, name: str = "pagemap") -> Iterator[PageRun]:
         ImageError: if it is damaged, after what comes before.
     """
     return map(_run, _open_pagemap(data, name)[1])
+
+
+def join_pagemap(data: bytes, name: str = "pagemap") -> bytes:
+    """Return a pagemap image in which adjacent runs are one, as CRIU writes a run for each MiB: to be read repeatedly.
+
+    One with fields that are not known is returned as it is.
+
+    Raises:
+        ImageError: if it is damaged.
+    """
+    head, entries = _open_pagemap(data, name)
+    made = bytearray(_TWO_MAGICS.pack(COMMON_MAGIC, _PAGEMAP_MAGIC) + _framed(head))
+    last, end = None, -1  # an entry, and where it ends
+    for entry in entries:
+        if len(UnknownFieldSet(entry)):
+            return data
+        vaddr, pages, _ = _run(entry)
+        if last is not None and vaddr == end and _kind(entry) == _kind(last):
+            together = _run(last).pages + pages
+            if together <= _MOST_PAGES:
+                _set_run(last, _run(last).vaddr, together)
+                end += pages * PAGE_BYTES
+                continue
+        if last is not None:
+            made += _framed(last)
+        last, end = entry, vaddr + pages * PAGE_BYTES
+    if last is not None:
+        made += _framed(last)
+    return bytes(made)
+
+
+def _kind(entry: Message) -> tuple[bool, int, bool, bool]:
+    is_new = entry.HasField("nr_pages")
+    return is_new, entry.flags, entry.in_parent, entry.HasField("flags")  # type: ignore[attr-defined]
 
 
 def cut_pagemap(data: bytes, gone: Iterable[tuple[int, int]], pages_id: int, name: str = "pagemap") -> bytes:

@@ -22,6 +22,7 @@ from ocihook.criu.images import (
     PAGE_BYTES,
     PageRun,
     cut_pagemap,
+    join_pagemap,
     page_images,
     parse_pagemap,
     parse_runs,
@@ -263,7 +264,8 @@ def find_ways(images: MemoryImages, packed: Collection[str], there: Collection[s
     free = max(map(_number, {*images.pages_names, *there}), default=0) + 1
     common = {name for name, times in Counter(images.pages_names).items() if times > 1}
     ways: list[Way] = []
-    for pid, before in sorted(images.pagemaps.items()):
+    for pid, written in sorted(images.pagemaps.items()):
+        before = join_pagemap(written)
         pages_name = parse_pagemap(before).pages_name
         is_packed = pages_name in packed
         gone, reason = choose(before, areas[pid])
@@ -348,7 +350,9 @@ def read_cut(directory: Path) -> list[Direct]:
     """
     return [
         split(
-            int(name.removeprefix("pagemap-").removesuffix(".img")), read_bounded(saved), read_bounded(directory / name)
+            int(name.removeprefix("pagemap-").removesuffix(".img")),
+            join_pagemap(read_bounded(saved), saved.name),
+            read_bounded(directory / name),
         )
         for name, saved in _saved(directory)
     ]

@@ -13,6 +13,7 @@ from ocihook.criu.images import (
     PageRun,
     Process,
     check_page_images,
+    join_pagemap,
     page_images,
     parse_dump_stats,
     parse_pagemap,
@@ -63,6 +64,29 @@ def test_a_pagemap_of_each_age() -> None:
         PageRun(0x5000, 1 << 33, is_present=True),
     ]
     assert parse_pagemap(data) == Pagemap("pages-7.img", (2 + 4 + (1 << 33)) * PAGE_BYTES, is_compressed=False)
+
+
+def test_adjacent_runs_are_joined_if_they_are_of_one_kind() -> None:
+    mib = [{"vaddr": at << 20, "compat_nr_pages": 256, "flags": PRESENT} for at in range(1, 5)]
+    other = {"vaddr": 5 << 20, "compat_nr_pages": 1, "flags": 1}  # in the parent
+    apart = {"vaddr": (5 << 20) + 2 * PAGE_BYTES, "compat_nr_pages": 1, "flags": PRESENT}
+    long = {"vaddr": (5 << 20) + 3 * PAGE_BYTES, "compat_nr_pages": (1 << 32) - 1, "flags": PRESENT}
+    newer = {"vaddr": 1 << 46, "compat_nr_pages": 0, "nr_pages": 2, "flags": PRESENT}
+    last = {**newer, "vaddr": (1 << 46) + 2 * PAGE_BYTES}
+    data = pagemap(*mib, other, apart, long, newer, last, pages_id=3)
+    joined = join_pagemap(data)
+    assert list(parse_runs(joined)) == [
+        PageRun(1 << 20, 1024, is_present=True),
+        PageRun(5 << 20, 1, is_present=False),
+        PageRun((5 << 20) + 2 * PAGE_BYTES, 1, is_present=True),
+        PageRun((5 << 20) + 3 * PAGE_BYTES, (1 << 32) - 1, is_present=True),
+        PageRun(1 << 46, 4, is_present=True),
+    ]
+    assert parse_pagemap(joined) == parse_pagemap(data)
+    assert join_pagemap(joined) == joined
+    assert join_pagemap(pagemap()) == pagemap()
+    opaque = data + framed(message_class("pagemap_entry")(**mib[0]).SerializeToString() + b"\x40\x05")
+    assert join_pagemap(opaque) == opaque
 
 
 def test_of_a_pagemap_nothing_is_kept_but_sums(tmp_path: Path) -> None:
