@@ -265,6 +265,8 @@ def put_launcher(programs: dict[str, Program], conf_dir: Path, directory: Path, 
     ("states", "status", "word"),
     [
         ({"socket": "active", "service": "inactive"}, Status.OK, "systemd starts it"),
+        ({"socket": "active", "service": "active", "pid": "1"}, Status.OK, "systemd starts it"),
+        ({"socket": "active", "service": "active", "pid": "2"}, Status.WARN, "may not make all system calls"),
         ({"socket": "inactive", "service": "inactive", "loaded": "loaded"}, Status.WARN, "socket is inactive"),
         ({"socket": "failed", "service": "failed"}, Status.WARN, "service has failed"),
         ({"socket": "", "service": ""}, Status.WARN, "socket is unknown"),
@@ -276,8 +278,11 @@ def test_agent_under_systemd(
     monkeypatch.setattr(node, "_SYSTEMD", tmp_path)
 
     def systemctl(*command: str) -> str:
+        if "--property=MainPID" in command:
+            return states.get("pid", "0") + "\n"
         return states.get("loaded" if command[1] == "show" else command[-1].split(".")[1], "") + "\n"
 
+    monkeypatch.setattr(node, "status_fields", lambda pid: {"Seccomp": "2" if pid == 2 else "0"})
     monkeypatch.setattr(node, "run_output", systemctl)
     finding = only(node._check_agent())
     assert (finding.status, word in finding.detail) == (status, True)

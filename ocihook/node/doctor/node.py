@@ -19,7 +19,7 @@ from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
 from ocihook.errors import ConfigError, OcihookError, reason
 from ocihook.gpu.preflight import KEEP_PLUGIN_OUT
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, status_fields
 from ocihook.model import ContainerRef
 from ocihook.node.doctor.finding import Finding, Repair, Status
 from ocihook.node.install import CONF_NAMES, LISTEN, SOCKET, TRACKING
@@ -247,6 +247,12 @@ def _open_to_others(launcher: Path) -> Path | None:
     return None
 
 
+def _is_filtered() -> bool:
+    """Return whether the agent, if it runs now, has a filter: then it may not suspend that of a container."""
+    pid = run_output("systemctl", "show", "--property=MainPID", "--value", "ocihook.service").strip()
+    return pid not in ("", "0") and status_fields(int(pid)).get("Seccomp", "0") != "0"
+
+
 def _check_agent() -> Iterator[Finding]:
     if not _SYSTEMD.is_dir():
         yield Finding("agent", Status.OK, "no systemd: the hook starts it")
@@ -257,6 +263,10 @@ def _check_agent() -> Iterator[Finding]:
     if service == "failed":
         detail = "ocihook.service has failed: dumps are refused while it cannot start"
         yield Finding("agent", Status.WARN, detail, "see `journalctl -u ocihook.service`")
+    elif socket == "active" and _is_filtered():
+        detail = "ocihook.service may not make all system calls: no container with a filter of its own is checkpointed"
+        remedy = "remove SystemCallFilter, Restrict*, Lock* and Protect* from its drop-ins (`systemctl cat ocihook`)"
+        yield Finding("agent", Status.WARN, detail, remedy)
     elif socket == "active":
         yield Finding("agent", Status.OK, "systemd starts it")
     else:
