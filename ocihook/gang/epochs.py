@@ -5,6 +5,7 @@ that number is handed out. EPOCH.json is an attempt whose end all members have r
 them learns that. docs/formats.md has its fields.
 """
 
+import contextlib
 import json
 import re
 import secrets
@@ -75,6 +76,15 @@ class Epochs:
     def decided(self) -> list[int]:
         """Return the epochs that something is kept of, the oldest first."""
         return sorted(int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdigit())
+
+    def dumps(self) -> list[int]:
+        """Return those of them that are dumps."""
+        found = []
+        for epoch in self.decided():
+            with contextlib.suppress(FileNotFoundError):  # it has just made room
+                if self.read(epoch)["act"] == "dump":
+                    found.append(epoch)
+        return found
 
     def sessions(self, count: int) -> dict[int, list[str]]:
         """Return the members' sessions of the last epochs, so many at most."""

@@ -23,6 +23,7 @@ from ocihook.errors import printable
 _MAX_REASON = 2000
 _SHOWN = 8  # members that a reason names
 REMEMBERED = 8  # decided attempts whose members may still ask
+LONGEST_WAIT_S = 10.0  # that a request waits for other members; then the member asks again
 _KEPT_OVER = 4096  # sessions of attempts that are over, to know them again when they come late
 
 
@@ -309,6 +310,15 @@ class Gang:
         return attempt.id if attempt is not None and is_calling else ""
 
     @property
+    def standing(self) -> tuple[object, ...]:
+        """All that members may wait for: as long as it is the same, who was told to wait would be told so again."""
+        attempt = self.attempt
+        if attempt is None:
+            return ()
+        met = sum(map(attempt.is_met, range(len(attempt.phases))))
+        return attempt.epoch, met, attempt.ballot, attempt.reason
+
+    @property
     def _open(self) -> Attempt | None:
         """The attempt that may still come to either end."""
         attempt = self.attempt
@@ -349,7 +359,7 @@ class Gang:
 
     def _remember(self, attempt: Attempt, reason: str) -> None:
         self._over |= {seat.session: reason for seat in attempt.seats.values()}
-        for session in list(self._over)[:-_KEPT_OVER]:
+        for session in list(self._over)[: -max(_KEPT_OVER, len(attempt.seats))]:
             del self._over[session]
 
     def _earlier(self, claim: Claim) -> Answer:

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from ocihook.cli import gang as command
 from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
 from ocihook.errors import ConfigError, GangError, IntegrityError
+from ocihook.gang import coordinator as coordinator_module
 from ocihook.gang.certificates import client_tls, server_tls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.cut import End, contradictions
@@ -29,6 +31,7 @@ from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, GangJoined, find_attendance, join
 from ocihook.gang.participant import Membership
+from ocihook.gang.protocol import PHASES, Answer, Gang
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
@@ -195,6 +198,38 @@ def test_a_restarted_coordinator_knows_what_was_decided(tmp_path: Path) -> None:
     assert second.handle("", {**who, "verb": "leave", "reason": "", "member": "b", "session": "b"})["state"] == "met"
     joined = {**who, "verb": "join", "join": ["dump", 2, 0], "member": "a", "session": "new"}
     assert second.handle("", joined)["epoch"] == 2
+
+
+def test_nobody_is_woken_for_what_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often the coordinator looks grows with the members, not with their square; other gangs do not count."""
+    asked: Counter[tuple[str, str]] = Counter()
+    ask = coordinator_module._ask
+
+    def count(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
+        asked[request["gang"], request["member"]] += 1
+        return ask(gang, node, request)
+
+    monkeypatch.setattr(coordinator_module, "_ask", count)
+    monkeypatch.setattr(coordinator_module, "LONGEST_WAIT_S", LIMIT_S)
+    coordinator, members = Coordinator(tmp_path), [str(number) for number in range(64)]
+
+    def dump(gang: str, member: str) -> list[str]:
+        who = {"namespace": "", "gang": gang, "member": member, "session": f"{gang} {member}"}
+        epoch = coordinator.handle("", {**who, "verb": "join", "join": ["dump", 64, 0]})["epoch"]
+        said = {**who, "epoch": epoch, "verb": "meet", "message": {"ends": []}}
+        return [coordinator.handle("", {**said, "phase": phase})["state"] for phase in PHASES["dump"]]
+
+    with ThreadPoolExecutor(130) as pool:
+        others = [pool.submit(dump, "other", member) for member in members[1:]]
+        mine = [pool.submit(dump, "job", member) for member in members]
+        assert all(one.result(LIMIT_S) == ["met"] * 5 for one in mine)
+        before = asked.total()
+        dump("other", members[0])
+        assert all(one.result(LIMIT_S) == ["met"] * 5 for one in others)
+    most = 1 + 2 * len(PHASES["dump"])  # it joins; in each phase it asks, and is woken once
+    assert max(asked.values()) <= most
+    assert asked.total() <= 2 * 64 * most
+    assert before <= 64 * most + 63 * 2, "the others are at their first meeting, and were not woken"
 
 
 def test_two_restore_different_epochs(serving: Serving, journals: list[Journal]) -> None:
