@@ -15,7 +15,7 @@ from ocihook.errors import ConfigError, OcihookError, printable
 from ocihook.gang.certificates import server_tls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.link import Link, unreachable
-from ocihook.gang.server import serve
+from ocihook.gang.server import expect_many, serve
 from ocihook.linux.patience import Patience
 from ocihook.node import gangs
 from ocihook.node.gang_engines import Engine, Running, all_members
@@ -231,4 +231,5 @@ def coordinator(*, listen: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, int(port)), family=family, backlog=1024) as listener:
         click.echo(f"listening on {listen}", err=True)
+        expect_many()
         serve(listener, Path(settings.gang_dir), tls)

@@ -23,6 +23,7 @@ def server_tls(directory: Path) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0  # a client that waits for an answer would wake for them
     return _load(context, directory)
 
 

@@ -7,10 +7,12 @@ the coordinator's own authority. A request is read whole before it is refused, s
 import contextlib
 import json
 import logging
+import resource
 import socket
 import socketserver
 import ssl
 import struct
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -22,7 +24,9 @@ from ocihook.gang.coordinator import Coordinator
 from ocihook.packs.frame import as_object, load_json
 
 MAX_REQUEST_BYTES = 16 << 20  # connections of one member: some 100,000
-_TIMEOUT_S = 10.0  # for a client to send its request
+_TIMEOUT_S = 10.0  # for a client's handshake
+_IDLE_S = 600.0  # for it to send its next request: its member may be at work meanwhile
+_SWITCH_S = 5.0
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _PIECE = 1 << 16
 
@@ -30,9 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; the server has the coordinator."""
+    """The requests of one connection; the server has the coordinator."""
 
-    timeout: ClassVar[float | None] = _TIMEOUT_S
+    protocol_version = "HTTP/1.1"  # connections are kept: a handshake costs more than a request
+    timeout: ClassVar[float | None] = _IDLE_S
+    wbufsize = -1  # an answer is sent at once, not its head and then, when that is acknowledged, the rest
     server: socketserver.BaseServer
 
     @property
@@ -94,6 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _say(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
+        self.close_connection |= status != HTTPStatus.OK  # not all of the request may have been read
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -149,6 +156,17 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - likewise
         """Log that a client was not answered."""
         log.warning("a request was not answered: %s", client_address or "this node", exc_info=log.isEnabledFor(10))
+
+
+def expect_many() -> None:
+    """Prepare this process for as many clients as it may have files.
+
+    A thread that waits for its turn to run looks for it once in each switch interval. Where thousands have been asked
+    or answered at the same moment, and this is the usual 5 ms, they do little else.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def _note_nothing() -> None:

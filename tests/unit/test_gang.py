@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, GangJoined, find_attendance, join
 from ocihook.gang.participant import Membership
-from ocihook.gang.protocol import PHASES, Answer, Gang
+from ocihook.gang.protocol import PHASES, Answer, Gang, State
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
@@ -377,10 +378,9 @@ def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Jou
     members.append(serving.member(journals[1], "b"))
     effect = journals[0].find(GangJoined)
     assert effect is not None
-    effect.link, kept = serving.link, effect.link  # another node speaks for that member
-    with pytest.raises(GangError, match="it has no a of session"):
-        members[0].meet("held")
-    effect.link = kept
+    foreign = Attendance(journals[0], Patience(timeout_s=LIMIT_S), replace(effect, link=serving.link))
+    with pytest.raises(GangError, match="it has no a of session"):  # another node speaks for that member
+        foreign.meet("held")
     assert both(members, "held", {}) == [{}, {}]
     stranger = serving.link._replace(tls_dir=str(theirs.give(tmp_path / "stranger", "node1")))
     with pytest.raises(GangError, match=r"cannot be reached:.*certificate verify failed.*See .* the certificates"):
@@ -393,6 +393,33 @@ def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Jou
         stranger.ask(None, Patience(timeout_s=LIMIT_S))
     with pytest.raises(ConfigError, match=r"tls\.crt, tls\.key and ca\.crt"):
         client_tls(tmp_path / "nothing")
+
+
+def test_a_member_keeps_its_connection(
+    serving: Serving, journals: list[Journal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[http.client.HTTPConnection] = []
+    connect = Link.connect
+
+    def count(link: Link) -> http.client.HTTPConnection:
+        made.append(connect(link))
+        return made[-1]
+
+    monkeypatch.setattr(Link, "connect", count)
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    for phase in PHASES["dump"][:3]:
+        assert both(members, phase, {}) == [{}, {}]
+    assert len(made) == 2
+    made[0].sock.shutdown(socket.SHUT_RDWR)  # as after a coordinator's restart, or a long time at work
+    assert both(members, "held", {}) == [{}, {}]
+    assert len(made) == 3
+    effect = journals[0].find(GangJoined)
+    assert effect is not None
+    with pytest.raises(GangError, match="refuses"):
+        effect.ask({"verb": "dance"}, Patience(), LIMIT_S)
+    both([members[1]], "held", {})
+    assert effect.ask({"verb": "meet", "phase": "held"}, Patience(), LIMIT_S).state is State.MET
+    assert len(made) == 4, "who was refused has a new one, as not all of its request may have been read"
 
 
 def test_sequence_numbers_go_round() -> None:
