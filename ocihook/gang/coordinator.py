@@ -27,12 +27,16 @@ class _Served:
     def __init__(self, gang: Gang, note_call: Callable[[str], None]) -> None:
         self.gang, self._note_call = gang, note_call
         self.changed = threading.Condition()
+        self._heard = time.monotonic()  # when somebody asked who takes part
 
     def ask(self, node: str, request: Mapping[str, Any]) -> Answer:
         """Ask once, with the lock of `changed`."""
-        before = self.gang.standing
+        before, now = self.gang.standing, time.monotonic()
         try:
-            return _ask(self.gang, node, request)
+            answer = _ask(self.gang, node, request, now - self._heard)
+            if answer.state is not State.OVER:
+                self._heard = now
+            return answer
         finally:
             if self.gang.standing != before:
                 self.changed.notify_all()
@@ -138,7 +142,7 @@ class Coordinator:
         with self._lock:
             if key not in self._served:
                 epochs = Epochs(self._root, *key)
-                decided = epochs.sessions(REMEMBERED)
+                decided = epochs.latest(REMEMBERED)
                 gang = Gang(epochs.take, partial(_decide, epochs), epoch=epochs.last, decided=decided)
                 self._served[key] = _Served(gang, partial(self._calls.note, key))
             return self._served[key]
@@ -159,11 +163,11 @@ def _phase_of(attempt: Attempt, reached: int) -> str:
     return "joined" if reached < 0 else attempt.phases[reached].value
 
 
-def _ask(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
+def _ask(gang: Gang, node: str, request: Mapping[str, Any], silence_s: float) -> Answer:
     claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)))
     verb = request["verb"]
     if verb == "join":
-        return gang.join(claim, from_json(Join, request["join"]), str(request.get("called", "")))
+        return gang.join(claim, from_json(Join, request["join"]), str(request.get("called", "")), silence_s)
     if verb == "vote":
         return gang.vote(claim, int(request["ballot"]), is_locked=request["is_locked"] is True)
     if verb == "leave":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.errors import GangError
+from ocihook.gang.protocol import CHOICE, Decided
 from ocihook.linux.files import replace_file
 from ocihook.model import GangRef
 
@@ -86,11 +87,13 @@ class Epochs:
                     found.append(epoch)
         return found
 
-    def sessions(self, count: int) -> dict[int, list[str]]:
-        """Return the members' sessions of the last epochs, so many at most."""
+    def latest(self, count: int) -> dict[int, Decided]:
+        """Return what members of the last epochs may ask about, so many at most."""
         found = {}
         for epoch in self.decided()[-count:]:
-            found[epoch] = [str(member["session"]) for member in self.read(epoch)["members"].values()]
+            record = self.read(epoch)
+            sessions = {str(name): str(member["session"]) for name, member in record["members"].items()}
+            found[epoch] = Decided(sessions, {CHOICE: str(record["chosen"])} if "chosen" in record else {})
         return found
 
     def _path(self, epoch: int) -> Path:

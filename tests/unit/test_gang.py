@@ -9,11 +9,13 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, GangJoined, find_attendance, join
 from ocihook.gang.participant import Membership
-from ocihook.gang.protocol import PHASES, Answer, Gang, State
+from ocihook.gang.protocol import GATHERING_S, PHASES, Answer, Claim, Decided, Gang, Join, Phase, State
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
@@ -137,6 +139,69 @@ def test_the_limit_names_who_is_missing(serving: Serving, journals: list[Journal
         members[0].meet("locked")
 
 
+@pytest.mark.parametrize(
+    ("earlier", "size", "late", "missing"),
+    [
+        ("", 3, "x", "2 that never joined"),
+        ("", 3, "1", "0 (never joined), 2 (never joined)"),
+        ("", 12, "3", "".join(f"{n} (never joined), " for n in "01245678") + "3 more that never joined"),
+        ("", 3, "3", "2 that never joined"),  # which is no index
+        ("xyz", 3, "y", "x (never joined), z (never joined)"),
+        ("012", 3, "0", "1 (never joined), 2 (never joined)"),
+        ("xyz", 3, "w", "2 that never joined"),  # names have changed
+        ("xyz", 4, "y", "3 that never joined"),
+    ],
+)
+def test_the_limit_names_who_has_not_joined(earlier: str, size: int, late: str, missing: str) -> None:
+    decided = {4: Decided({"old": "s"}), 5: Decided(dict.fromkeys(earlier, "s"))} if earlier else {}
+    gang = Gang(str, lambda _: "", epoch=5, decided=decided)
+    claim = Claim(late, "new", epoch=gang.join(Claim(late, "new"), Join("dump", size)).epoch)
+    assert gang.meet(claim, Phase.ARRIVED).state is State.WAIT
+    said = gang.leave(claim, "within 1 s", Phase.ARRIVED).reason
+    assert said == f"{late}: {missing} did not reach 'arrived' within 1 s"
+
+
+def test_a_member_whose_node_has_lost_power_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(coordinator_module, "time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
+    coordinator = Coordinator(tmp_path)
+
+    def ask(member: str, **said: object) -> dict[str, Any]:
+        who = {"namespace": "", "gang": "job", "member": member, "session": member, "wait_s": 0}
+        return coordinator.handle("", {**who, **said})
+
+    def join(member: str) -> int:
+        epoch: int = ask(member, verb="join", join=["dump", 2, 0])["epoch"]
+        return epoch
+
+    assert join("a") == 1
+    for _ in range(4):  # as long as it asks it is alive
+        assert ask("a", verb="meet", phase="arrived", epoch=1)["state"] == "wait"
+        now_s[0] += GATHERING_S - 1
+    now_s[0] += 2
+    assert join("b") == join("c") == 2
+    over = ask("a", verb="meet", phase="arrived", epoch=1)
+    assert (over["state"], over["reason"]) == ("over", "nobody of it was heard of for 31 s")
+
+
+def test_a_restarted_coordinator_knows_what_was_chosen(tmp_path: Path) -> None:
+    def ask(coordinator: Coordinator, member: str, **said: object) -> dict[str, Any]:
+        who = {"namespace": "", "gang": "job", "member": member, "session": member, "wait_s": 0, "epoch": 1}
+        return coordinator.handle("", {**who, **said})
+
+    first, met = (
+        Coordinator(tmp_path),
+        {"verb": "meet", "phase": "chosen", "message": ["x 1", "x 2"], "about": ["dump"]},
+    )
+    for member in "ab":
+        ask(first, member, verb="join", join=["choose", 2, 0])
+    assert ask(first, "a", **met)["state"] == "wait"
+    answer = ask(first, "b", **met)
+    assert answer["told"] == ask(Coordinator(tmp_path), "a", **met)["told"] == {"dump": "x 2"}
+
+
 def test_locks_are_voted_on_until_all_are_locked(serving: Serving, journals: list[Journal]) -> None:
     members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
 
@@ -206,9 +271,9 @@ def test_nobody_is_woken_for_what_is_not_its_own(tmp_path: Path, monkeypatch: py
     asked: Counter[tuple[str, str]] = Counter()
     ask = coordinator_module._ask
 
-    def count(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
+    def count(gang: Gang, node: str, request: Mapping[str, Any], silence_s: float) -> Answer:
         asked[request["gang"], request["member"]] += 1
-        return ask(gang, node, request)
+        return ask(gang, node, request, silence_s)
 
     monkeypatch.setattr(coordinator_module, "_ask", count)
     monkeypatch.setattr(coordinator_module, "LONGEST_WAIT_S", LIMIT_S)
