@@ -12,7 +12,7 @@ import click
 from ocihook.cli.render import json_option, print_json, print_table
 from ocihook.config import load_settings
 from ocihook.errors import ConfigError, OcihookError, printable
-from ocihook.gang.certificates import server_tls
+from ocihook.gang.certificates import ServerTls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.link import Link, unreachable
 from ocihook.gang.server import expect_many, serve
@@ -223,7 +223,7 @@ def coordinator(*, listen: str) -> None:
     Certificates are in tls_dir. Only clients with a certificate of the authority in its ca.crt are accepted.
     """
     settings = load_settings()
-    tls = server_tls(Path(settings.tls_dir))
+    tls = ServerTls(Path(settings.tls_dir))
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 0xFFFF:
         raise ConfigError(f"{listen!r} is not an address to listen on", hint="name HOST:PORT")

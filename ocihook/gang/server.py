@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ocihook.errors import OcihookError, plain
+from ocihook.gang.certificates import ServerTls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.packs.frame import as_object, load_json
 
@@ -134,7 +135,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self,
         listener: socket.socket,
         coordinator: Coordinator,
-        tls: ssl.SSLContext | None,
+        tls: ServerTls | None,
         asked: Callable[[], object],
     ) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
@@ -145,7 +146,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Answer one; a handshake holds up nobody but its client."""
         if self._tls is not None:
             request.settimeout(_TIMEOUT_S)
-            request = self._tls.wrap_socket(request, server_side=True)
+            request = self._tls.context().wrap_socket(request, server_side=True)
         try:
             super().finish_request(request, client_address)
         finally:
@@ -176,7 +177,7 @@ def _note_nothing() -> None:
 def serve(
     listener: socket.socket,
     root: Path,
-    tls: ssl.SSLContext | None = None,
+    tls: ServerTls | None = None,
     asked: Callable[[], object] = _note_nothing,
 ) -> None:
     """Serve until the process ends.

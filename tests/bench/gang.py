@@ -28,7 +28,7 @@ from integration.gang.nodes import limit_members
 from integration.journals import sessions
 from integration.net.conftest import build_peer
 from integration.net.engine import NetPodman
-from ocihook.gang.certificates import client_tls, server_tls
+from ocihook.gang.certificates import ServerTls, client_tls
 from ocihook.gang.protocol import PHASES, TOLD, Phase, State
 from ocihook.gang.server import expect_many, serve
 from tests.fakes.authority import Authority
@@ -65,9 +65,9 @@ def meetings(members: int) -> Meetings:
     try:
         with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             scratch, authority = Path(name), Authority()
-            tls = server_tls(authority.give(scratch / "coordinator", "coordinator"))
+            accepting = ServerTls(authority.give(scratch / "coordinator", "coordinator"))
             process = multiprocessing.get_context("fork").Process(
-                target=_coordinate, args=(listener, scratch / "gangs", tls)
+                target=_coordinate, args=(listener, scratch / "gangs", accepting)
             )
             process.start()
             try:
@@ -81,7 +81,7 @@ def meetings(members: int) -> Meetings:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def _coordinate(listener: socket.socket, root: Path, tls: ssl.SSLContext) -> None:
+def _coordinate(listener: socket.socket, root: Path, tls: ServerTls) -> None:
     expect_many()
     serve(listener, root, tls)
 

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -27,7 +26,7 @@ from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
 from ocihook.errors import ConfigError, GangError, IntegrityError
 from ocihook.gang import coordinator as coordinator_module
-from ocihook.gang.certificates import client_tls, server_tls
+from ocihook.gang.certificates import ServerTls, client_tls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.cut import End, contradictions
 from ocihook.gang.epochs import Epochs
@@ -49,7 +48,7 @@ LIMIT_S = 30.0
 class Serving:
     """A coordinator that serves in a thread; a socket that is closed ends nobody, as each test has its own."""
 
-    def __init__(self, directory: Path, tls: ssl.SSLContext | None = None, tls_dir: Path = Path()) -> None:
+    def __init__(self, directory: Path, tls: ServerTls | None = None, tls_dir: Path = Path()) -> None:
         self.root = directory / "gangs"
         if tls is None:
             listener = socket.socket(socket.AF_UNIX)
@@ -436,7 +435,7 @@ def test_nobody_but_root_is_answered_on_a_node(serving: Serving) -> None:
 
 def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Journal]) -> None:
     ours, theirs = Authority(), Authority()
-    tls = server_tls(ours.give(tmp_path / "coordinator", "coordinator"))
+    tls = ServerTls(ours.give(tmp_path / "coordinator", "coordinator"))
     serving = Serving(tmp_path, tls, ours.give(tmp_path / "node1", "node1"))
     members = [serving.member(journals[0], "a")]
     serving.link = serving.link._replace(tls_dir=str(ours.give(tmp_path / "node2", "node2")))
@@ -458,6 +457,30 @@ def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Jou
         stranger.ask(None, Patience(timeout_s=LIMIT_S))
     with pytest.raises(ConfigError, match=r"tls\.crt, tls\.key and ca\.crt"):
         client_tls(tmp_path / "nothing")
+
+
+def test_a_coordinator_by_another_name_is_not_asked(tmp_path: Path) -> None:
+    """It has a certificate of the same authority, as every node has."""
+    authority = Authority()
+    tls = ServerTls(authority.give(tmp_path / "coordinator", "coordinator", host="127.0.0.2"))
+    serving = Serving(tmp_path, tls, authority.give(tmp_path / "node", "node"))
+    with pytest.raises(GangError, match=r"cannot be reached:.*certificate is not valid for '127\.0\.0\.1'"):
+        serving.link.ask(None, Patience(timeout_s=LIMIT_S))
+
+
+def test_certificates_may_change_while_a_coordinator_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = Authority(), Authority()
+    directory = old.give(tmp_path / "coordinator", "coordinator")
+    serving = Serving(tmp_path, ServerTls(directory), old.give(tmp_path / "old", "node"))
+    renewed = serving.link._replace(tls_dir=str(new.give(tmp_path / "new", "node")))
+    assert serving.link.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    shutil.copytree(new.give(tmp_path / "next", "coordinator"), directory, dirs_exist_ok=True)
+    with pytest.raises(GangError, match="certificate verify failed"):
+        serving.link.ask(None, Patience(timeout_s=LIMIT_S))
+    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    shutil.copy(tmp_path / "old/tls.crt", directory)  # and its key is not there yet
+    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    assert "what was read before is used further" in caplog.text
 
 
 def test_a_member_keeps_its_connection(
