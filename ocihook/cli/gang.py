@@ -12,10 +12,10 @@ import click
 from ocihook.cli.render import json_option, print_json, print_table
 from ocihook.config import load_settings
 from ocihook.errors import ConfigError, OcihookError, printable
-from ocihook.gang.certificates import server_tls
+from ocihook.gang.certificates import ServerTls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.link import Link, unreachable
-from ocihook.gang.server import serve
+from ocihook.gang.server import expect_many, serve
 from ocihook.linux.patience import Patience
 from ocihook.node import gangs
 from ocihook.node.gang_engines import Engine, Running, all_members
@@ -223,7 +223,7 @@ def coordinator(*, listen: str) -> None:
     Certificates are in tls_dir. Only clients with a certificate of the authority in its ca.crt are accepted.
     """
     settings = load_settings()
-    tls = server_tls(Path(settings.tls_dir))
+    tls = ServerTls(Path(settings.tls_dir))
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 0xFFFF:
         raise ConfigError(f"{listen!r} is not an address to listen on", hint="name HOST:PORT")
@@ -231,4 +231,5 @@ def coordinator(*, listen: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, int(port)), family=family, backlog=1024) as listener:
         click.echo(f"listening on {listen}", err=True)
+        expect_many()
         serve(listener, Path(settings.gang_dir), tls)

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,73 @@ from typing import Any
 from ocihook.errors import GangError, plain
 from ocihook.gang.cut import End, contradictions, described
 from ocihook.gang.epochs import Epochs, all_gangs
-from ocihook.gang.protocol import CHOICE, REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
+from ocihook.gang.protocol import CHOICE, LONGEST_WAIT_S, REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
 from ocihook.packs.frame import as_object
 from ocihook.session.record import from_json, to_json
 
-LONGEST_WAIT_S = 2.0  # that a request waits for other members; then the member asks again
 LONGEST_WATCH_S = 5.0  # that a node's waits for a call
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _VERBS = ("join", "meet", "vote", "leave", "watch")
+_Key = tuple[str, str]  # a gang's namespace and name
+
+
+class _Served:
+    """A gang, and those who wait in it: woken when its standing has changed, and only then."""
+
+    def __init__(self, gang: Gang, note_call: Callable[[str], None]) -> None:
+        self.gang, self._note_call = gang, note_call
+        self.changed = threading.Condition()
+        self._heard = time.monotonic()  # when somebody asked who takes part
+
+    def ask(self, node: str, request: Mapping[str, Any]) -> Answer:
+        """Ask once, with the lock of `changed`."""
+        before, now = self.gang.standing, time.monotonic()
+        try:
+            answer = _ask(self.gang, node, request, now - self._heard)
+            if answer.state is not State.OVER:
+                self._heard = now
+            return answer
+        finally:
+            if self.gang.standing != before:
+                self.changed.notify_all()
+            self._note_call(self.gang.calls())
+
+
+class _Calls:
+    """Which attempts call members, and who watches for that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[_Key, str] = {}
+        self._watching: defaultdict[_Key, set[threading.Event]] = defaultdict(set)
+
+    def note(self, key: _Key, attempt: str) -> None:
+        """Note which attempt of a gang calls; "": none does. Those who watch this gang are woken if it is another."""
+        with self._lock:
+            if attempt != self._calls.get(key, ""):
+                self._calls[key] = attempt
+                for watching in self._watching.get(key, ()):
+                    watching.set()
+
+    def watch(self, seen: Mapping[_Key, str], until: float) -> list[list[str]]:
+        """Wait until a gang calls; return namespaces, names and attempts of those that do: not what was seen."""
+        woken = threading.Event()
+        with self._lock:
+            for key in seen:
+                self._watching[key].add(woken)
+        try:
+            while True:
+                woken.clear()
+                known = [(key, self._calls.get(key, "")) for key in seen]
+                calls = [[*key, attempt] for key, attempt in known if attempt not in ("", seen[key])]
+                if calls or not woken.wait(max(0.0, until - time.monotonic())):
+                    return calls
+        finally:
+            with self._lock:
+                for key in seen:
+                    self._watching[key].discard(woken)
+                    if not self._watching[key]:
+                        del self._watching[key]
 
 
 class Coordinator:
@@ -30,8 +90,9 @@ class Coordinator:
             root: below which each gang has a directory.
         """
         self._root = root
-        self._gangs: dict[tuple[str, str], Gang] = {}
-        self._changed = threading.Condition()
+        self._served: dict[_Key, _Served] = {}
+        self._lock = threading.Lock()  # of these
+        self._calls = _Calls()
 
     def handle(self, node: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a member, or a node that watches gangs; wait for a while if others are missing, or nobody calls.
@@ -47,72 +108,66 @@ class Coordinator:
         longest_s = LONGEST_WATCH_S if is_watch else LONGEST_WAIT_S
         wait_s = request.get("wait_s", longest_s)
         until = time.monotonic() + (min(longest_s, wait_s) if isinstance(wait_s, int | float) else 0.0)
-        with self._changed:
-            try:
-                if is_watch:
-                    return {"calls": self._watch(request, until)}
-                gang = self._gang(str(request["namespace"]), str(request["gang"]))
-                answer = _ask(gang, node, request)
-                self._changed.notify_all()
-                while answer.state is State.WAIT and (left_s := until - time.monotonic()) > 0:
-                    self._changed.wait(left_s)
-                    answer = _ask(gang, node, request)
-            except _MALFORMED as error:
-                raise GangError(f"not a valid request of a member: {error!r}") from error
-            except OSError as error:
-                raise GangError(f"the coordinator cannot store anything: {plain(error)}") from error
+        try:
+            if is_watch:
+                gangs = request["gangs"]
+                seen = {(str(namespace), str(name)): str(attempt) for namespace, name, attempt in gangs}
+                return {"calls": self._calls.watch(seen, until)}
+            key = str(request["namespace"]), str(request["gang"])
+            served = self._find(key)
+            with served.changed:
+                answer = served.ask(node, request)
+                while answer.state is State.WAIT and served.changed.wait(until - time.monotonic()):
+                    answer = served.ask(node, request)
+        except _MALFORMED as error:
+            raise GangError(f"not a valid request of a member: {error!r}") from error
+        except OSError as error:
+            raise GangError(f"the coordinator cannot store anything: {plain(error)}") from error
         return {name: value for name, value in to_json(answer._asdict()).items() if value}
-
-    def _watch(self, request: Mapping[str, Any], until: float) -> list[list[str]]:
-        """Return namespaces and names of gangs whose members are called, and to which attempts: not what was seen."""
-        seen = {(str(namespace), str(name)): str(attempt) for namespace, name, attempt in request["gangs"]}
-        while True:
-            known = {key: self._gangs[key].calls() for key in seen if key in self._gangs}
-            calls = [[*key, attempt] for key, attempt in known.items() if attempt not in ("", seen[key])]
-            if calls or (left_s := until - time.monotonic()) <= 0:
-                return calls
-            self._changed.wait(left_s)
 
     def status(self) -> list[dict[str, Any]]:
         """Return what is known of all gangs."""
-        with self._changed:
-            return [self._status_of(epochs) for epochs in all_gangs(self._root)]
+        return [self._status_of(epochs) for epochs in all_gangs(self._root)]
 
     def _status_of(self, epochs: Epochs) -> dict[str, Any]:
-        gang = self._gangs.get((epochs.namespace, epochs.name))
-        attempt = gang.attempt if gang else None
-        decided = [epochs.read(epoch) for epoch in epochs.decided()]
-        dumps = [record["epoch"] for record in decided if record["act"] == "dump"]
-        found: dict[str, Any] = {"namespace": epochs.namespace, "gang": epochs.name, "epochs": dumps}
-        if attempt is not None:
-            found["attempt"] = {
-                "epoch": attempt.epoch,
-                "act": attempt.join.act,
-                "size": attempt.join.size,
-                "state": "over" if attempt.reason else "decided" if attempt.is_decided else "open",
-                "reason": attempt.reason,
-                "members": {name: _phase_of(attempt, seat.reached) for name, seat in sorted(attempt.seats.items())},
-            }
+        found: dict[str, Any] = {"namespace": epochs.namespace, "gang": epochs.name, "epochs": epochs.dumps()}
+        served = self._served.get((epochs.namespace, epochs.name))
+        if served is not None:
+            with served.changed:
+                if served.gang.attempt is not None:
+                    found["attempt"] = _describe(served.gang.attempt)
         return found
 
-    def _gang(self, namespace: str, name: str) -> Gang:
-        if (namespace, name) not in self._gangs:
-            epochs = Epochs(self._root, namespace, name)
-            decide = partial(_decide, epochs)
-            gang = Gang(epochs.take, decide, epoch=epochs.last, decided=epochs.sessions(REMEMBERED))
-            self._gangs[namespace, name] = gang
-        return self._gangs[namespace, name]
+    def _find(self, key: _Key) -> _Served:
+        with self._lock:
+            if key not in self._served:
+                epochs = Epochs(self._root, *key)
+                decided = epochs.latest(REMEMBERED)
+                gang = Gang(epochs.take, partial(_decide, epochs), epoch=epochs.last, decided=decided)
+                self._served[key] = _Served(gang, partial(self._calls.note, key))
+            return self._served[key]
+
+
+def _describe(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "epoch": attempt.epoch,
+        "act": attempt.join.act,
+        "size": attempt.join.size,
+        "state": "over" if attempt.reason else "decided" if attempt.is_decided else "open",
+        "reason": attempt.reason,
+        "members": {name: _phase_of(attempt, seat.reached) for name, seat in sorted(attempt.seats.items())},
+    }
 
 
 def _phase_of(attempt: Attempt, reached: int) -> str:
     return "joined" if reached < 0 else attempt.phases[reached].value
 
 
-def _ask(gang: Gang, node: str, request: Mapping[str, Any]) -> Answer:
+def _ask(gang: Gang, node: str, request: Mapping[str, Any], silence_s: float) -> Answer:
     claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)))
     verb = request["verb"]
     if verb == "join":
-        return gang.join(claim, from_json(Join, request["join"]), str(request.get("called", "")))
+        return gang.join(claim, from_json(Join, request["join"]), str(request.get("called", "")), silence_s)
     if verb == "vote":
         return gang.vote(claim, int(request["ballot"]), is_locked=request["is_locked"] is True)
     if verb == "leave":

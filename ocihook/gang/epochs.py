@@ -5,6 +5,7 @@ that number is handed out. EPOCH.json is an attempt whose end all members have r
 them learns that. docs/formats.md has its fields.
 """
 
+import contextlib
 import json
 import re
 import secrets
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.errors import GangError
+from ocihook.gang.protocol import CHOICE, Decided
 from ocihook.linux.files import replace_file
 from ocihook.model import GangRef
 
@@ -76,11 +78,22 @@ class Epochs:
         """Return the epochs that something is kept of, the oldest first."""
         return sorted(int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdigit())
 
-    def sessions(self, count: int) -> dict[int, list[str]]:
-        """Return the members' sessions of the last epochs, so many at most."""
+    def dumps(self) -> list[int]:
+        """Return those of them that are dumps."""
+        found = []
+        for epoch in self.decided():
+            with contextlib.suppress(FileNotFoundError):  # it has just made room
+                if self.read(epoch)["act"] == "dump":
+                    found.append(epoch)
+        return found
+
+    def latest(self, count: int) -> dict[int, Decided]:
+        """Return what members of the last epochs may ask about, so many at most."""
         found = {}
         for epoch in self.decided()[-count:]:
-            found[epoch] = [str(member["session"]) for member in self.read(epoch)["members"].values()]
+            record = self.read(epoch)
+            sessions = {str(name): str(member["session"]) for name, member in record["members"].items()}
+            found[epoch] = Decided(sessions, {CHOICE: str(record["chosen"])} if "chosen" in record else {})
         return found
 
     def _path(self, epoch: int) -> Path:

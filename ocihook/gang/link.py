@@ -11,13 +11,15 @@ from urllib.parse import urlsplit
 from ocihook import wire
 from ocihook.config import Settings
 from ocihook.errors import GangError, plain, printable
+from ocihook.gang.protocol import LONGEST_WAIT_S
 from ocihook.linux.patience import Patience
 from ocihook.packs.frame import as_object, load_json
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
 
-_TIMEOUT_S = 10.0  # to connect, and for an answer beyond what the coordinator waits itself
+_TIMEOUT_S = 10.0  # to connect
+_ANSWER_S = LONGEST_WAIT_S + 10.0
 _MAX_ANSWER_BYTES = 64 << 20
 
 
@@ -49,29 +51,16 @@ class Link(NamedTuple):
             OSError: if it cannot be reached, or does not answer; it can be asked again.
             GivenUp: as soon as nobody waits for it any more.
         """
-        import http.client  # only members of gangs need it
+        with contextlib.closing(Line(self)) as line:
+            return line.ask(request, patience)
 
-        with contextlib.closing(self._connection()) as connection:
-            body = None if request is None else json.dumps(request).encode()
-            try:
-                connection.request("POST" if body else "GET", "/", body)
-                if not patience.within(_TIMEOUT_S).ready(connection.sock.fileno()):
-                    raise TimeoutError(f"{self} does not answer")
-                response = connection.getresponse()
-                data = response.read(_MAX_ANSWER_BYTES)
-            except http.client.HTTPException as error:
-                raise ConnectionError(f"{self} closed the connection: {plain(error)}") from error
-        try:
-            answer: dict[str, Any] = as_object(load_json(data))
-            if response.status == http.client.OK:
-                return answer
-            reason = str(answer["error"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise GangError(f"{self} gave a malformed answer (status {response.status})") from error
-        raise GangError(f"{self} refuses: {printable(reason)}")
+    def connect(self) -> "HTTPConnection":
+        """Return a new connection.
 
-    def _connection(self) -> "HTTPConnection":
-        """Return a connection that is made."""
+        Raises:
+            GangError: if the coordinator is not the one that the certificates name.
+            OSError: if it cannot be reached.
+        """
         from http.client import HTTPConnection, HTTPSConnection
 
         if self.url:
@@ -98,6 +87,62 @@ class Link(NamedTuple):
             connection.close()
             raise
         return connection
+
+
+class Line:
+    """A connection to a coordinator, made when it is needed and kept for what is asked next."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._connection: HTTPConnection | None = None
+
+    def ask(self, request: Mapping[str, Any] | None, patience: Patience) -> dict[str, Any]:
+        """Do as `Link.ask`. What is asked may come twice, if the connection ends meanwhile."""
+        if self._connection is not None:
+            try:
+                return self._ask(request, patience)
+            except TimeoutError:
+                raise
+            except OSError:  # it was closed, as nothing was asked for a while: a new one
+                pass
+        return self._ask(request, patience)
+
+    def __del__(self) -> None:
+        """Close it with whoever has used it."""
+        self.close()
+
+    def close(self) -> None:
+        """Close it; it is made again if it is needed."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _ask(self, request: Mapping[str, Any] | None, patience: Patience) -> dict[str, Any]:
+        import http.client  # only members of gangs need it
+
+        body = None if request is None else json.dumps(request).encode()
+        try:
+            self._connection = connection = self._connection or self._link.connect()
+            connection.request("POST" if body else "GET", "/", body)
+            if not patience.within(_ANSWER_S).ready(connection.sock.fileno()):
+                raise TimeoutError(f"{self._link} does not answer")
+            response = connection.getresponse()
+            data = response.read(_MAX_ANSWER_BYTES)
+            if response.will_close:
+                self.close()
+        except BaseException as error:  # whatever comes over it now belongs to no other request
+            self.close()
+            if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
+                raise ConnectionError(f"{self._link} closed the connection: {plain(error)}") from error
+            raise
+        try:
+            answer: dict[str, Any] = as_object(load_json(data))
+            if response.status == http.client.OK:
+                return answer
+            reason = str(answer["error"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise GangError(f"{self._link} gave a malformed answer (status {response.status})") from error
+        raise GangError(f"{self._link} refuses: {printable(reason)}")
 
 
 def unreachable(link: Link, error: OSError) -> GangError:

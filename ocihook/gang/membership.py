@@ -4,11 +4,12 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ocihook.errors import GangError, OcihookError, plain, printable
-from ocihook.gang.link import Link, unreachable
+from ocihook.gang.link import Line, Link, unreachable
 from ocihook.gang.protocol import CHOICE, Answer, Join, Phase, State
 from ocihook.linux.patience import Patience
 from ocihook.model import GangRef
@@ -17,6 +18,7 @@ from ocihook.session.journal import Journal
 from ocihook.session.record import from_json, to_json
 
 _RETRY_S = 0.1  # between attempts to reach a coordinator
+_CALL_AFTER_S = 2.0  # within which others come by themselves
 _LEAVE_S = 5.0  # to report to a coordinator that a member has left; else the others time out
 # For what takes as long as a member has memory; less than TCP waits for an answer (tcp_retries2, some 15 minutes).
 _WORK_LIMIT_S = 500.0
@@ -46,6 +48,11 @@ class GangJoined(Effect, kind="gang-joined"):
     epoch: int = 0  # 0: it was about to join
     attempt: str = ""  # its id
     timeout_s: float = 60.0
+
+    @cached_property
+    def line(self) -> Line:
+        """Its connection, as long as the process lasts."""
+        return Line(self.link)
 
     def undo(self, journal: Journal, _patience: Patience) -> None:
         """Leave: the attempt is over for all, unless all have reached its end."""
@@ -81,7 +88,7 @@ class GangJoined(Effect, kind="gang-joined"):
         limit = patience.within(timeout_s)
         while True:
             try:
-                answer = self.link.ask({**who, "wait_s": limit.left_s, **request}, patience)
+                answer = self.line.ask({**who, "wait_s": limit.left_s, **request}, patience)
                 return _read_answer(answer)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise GangError(f"{self.link} gave a malformed answer: {error!r}") from error
@@ -97,7 +104,7 @@ class GangJoined(Effect, kind="gang-joined"):
             request: what is asked.
             phase: that it waits for.
             patience: with whoever waits for it.
-            calls: call those that are missing after the first answer: within LONGEST_WAIT_S others come by themselves.
+            calls: call those that are missing, after a while.
 
         Raises:
             GangError: if the attempt is over.
@@ -105,8 +112,9 @@ class GangJoined(Effect, kind="gang-joined"):
         """
         limit_s = max(self.timeout_s, _WORK_LIMIT_S) if phase in _AT_WORK else self.timeout_s
         limit = patience.within(limit_s)
+        first = {"wait_s": limit.within(_CALL_AFTER_S).left_s} if calls else {}
+        answer = self.ask({**request, **first}, patience, limit.left_s)
         while True:
-            answer = self.ask(request, patience, limit.left_s)
             if answer.state is State.WAIT and limit.is_over:  # all may arrive at this very moment
                 reason = f"within {limit_s:g} s" + ("" if phase in _AT_WORK else " (gang_timeout_s)")
                 answer = self.ask({"verb": "leave", "reason": reason, "waited_for": phase}, Patience(), _LEAVE_S)
@@ -117,8 +125,7 @@ class GangJoined(Effect, kind="gang-joined"):
                 )
             if answer.state is not State.WAIT:
                 return answer
-            if calls:
-                request = {**request, "calls": True}
+            answer = self.ask({**request, "calls": calls}, patience, limit.left_s)
 
     def enter(self, act: str, patience: Patience, called: str = "") -> None:
         """Join an attempt: the one that the member was called to, or whichever is open.
@@ -192,6 +199,7 @@ class Attendance:
 
     def end(self) -> None:
         """Stop taking part: all have reached the end, and nobody waits."""
+        self._effect.line.close()
         self._journal.forget(self._effect)
 
 

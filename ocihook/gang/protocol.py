@@ -13,9 +13,10 @@ moment; the ballot is repeated until it is unanimous.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ocihook.errors import printable
@@ -23,6 +24,9 @@ from ocihook.errors import printable
 _MAX_REASON = 2000
 _SHOWN = 8  # members that a reason names
 REMEMBERED = 8  # decided attempts whose members may still ask
+LONGEST_WAIT_S = 10.0  # that a request waits for other members; then the member asks again
+GATHERING_S = 3 * LONGEST_WAIT_S  # after which members are dead that should ask whether others have come
+AT_WORK_S = 1000.0  # after which they are when their work may keep them: twice what one waits for another's
 _KEPT_OVER = 4096  # sessions of attempts that are over, to know them again when they come late
 
 
@@ -146,12 +150,32 @@ class Attempt:
         """Return whether all members have reached a phase."""
         return self.reached[place] == self.join.size
 
-    def missing(self, place: int) -> list[str]:
-        """Return who has not reached a phase, by name or by number."""
+    @property
+    def is_gathering(self) -> bool:
+        """Whether all who have joined wait for those that have not."""
+        return self.reached[0] == len(self.seats) < self.join.size
+
+    def missing(self, place: int, known: Iterable[str] = ()) -> list[str]:
+        """Return who has not reached a phase, by name or by number.
+
+        Args:
+            place: of the phase.
+            known: the members of an earlier attempt.
+        """
         late = sorted(name for name, seat in self.seats.items() if seat.reached < place)
-        unknown = self.join.size - len(self.seats)
         more = [f"{len(late) - _SHOWN} more"] if len(late) > _SHOWN else []
-        return [*late[:_SHOWN], *more, *([f"{unknown} that never joined"] if unknown else [])]
+        absent = list(islice(self._absent(set(known)), _SHOWN))
+        unknown = self.join.size - len(self.seats) - len(absent)
+        others = [f"{unknown} {'more ' if absent else ''}that never joined"] if unknown else []
+        return [*late[:_SHOWN], *more, *(f"{name} (never joined)" for name in absent), *others]
+
+    def _absent(self, known: set[str]) -> Iterator[str]:
+        """Yield who has not joined: known from before if nobody else has come, or by the indexes that all have."""
+        size = self.join.size
+        if len(known) == size and known >= self.seats.keys():
+            yield from sorted(known - self.seats.keys())
+        elif all(name.isascii() and name.isdigit() and int(name[:9]) < size for name in self.seats):
+            yield from (name for name in map(str, range(size)) if name not in self.seats)
 
     def vote(self, seat: Seat, ballot: int, *, is_locked: bool) -> None:
         """Count a vote, once."""
@@ -172,6 +196,13 @@ class Attempt:
             self.reach(seat, _BALLOT)
 
 
+class Decided(NamedTuple):
+    """What members of a decided attempt may still ask about."""
+
+    sessions: Mapping[str, str]  # by member
+    told: Mapping[str, str] = {}
+
+
 Begin = Callable[[int], str]
 Decide = Callable[[Attempt], str]
 
@@ -179,23 +210,22 @@ Decide = Callable[[Attempt], str]
 class Gang:
     """One gang as its coordinator knows it: at most one attempt at a time."""
 
-    def __init__(self, begin: Begin, decide: Decide, *, epoch: int = 0, decided: Mapping[int, Sequence[str]]) -> None:
+    def __init__(self, begin: Begin, decide: Decide, *, epoch: int = 0, decided: Mapping[int, Decided]) -> None:
         """Begin with what is durable.
 
         Args:
             begin: makes durable that an epoch is taken; returns an id for the attempt.
             decide: makes an attempt durable whose end all members have reached; returns why it cannot.
             epoch: the last that was taken.
-            decided: sessions of the attempts that were decided before, by epoch.
+            decided: the attempts that were decided before, by epoch.
         """
         self._begin, self._decide = begin, decide
         self.epoch = epoch
         self.attempt: Attempt | None = None
         self._decided = dict(decided)
         self._over: dict[str, str] = {}  # why, by session
-        self._chosen: dict[int, Mapping[str, str]] = {}  # what was told of it, by epoch
 
-    def join(self, claim: Claim, wanted: Join, called: str = "") -> Answer:
+    def join(self, claim: Claim, wanted: Join, called: str = "", silence_s: float = 0.0) -> Answer:
         """Let a member take part in the attempt that is open, or open one.
 
         A member that does not fit the open attempt shows that this can no longer succeed: it ends. Another one is open
@@ -205,6 +235,8 @@ class Gang:
             claim: who comes.
             wanted: what for.
             called: id of the attempt that it was called to. It fits that one and ends none.
+            silence_s: for how long nobody of the open attempt has asked anything: too long, and it is over, as those
+                who live ask again and again.
 
         Raises:
             ValueError: if it is not possible at all.
@@ -218,6 +250,9 @@ class Gang:
         attempt = self._open
         if called and (attempt is None or attempt.id != called or claim.member in attempt.seats):
             return Answer(State.OVER, reason=f"the attempt that {claim.member} was called to is over, or has it")
+        if attempt is not None and silence_s > (GATHERING_S if attempt.is_gathering else AT_WORK_S) and not called:
+            self._end(attempt, f"nobody of it was heard of for {silence_s:.0f} s")
+            attempt = None
         if attempt is not None and (reason := _contradiction(attempt, claim, wanted)):
             self._end(attempt, reason)
             if attempt.join.act == wanted.act and attempt.join.source != wanted.source:  # nobody knows which is stale
@@ -297,7 +332,8 @@ class Gang:
         if attempt.is_decided:
             return Answer(State.MET, claim.epoch)
         if waited_for is not None:
-            missing = ", ".join(attempt.missing(attempt.phases.index(waited_for)))
+            known = self._decided[max(self._decided)].sessions if self._decided else {}
+            missing = ", ".join(attempt.missing(attempt.phases.index(waited_for), known))
             reason = f"{missing} did not reach '{waited_for}' {reason}"
         self._end(attempt, f"{claim.member}: {reason}")
         return Answer(State.OVER, claim.epoch, attempt.reason)
@@ -307,6 +343,15 @@ class Gang:
         attempt = self._open
         is_calling = attempt is not None and attempt.is_called and len(attempt.seats) < attempt.join.size
         return attempt.id if attempt is not None and is_calling else ""
+
+    @property
+    def standing(self) -> tuple[object, ...]:
+        """All that members may wait for: as long as it is the same, who was told to wait would be told so again."""
+        attempt = self.attempt
+        if attempt is None:
+            return ()
+        met = sum(map(attempt.is_met, range(len(attempt.phases))))
+        return attempt.epoch, met, attempt.ballot, attempt.reason
 
     @property
     def _open(self) -> Attempt | None:
@@ -330,12 +375,10 @@ class Gang:
             self._end(attempt, reason)
         else:
             attempt.is_decided = True
-            self._decided[attempt.epoch] = [seat.session for seat in attempt.seats.values()]
-            if attempt.join.act == "choose":
-                self._chosen[attempt.epoch] = attempt.told.get(Phase.CHOSEN, {})
+            sessions = {name: seat.session for name, seat in attempt.seats.items()}
+            self._decided[attempt.epoch] = Decided(sessions, attempt.told.get(Phase.CHOSEN, {}))
             for epoch in sorted(self._decided)[:-REMEMBERED]:
                 del self._decided[epoch]
-                self._chosen.pop(epoch, None)
 
     def _end(self, attempt: Attempt, reason: str) -> None:
         if not attempt.reason:
@@ -349,13 +392,14 @@ class Gang:
 
     def _remember(self, attempt: Attempt, reason: str) -> None:
         self._over |= {seat.session: reason for seat in attempt.seats.values()}
-        for session in list(self._over)[:-_KEPT_OVER]:
+        for session in list(self._over)[: -max(_KEPT_OVER, len(attempt.seats))]:
             del self._over[session]
 
     def _earlier(self, claim: Claim) -> Answer:
         """Answer a member of an attempt that is not the one known: it was decided, or it is over."""
-        if claim.session in self._decided.get(claim.epoch, ()):
-            return Answer(State.MET, claim.epoch, told=self._chosen.get(claim.epoch, {}))
+        decided = self._decided.get(claim.epoch)
+        if decided is not None and decided.sessions.get(claim.member) == claim.session:
+            return Answer(State.MET, claim.epoch, told=decided.told)
         reason = (
             self._over.get(claim.session) or f"attempt {claim.epoch} is no longer known (its coordinator was restarted)"
         )

@@ -7,10 +7,12 @@ the coordinator's own authority. A request is read whole before it is refused, s
 import contextlib
 import json
 import logging
+import resource
 import socket
 import socketserver
 import ssl
 import struct
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -18,11 +20,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ocihook.errors import OcihookError, plain
+from ocihook.gang.certificates import ServerTls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.packs.frame import as_object, load_json
 
 MAX_REQUEST_BYTES = 16 << 20  # connections of one member: some 100,000
-_TIMEOUT_S = 10.0  # for a client to send its request
+_TIMEOUT_S = 10.0  # for a client's handshake
+_IDLE_S = 600.0  # for it to send its next request: its member may be at work meanwhile
+_SWITCH_S = 5.0
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _PIECE = 1 << 16
 
@@ -30,9 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; the server has the coordinator."""
+    """The requests of one connection; the server has the coordinator."""
 
-    timeout: ClassVar[float | None] = _TIMEOUT_S
+    protocol_version = "HTTP/1.1"  # connections are kept: a handshake costs more than a request
+    timeout: ClassVar[float | None] = _IDLE_S
+    wbufsize = -1  # an answer is sent at once, not its head and then, when that is acknowledged, the rest
     server: socketserver.BaseServer
 
     @property
@@ -94,6 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _say(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
+        self.close_connection |= status != HTTPStatus.OK  # not all of the request may have been read
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -127,7 +135,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self,
         listener: socket.socket,
         coordinator: Coordinator,
-        tls: ssl.SSLContext | None,
+        tls: ServerTls | None,
         asked: Callable[[], object],
     ) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
@@ -138,7 +146,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Answer one; a handshake holds up nobody but its client."""
         if self._tls is not None:
             request.settimeout(_TIMEOUT_S)
-            request = self._tls.wrap_socket(request, server_side=True)
+            request = self._tls.context().wrap_socket(request, server_side=True)
         try:
             super().finish_request(request, client_address)
         finally:
@@ -151,6 +159,17 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         log.warning("a request was not answered: %s", client_address or "this node", exc_info=log.isEnabledFor(10))
 
 
+def expect_many() -> None:
+    """Prepare this process for as many clients as it may have files.
+
+    A thread that waits for its turn to run looks for it once in each switch interval. Where thousands have been asked
+    or answered at the same moment, and this is the usual 5 ms, they do little else.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    sys.setswitchinterval(_SWITCH_S)
+
+
 def _note_nothing() -> None:
     pass
 
@@ -158,7 +177,7 @@ def _note_nothing() -> None:
 def serve(
     listener: socket.socket,
     root: Path,
-    tls: ssl.SSLContext | None = None,
+    tls: ServerTls | None = None,
     asked: Callable[[], object] = _note_nothing,
 ) -> None:
     """Serve until the process ends.

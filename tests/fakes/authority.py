@@ -17,16 +17,18 @@ class Authority:
         """Make one.
 
         Args:
-            host: address of all who get certificates.
+            host: address of those who get certificates.
         """
         self._host = host
         self.key = ec.generate_private_key(ec.SECP256R1())
-        self.certificate = self._sign("authority", self.key, None)
+        self.certificate = self._sign("authority", self.key, None, host)
 
-    def _sign(self, name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate | None) -> x509.Certificate:
+    def _sign(
+        self, name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate | None, host: str
+    ) -> x509.Certificate:
         named = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         now = dt.datetime.now(dt.UTC)
-        hosts = x509.SubjectAlternativeName([x509.IPAddress(IPv4Address(self._host))])
+        hosts = x509.SubjectAlternativeName([x509.IPAddress(IPv4Address(host))])
         builder = (
             x509.CertificateBuilder()
             .subject_name(named)
@@ -47,8 +49,8 @@ class Authority:
             builder = builder.add_extension(ours, critical=False)
         return builder.sign(self.key, hashes.SHA256())
 
-    def give(self, directory: Path, name: str) -> Path:
-        """Write a certificate for a node into a directory."""
+    def give(self, directory: Path, name: str, host: str = "") -> Path:
+        """Write a certificate for a node into a directory; its address is that of all, or `host`."""
         directory.mkdir()
         key = ec.generate_private_key(ec.SECP256R1())
         private = key.private_bytes(
@@ -56,6 +58,8 @@ class Authority:
         )
         (directory / "tls.key").write_bytes(private)
         pem = serialization.Encoding.PEM
-        (directory / "tls.crt").write_bytes(self._sign(name, key, self.certificate).public_bytes(pem))
+        (directory / "tls.crt").write_bytes(
+            self._sign(name, key, self.certificate, host or self._host).public_bytes(pem)
+        )
         (directory / "ca.crt").write_bytes(self.certificate.public_bytes(pem))
         return directory

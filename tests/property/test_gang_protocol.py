@@ -1,12 +1,27 @@
 """The protocol of gangs, explored: messages in every order, lost, late and repeated; deaths; restarted coordinators."""
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import pytest
 
-from ocihook.gang.protocol import PHASES, Answer, Attempt, Claim, Gang, Join, Phase, State
+from ocihook.gang.protocol import (
+    AT_WORK_S,
+    CHOICE,
+    GATHERING_S,
+    PHASES,
+    Answer,
+    Attempt,
+    Claim,
+    Decide,
+    Decided,
+    Gang,
+    Join,
+    Phase,
+    State,
+)
 
 Sent = tuple[str, str, int, str, int, bool, str]  # member, session, epoch, what, ballot, is_locked, called
 
@@ -21,7 +36,7 @@ class Player(NamedTuple):
     ballot: int = 1
     votes_aye: bool = False
     is_leaving: bool = False
-    end: str = ""  # met, over, dead
+    end: str = ""  # met and what was chosen; over, dead
     called: str = ""  # to which attempt
 
     @property
@@ -61,22 +76,32 @@ class Model(NamedTuple):
             counted = attempt.ballot, attempt.ayes, attempt.noes, attempt.skipped, tuple(attempt.reached)
             ended = bool(attempt.reason), attempt.is_decided, attempt.is_called
             now = attempt.epoch, attempt.join, seats, counted, ended
-        durable = tuple(sorted((e, tuple(s)) for e, s in gang._decided.items()))
+        durable = tuple(sorted((e, *sorted(d.sessions.items())) for e, d in gang._decided.items()))
         return gang.epoch, now, durable, frozenset(gang._over), self.players, self.sent, self.faults, self.log
 
 
-def make_gang(epoch: int = 0, decided: dict[int, list[str]] | None = None) -> Gang:
-    return Gang(str, lambda _: "", epoch=epoch, decided=decided or {})
+def decide(attempt: Attempt) -> str:
+    if attempt.join.act == "choose":
+        attempt.told[Phase.CHOSEN] = {CHOICE: f" {attempt.epoch}"}
+    return ""
 
 
-def clone(gang: Gang) -> Gang:
-    other = make_gang(gang.epoch, {**gang._decided})  # type: ignore[dict-item]
+def refuse(attempt: Attempt) -> str:
+    return f"no space for {attempt.epoch}"
+
+
+def make_gang(epoch: int = 0, decided: Mapping[int, Decided] | None = None, how: Decide = decide) -> Gang:
+    return Gang(str, how, epoch=epoch, decided=decided or {})
+
+
+def clone(gang: Gang, how: Decide = decide) -> Gang:
+    other = make_gang(gang.epoch, gang._decided, how)
     other._over = dict(gang._over)
     a = gang.attempt
     if a is not None:
         seats = {name: copy.copy(seat) for name, seat in a.seats.items()}
         counted = a.ballot, a.ayes, a.noes, a.skipped, a.reason, a.is_decided, a.is_called, a.id
-        other.attempt = Attempt(a.epoch, a.join, seats, {}, {}, list(a.reached), *counted)
+        other.attempt = Attempt(a.epoch, a.join, seats, {}, dict(a.told), list(a.reached), *counted)
     return other
 
 
@@ -93,10 +118,11 @@ class Explorer:
         ballots: int = 1,
         callers: str = "",
         listeners: str = "",
+        wants: Mapping[str, Join] | None = None,
     ) -> None:
         self.act, self.names, self.lockers, self.ballots = act, names, frozenset(lockers), ballots
         self.callers, self.listeners = callers, listeners  # who calls others; who is dumped only if it is called
-        self.last = len(PHASES[act]) - 1
+        self.wants = wants or {}  # what sessions want that the others do not
         self.start = Model(make_gang(), tuple(map(Player, names)), frozenset(), faults)
         self.ends: set[tuple[str, ...]] = set()
 
@@ -111,6 +137,11 @@ class Explorer:
                     todo.append(following)
         return len(seen)
 
+    def met(self) -> set[tuple[str, ...]]:
+        """Return the ends that have been reached in which all have met."""
+        self.run()
+        return {end for end in self.ends if all(one.startswith("met") for one in end)}
+
     def steps(self, state: Model) -> Iterator[Model]:
         for number, player in enumerate(state.players):
             for changed in self.choices(player, state.faults):
@@ -124,11 +155,14 @@ class Explorer:
         for request in state.sent:
             yield from self.deliver(state, request)
         if state.faults:  # the coordinator begins anew with what is durable
-            anew = make_gang(state.gang.epoch, {**state.gang._decided})  # type: ignore[dict-item]
+            anew = make_gang(state.gang.epoch, state.gang._decided)
             yield state._replace(gang=anew, faults=state.faults - 1)
 
     def request_of(self, player: Player) -> Sent | None:
-        return player.request(self.act, self.lockers, self.callers, self.listeners)
+        return player.request(self.wanted(player.session).act, self.lockers, self.callers, self.listeners)
+
+    def wanted(self, session: str) -> Join:
+        return self.wants.get(session, Join(self.act, len(self.names)))
 
     def choices(self, player: Player, faults: int) -> Iterator[tuple[Player, int]]:
         is_voting = not player.end and player.place == 1 and self.act == "dump" and player.name in self.lockers
@@ -149,33 +183,45 @@ class Explorer:
         players = (*state.players[:number], player, *state.players[number + 1 :])
         before = state.players[number]
         log = state.log
-        if player.end in ("met", "over") and not before.end and before.epoch:
+        if player.end not in ("", "dead") and not before.end and before.epoch:
             log = tuple(sorted({*log, (before.epoch, player.end)}))
         return state._replace(players=players, faults=state.faults - cost, log=log)
 
     def deliver(self, state: Model, request: Sent) -> Iterator[Model]:
-        gang = clone(state.gang)
-        answer = self.ask(gang, request)
-        if request[-1]:  # who was called ends nothing
-            before, after = state.gang.attempt, gang.attempt
-            assert (before and (before.id, before.reason)) == (after and (after.id, after.reason)), state
-        yield state._replace(gang=gang)  # and the answer is lost
-        for number, player in enumerate(state.players):
-            if self.request_of(player) == request:
-                yield self.replaced(state._replace(gang=gang), number, (self.heard(player, answer), 0))
+        for silence_s, how, cost in self.circumstances(state, request):
+            gang = clone(state.gang, how)
+            answer = self.ask(gang, request, silence_s)
+            after = state._replace(gang=gang, faults=state.faults - cost)
+            if request[-1]:  # who was called ends nothing
+                before, now = state.gang.attempt, gang.attempt
+                assert (before and (before.id, before.reason)) == (now and (now.id, now.reason)), state
+            yield after  # and the answer is lost
+            for number, player in enumerate(state.players):
+                if self.request_of(player) == request:
+                    yield self.replaced(after, number, (self.heard(player, answer), 0))
 
-    def ask(self, gang: Gang, request: Sent) -> Answer:
+    def circumstances(self, state: Model, request: Sent) -> Iterator[tuple[float, Decide, int]]:
+        """Yield how long nobody has asked, what deciding comes to, and how many faults that is."""
+        yield 0.0, decide, 0
+        attempt = state.gang.attempt
+        if request[3] == "join" and attempt is not None:
+            alive = {player.session for player in state.players if not player.end}
+            is_wrong = any(seat.session in alive for seat in attempt.seats.values())  # a clock that jumps
+            if state.faults >= is_wrong:
+                yield math.inf, decide, is_wrong
+
+    def ask(self, gang: Gang, request: Sent, silence_s: float = 0.0) -> Answer:
         name, session, epoch, what, ballot, is_locked, called = request
         claim = Claim(name, session, epoch=epoch)
         if what == "join":
-            return gang.join(claim, Join(self.act, len(self.names)), called)
+            return gang.join(claim, self.wanted(session), called, silence_s)
         if what == "call":
             return gang.meet(claim, Phase.ARRIVED, calls=True)
         if what == "leave":
             return gang.leave(claim, "failed")
         if what == "vote":
             return gang.vote(claim, ballot, is_locked=is_locked)
-        return gang.meet(claim, Phase(what))
+        return gang.meet(claim, Phase(what), about=[CHOICE])
 
     def heard(self, player: Player, answer: Answer) -> Player:
         if answer.state is State.WAIT:
@@ -183,8 +229,12 @@ class Explorer:
         if answer.state is State.AGAIN:
             is_far = answer.ballot > self.ballots  # as far as is looked
             return player._replace(ballot=answer.ballot, votes_aye=False, end="dead" if is_far else "")
-        if answer.state is State.OVER or player.is_leaving or player.place == self.last:
-            return player._replace(end="over" if answer.state is State.OVER else "met")
+        if answer.state is State.OVER:
+            return player._replace(end="over")
+        if player.is_leaving and self.act == "choose":  # who has failed does not ask what was chosen
+            return player._replace(end="dead")
+        if player.is_leaving or player.place == len(PHASES[self.wanted(player.session).act]) - 1:
+            return player._replace(end=f"met{answer.told.get(CHOICE, '')}")
         return player._replace(place=player.place + 1, epoch=answer.epoch)
 
     def check(self, state: Model) -> None:
@@ -252,11 +302,103 @@ def test_nobody_is_dumped_that_nobody_calls() -> None:
     assert {end for _, end in explorer.ends} <= {"", "dead"}
 
 
+@pytest.mark.parametrize(
+    ("act", "wanted"),
+    [
+        ("dump", Join("dump", 3)),
+        ("dump", Join("restore", 2)),
+        ("restore", Join("restore", 2, 7)),
+        ("choose", Join("dump", 2)),
+    ],
+)
+def test_members_that_contradict_one_another_come_to_no_common_end(act: str, wanted: Join) -> None:
+    explorer = Explorer(act, "ab", faults=2, wants={"b0": wanted})
+    assert explorer.met(), "in other lives"
+    assert ("over", "over") in explorer.ends
+    assert not Explorer(act, "ab", faults=0, wants={"b0": wanted}).met()
+
+
+def test_all_are_told_the_same_choice() -> None:
+    explorer = Explorer("choose", "ab", faults=2)
+    assert explorer.run() > 1000
+    assert {("met 1", "met 1"), ("met 2", "met 2"), ("over", "over")} <= explorer.ends
+    Explorer("choose", "abc", faults=1).run()
+
+
+class Full(Explorer):
+    """Has a coordinator that may be unable to store what is decided."""
+
+    def circumstances(self, state: Model, request: Sent) -> Iterator[tuple[float, Decide, int]]:
+        yield from super().circumstances(state, request)
+        if state.faults:
+            yield 0.0, refuse, 1
+
+
+@pytest.mark.parametrize("act", ["dump", "restore", "choose"])
+def test_what_cannot_be_stored_has_happened_to_nobody(act: str) -> None:
+    explorer = Full(act, "ab", faults=2)
+    assert explorer.met(), "at another time"
+    assert ("over", "over") in explorer.ends
+
+
+@pytest.mark.parametrize("act", ["dump", "restore"])
+@pytest.mark.parametrize("order", ["ab", "ba", "cd"])
+def test_who_died_while_it_waited_holds_up_nobody(act: str, order: str) -> None:
+    """Its node has lost power: nobody has left. All come again, in any order, or others in their place."""
+    gang, wanted = make_gang(), Join(act, 2)
+    assert gang.join(Claim("a", "a0"), wanted).epoch == 1
+    assert gang.meet(Claim("a", "a0", epoch=1), PHASES[act][0]).state is State.WAIT
+    claims = [Claim(name, f"{name}1", epoch=2) for name in order]
+    for claim, silence_s in zip(claims, (GATHERING_S + 1, 0), strict=True):
+        assert gang.join(claim._replace(epoch=0), wanted, silence_s=silence_s).epoch == 2
+    for phase in PHASES[act]:
+        states = [gang.meet(claim, phase).state for claim in claims]
+        assert states == [State.WAIT, State.MET]
+    assert gang.meet(Claim("a", "a0", epoch=1), PHASES[act][0]).state is State.OVER
+
+
+@pytest.mark.parametrize(("silence_s", "state"), [(AT_WORK_S - 1, State.OVER), (AT_WORK_S + 1, State.MET)])
+def test_members_at_work_may_be_silent_for_longer(silence_s: float, state: State) -> None:
+    gang, wanted = make_gang(), Join("dump", 2)
+    for name in "ab":
+        gang.join(Claim(name, name), wanted)
+    for name in "ab":
+        gang.meet(Claim(name, name, epoch=1), Phase.ARRIVED)
+    assert gang.join(Claim("c", "c"), wanted, silence_s=silence_s).state is state
+    assert gang.meet(Claim("a", "a", epoch=1), Phase.ARRIVED).state is (
+        State.MET if state is State.OVER else State.OVER
+    )
+
+
+class Watched(Explorer):
+    """Whoever was told to wait is told so again, as long as the gang's standing is the same: nobody need wake it."""
+
+    def deliver(self, state: Model, request: Sent) -> Iterator[Model]:
+        for after in super().deliver(state, request):
+            if after.gang.standing == state.gang.standing:
+                for player in state.players:
+                    mine = self.request_of(player)
+                    if mine is not None and self.waits(state, mine):
+                        assert self.ask(clone(after.gang), mine).state is State.WAIT, (state, request, mine)
+            yield after
+
+    def waits(self, state: Model, request: Sent) -> bool:
+        gang = clone(state.gang)
+        return self.ask(gang, request).state is State.WAIT and state._replace(gang=gang).key == state.key
+
+
+@pytest.mark.parametrize(
+    ("act", "names", "lockers", "faults"), [("restore", "abc", "", 0), ("dump", "ab", "a", 0), ("restore", "ab", "", 2)]
+)
+def test_nobody_waits_for_what_does_not_change_the_standing(act: str, names: str, lockers: str, faults: int) -> None:
+    assert Watched(act, names, faults=faults, lockers=lockers, ballots=2).met()
+
+
 class Unbound(Explorer):
     """Has a coordinator that lets members which were called join whatever is open, or open another one."""
 
-    def ask(self, gang: Gang, request: Sent) -> Answer:
-        return super().ask(gang, (*request[:-1], ""))
+    def ask(self, gang: Gang, request: Sent, silence_s: float = 0.0) -> Answer:
+        return super().ask(gang, (*request[:-1], ""), silence_s)
 
 
 def test_the_explorer_finds_a_member_in_an_attempt_that_did_not_call_it() -> None:

@@ -5,13 +5,16 @@ import json
 import os
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +25,15 @@ from ocihook.cli import gang as command
 from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
 from ocihook.errors import ConfigError, GangError, IntegrityError
-from ocihook.gang.certificates import client_tls, server_tls
+from ocihook.gang import coordinator as coordinator_module
+from ocihook.gang.certificates import ServerTls, client_tls
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.cut import End, contradictions
 from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, GangJoined, find_attendance, join
 from ocihook.gang.participant import Membership
+from ocihook.gang.protocol import GATHERING_S, PHASES, Answer, Claim, Decided, Gang, Join, Phase, State
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
@@ -43,7 +48,7 @@ LIMIT_S = 30.0
 class Serving:
     """A coordinator that serves in a thread; a socket that is closed ends nobody, as each test has its own."""
 
-    def __init__(self, directory: Path, tls: ssl.SSLContext | None = None, tls_dir: Path = Path()) -> None:
+    def __init__(self, directory: Path, tls: ServerTls | None = None, tls_dir: Path = Path()) -> None:
         self.root = directory / "gangs"
         if tls is None:
             listener = socket.socket(socket.AF_UNIX)
@@ -133,6 +138,69 @@ def test_the_limit_names_who_is_missing(serving: Serving, journals: list[Journal
         members[0].meet("locked")
 
 
+@pytest.mark.parametrize(
+    ("earlier", "size", "late", "missing"),
+    [
+        ("", 3, "x", "2 that never joined"),
+        ("", 3, "1", "0 (never joined), 2 (never joined)"),
+        ("", 12, "3", "".join(f"{n} (never joined), " for n in "01245678") + "3 more that never joined"),
+        ("", 3, "3", "2 that never joined"),  # which is no index
+        ("xyz", 3, "y", "x (never joined), z (never joined)"),
+        ("012", 3, "0", "1 (never joined), 2 (never joined)"),
+        ("xyz", 3, "w", "2 that never joined"),  # names have changed
+        ("xyz", 4, "y", "3 that never joined"),
+    ],
+)
+def test_the_limit_names_who_has_not_joined(earlier: str, size: int, late: str, missing: str) -> None:
+    decided = {4: Decided({"old": "s"}), 5: Decided(dict.fromkeys(earlier, "s"))} if earlier else {}
+    gang = Gang(str, lambda _: "", epoch=5, decided=decided)
+    claim = Claim(late, "new", epoch=gang.join(Claim(late, "new"), Join("dump", size)).epoch)
+    assert gang.meet(claim, Phase.ARRIVED).state is State.WAIT
+    said = gang.leave(claim, "within 1 s", Phase.ARRIVED).reason
+    assert said == f"{late}: {missing} did not reach 'arrived' within 1 s"
+
+
+def test_a_member_whose_node_has_lost_power_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(coordinator_module, "time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
+    coordinator = Coordinator(tmp_path)
+
+    def ask(member: str, **said: object) -> dict[str, Any]:
+        who = {"namespace": "", "gang": "job", "member": member, "session": member, "wait_s": 0}
+        return coordinator.handle("", {**who, **said})
+
+    def join(member: str) -> int:
+        epoch: int = ask(member, verb="join", join=["dump", 2, 0])["epoch"]
+        return epoch
+
+    assert join("a") == 1
+    for _ in range(4):  # as long as it asks it is alive
+        assert ask("a", verb="meet", phase="arrived", epoch=1)["state"] == "wait"
+        now_s[0] += GATHERING_S - 1
+    now_s[0] += 2
+    assert join("b") == join("c") == 2
+    over = ask("a", verb="meet", phase="arrived", epoch=1)
+    assert (over["state"], over["reason"]) == ("over", "nobody of it was heard of for 31 s")
+
+
+def test_a_restarted_coordinator_knows_what_was_chosen(tmp_path: Path) -> None:
+    def ask(coordinator: Coordinator, member: str, **said: object) -> dict[str, Any]:
+        who = {"namespace": "", "gang": "job", "member": member, "session": member, "wait_s": 0, "epoch": 1}
+        return coordinator.handle("", {**who, **said})
+
+    first, met = (
+        Coordinator(tmp_path),
+        {"verb": "meet", "phase": "chosen", "message": ["x 1", "x 2"], "about": ["dump"]},
+    )
+    for member in "ab":
+        ask(first, member, verb="join", join=["choose", 2, 0])
+    assert ask(first, "a", **met)["state"] == "wait"
+    answer = ask(first, "b", **met)
+    assert answer["told"] == ask(Coordinator(tmp_path), "a", **met)["told"] == {"dump": "x 2"}
+
+
 def test_locks_are_voted_on_until_all_are_locked(serving: Serving, journals: list[Journal]) -> None:
     members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
 
@@ -195,6 +263,38 @@ def test_a_restarted_coordinator_knows_what_was_decided(tmp_path: Path) -> None:
     assert second.handle("", {**who, "verb": "leave", "reason": "", "member": "b", "session": "b"})["state"] == "met"
     joined = {**who, "verb": "join", "join": ["dump", 2, 0], "member": "a", "session": "new"}
     assert second.handle("", joined)["epoch"] == 2
+
+
+def test_nobody_is_woken_for_what_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often the coordinator looks grows with the members, not with their square; other gangs do not count."""
+    asked: Counter[tuple[str, str]] = Counter()
+    ask = coordinator_module._ask
+
+    def count(gang: Gang, node: str, request: Mapping[str, Any], silence_s: float) -> Answer:
+        asked[request["gang"], request["member"]] += 1
+        return ask(gang, node, request, silence_s)
+
+    monkeypatch.setattr(coordinator_module, "_ask", count)
+    monkeypatch.setattr(coordinator_module, "LONGEST_WAIT_S", LIMIT_S)
+    coordinator, members = Coordinator(tmp_path), [str(number) for number in range(64)]
+
+    def dump(gang: str, member: str) -> list[str]:
+        who = {"namespace": "", "gang": gang, "member": member, "session": f"{gang} {member}"}
+        epoch = coordinator.handle("", {**who, "verb": "join", "join": ["dump", 64, 0]})["epoch"]
+        said = {**who, "epoch": epoch, "verb": "meet", "message": {"ends": []}}
+        return [coordinator.handle("", {**said, "phase": phase})["state"] for phase in PHASES["dump"]]
+
+    with ThreadPoolExecutor(130) as pool:
+        others = [pool.submit(dump, "other", member) for member in members[1:]]
+        mine = [pool.submit(dump, "job", member) for member in members]
+        assert all(one.result(LIMIT_S) == ["met"] * 5 for one in mine)
+        before = asked.total()
+        dump("other", members[0])
+        assert all(one.result(LIMIT_S) == ["met"] * 5 for one in others)
+    most = 1 + 2 * len(PHASES["dump"])  # it joins; in each phase it asks, and is woken once
+    assert max(asked.values()) <= most
+    assert asked.total() <= 2 * 64 * most
+    assert before <= 64 * most + 63 * 2, "the others are at their first meeting, and were not woken"
 
 
 def test_two_restore_different_epochs(serving: Serving, journals: list[Journal]) -> None:
@@ -335,17 +435,16 @@ def test_nobody_but_root_is_answered_on_a_node(serving: Serving) -> None:
 
 def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Journal]) -> None:
     ours, theirs = Authority(), Authority()
-    tls = server_tls(ours.give(tmp_path / "coordinator", "coordinator"))
+    tls = ServerTls(ours.give(tmp_path / "coordinator", "coordinator"))
     serving = Serving(tmp_path, tls, ours.give(tmp_path / "node1", "node1"))
     members = [serving.member(journals[0], "a")]
     serving.link = serving.link._replace(tls_dir=str(ours.give(tmp_path / "node2", "node2")))
     members.append(serving.member(journals[1], "b"))
     effect = journals[0].find(GangJoined)
     assert effect is not None
-    effect.link, kept = serving.link, effect.link  # another node speaks for that member
-    with pytest.raises(GangError, match="it has no a of session"):
-        members[0].meet("held")
-    effect.link = kept
+    foreign = Attendance(journals[0], Patience(timeout_s=LIMIT_S), replace(effect, link=serving.link))
+    with pytest.raises(GangError, match="it has no a of session"):  # another node speaks for that member
+        foreign.meet("held")
     assert both(members, "held", {}) == [{}, {}]
     stranger = serving.link._replace(tls_dir=str(theirs.give(tmp_path / "stranger", "node1")))
     with pytest.raises(GangError, match=r"cannot be reached:.*certificate verify failed.*See .* the certificates"):
@@ -358,6 +457,57 @@ def test_nodes_are_who_their_certificates_say(tmp_path: Path, journals: list[Jou
         stranger.ask(None, Patience(timeout_s=LIMIT_S))
     with pytest.raises(ConfigError, match=r"tls\.crt, tls\.key and ca\.crt"):
         client_tls(tmp_path / "nothing")
+
+
+def test_a_coordinator_by_another_name_is_not_asked(tmp_path: Path) -> None:
+    """It has a certificate of the same authority, as every node has."""
+    authority = Authority()
+    tls = ServerTls(authority.give(tmp_path / "coordinator", "coordinator", host="127.0.0.2"))
+    serving = Serving(tmp_path, tls, authority.give(tmp_path / "node", "node"))
+    with pytest.raises(GangError, match=r"cannot be reached:.*certificate is not valid for '127\.0\.0\.1'"):
+        serving.link.ask(None, Patience(timeout_s=LIMIT_S))
+
+
+def test_certificates_may_change_while_a_coordinator_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = Authority(), Authority()
+    directory = old.give(tmp_path / "coordinator", "coordinator")
+    serving = Serving(tmp_path, ServerTls(directory), old.give(tmp_path / "old", "node"))
+    renewed = serving.link._replace(tls_dir=str(new.give(tmp_path / "new", "node")))
+    assert serving.link.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    shutil.copytree(new.give(tmp_path / "next", "coordinator"), directory, dirs_exist_ok=True)
+    with pytest.raises(GangError, match="certificate verify failed"):
+        serving.link.ask(None, Patience(timeout_s=LIMIT_S))
+    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    shutil.copy(tmp_path / "old/tls.crt", directory)  # and its key is not there yet
+    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    assert "what was read before is used further" in caplog.text
+
+
+def test_a_member_keeps_its_connection(
+    serving: Serving, journals: list[Journal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[http.client.HTTPConnection] = []
+    connect = Link.connect
+
+    def count(link: Link) -> http.client.HTTPConnection:
+        made.append(connect(link))
+        return made[-1]
+
+    monkeypatch.setattr(Link, "connect", count)
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    for phase in PHASES["dump"][:3]:
+        assert both(members, phase, {}) == [{}, {}]
+    assert len(made) == 2
+    made[0].sock.shutdown(socket.SHUT_RDWR)  # as after a coordinator's restart, or a long time at work
+    assert both(members, "held", {}) == [{}, {}]
+    assert len(made) == 3
+    effect = journals[0].find(GangJoined)
+    assert effect is not None
+    with pytest.raises(GangError, match="refuses"):
+        effect.ask({"verb": "dance"}, Patience(), LIMIT_S)
+    both([members[1]], "held", {})
+    assert effect.ask({"verb": "meet", "phase": "held"}, Patience(), LIMIT_S).state is State.MET
+    assert len(made) == 4, "who was refused has a new one, as not all of its request may have been read"
 
 
 def test_sequence_numbers_go_round() -> None:
