@@ -7,15 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from integration.gang.mesh import Mesh, failures, succeeded
+from integration.gang.mesh import Members, Mesh, failures, succeeded
 from integration.gang.nodes import attempt, limit_members, link_nodes, serve_nodes
 from integration.namespace import wait_for
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman
+from integration.net.traffic import assert_flows
 from integration.podman.test_faults import start_agent
 from ocihook.gang.cut import End, connection_ends, contradictions
 from tests.fakes.authority import Authority
@@ -151,3 +153,36 @@ def ends_in(archive: Path) -> list[End]:
                     member.name = Path(member.name).name
                     tar.extract(member, images, filter="data")
         return list(connection_ends(Path(images)))
+
+
+def test_a_connection_that_is_not_accepted_yet(make_node: MakeNode) -> None:
+    """It would be lost, so there is no dump; one that has been lost already keeps nobody from a dump."""
+    node = make_node()
+    limit_members(node)
+    gang = Members([node], 2, "job")
+    server, client = gang.names
+    address = f"{gang.places[server].four}/7000"
+    node.start_peer(server, server, "server", address, **gang.notes)
+    node("kill", "--signal", "STOP", server)  # the kernel makes its connections
+    node.start_peer(client, client, "client", address, **gang.notes)
+    before = gang.state()
+    failed = failures(gang.checkpoint("--leave-running"))
+    wanted = f"{server} has not accepted the connection from {client} yet ({gang.places[client].four} port "
+    assert all(wanted in said and "try again" in said for said in failed.values()), failed
+    assert len(failed) == len(gang.names)
+    assert attempt(node)["state"] == "over"
+    gang.assert_nothing_is_left()
+    assert gang.state() == before
+    node("kill", "--signal", "CONT", server)
+    assert_flows({name: partial(node.said, name) for name in gang.names}, connections=1)
+    succeeded(gang.checkpoint("--leave-running"))
+    assert "1 connections" in gang.verify()
+
+    node.unplug(client)  # it does not hear that the other has ended, and is made again
+    node.remove(server)
+    node.remove_place(server)
+    node.make_place(server, gang.places[server])
+    node.start_peer(server, server, "server", address, **gang.notes)
+    succeeded(gang.checkpoint("--leave-running"))
+    assert "0 connections" in gang.verify()
+    assert "ESTAB" in node.inside(client, "ss", "-tn", "dst", gang.places[server].four)
