@@ -24,7 +24,7 @@ from tests.fakes.authority import Authority
 
 IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
 MEETING_AGENT = Path(__file__).parents[1] / "meeting_agent.py"
-_SLOW_S = 20.0 if IS_NIGHTLY else 0.0  # that a member takes longer than until all others wait for it
+_SLOW_S = 20.0  # that a member takes longer than until all others wait for it
 _REFUSED_S = 2  # that members wait for one that cannot come
 
 Death = tuple[str, str]  # the phase, and whether an agent dies before its member reaches it, or behind the meeting
