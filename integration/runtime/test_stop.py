@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -189,3 +191,49 @@ def test_a_member_of_a_gang_is_stopped_alone(make_handled: MakeHandled, runtime:
         podman.wait_to_count(name)
     assert podman.counts("a")[0] == last + 1
     assert podman.counts("b")[0] > 1
+
+
+def test_a_member_that_is_stopped_alone_waits_and_gets_its_signal(make_handled: MakeHandled) -> None:
+    """There is no checkpoint, the other runs on untouched, and the last complete epoch is what all resume from."""
+    podman = make_handled("runc")
+    pair = {**AGAIN, "gang": "job", "gang_size": "2"}
+
+    def limit(waits_s: float) -> None:
+        podman.configure(f"[agent]\nidle_timeout_s = 2\n[policy]\ngang_timeout_s = {waits_s}\n")
+
+    def both(call: Callable[[str], int | None]) -> dict[str, int | None]:
+        with ThreadPoolExecutor() as pool:
+            return dict(zip("ab", pool.map(call, "ab"), strict=True))
+
+    def run(name: str) -> None:
+        podman.make("run", name, **pair)
+        podman.wait_to_count(name)
+
+    def known_epochs() -> tuple[list[int], list[str]]:
+        (found,) = json.loads(podman.ocihook("gang", "status", "--json"))["gangs"]
+        rows = json.loads(podman.ocihook("store", "list", "--json"))["checkpoints"]
+        return found["epochs"], [row["gang"] for row in rows]
+
+    limit(60)
+    both(run)
+    last = both(podman.stop)
+    complete = known_epochs()
+    assert [gang.split("/")[1] for gang in complete[1]] == 2 * [str(complete[0][0])]
+    both(run)
+    limit(2)
+    init = podman.init_pid("b")
+    podman.stop("a")
+    assert podman.init_pid("b") == init
+    said = podman.agent_log()
+    assert re.search(
+        r"container a .* is stopped without a checkpoint: .*a: 1 that never joined did not reach 'arr", said
+    ), said
+    podman.wait_to_count("b")
+    assert known_epochs() == complete
+
+    podman.remove("b")
+    limit(60)
+    both(run)
+    for name, count in last.items():
+        assert count is not None
+        assert podman.counts(name)[0] == count + 1
