@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import tarfile
 import tempfile
 import time
@@ -13,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from integration.gang.mesh import Members, Mesh, failures, succeeded
-from integration.gang.nodes import attempt, limit_members, link_nodes, serve_nodes
-from integration.namespace import wait_for
+from integration.gang.nodes import attempt, epochs, limit_members, link_nodes, serve_nodes
+from integration.namespace import CommandError, wait_for
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman
 from integration.net.traffic import assert_flows
-from integration.podman.test_faults import start_agent
+from integration.podman.test_faults import end_agent, start_agent
 from ocihook.gang.cut import End, connection_ends, contradictions
 from tests.fakes.authority import Authority
 
@@ -153,6 +154,34 @@ def ends_in(archive: Path) -> list[End]:
                     member.name = Path(member.name).name
                     tar.extract(member, images, filter="data")
         return list(connection_ends(Path(images)))
+
+
+def test_an_epoch_with_a_member_that_is_not_packed_is_not_complete(make_node: MakeNode) -> None:
+    """It is packed when all are dumped, and run on. Nothing takes the others' checkpoints for one of the gang."""
+    node = make_node()
+    limit_members(node)
+    mesh = Mesh([node], 2, notes={"on_pack_error": "fail"})
+    packed, spoilt = mesh.names
+    podman = ("--podman", shlex.join(["podman", *node.options()]))
+    start_agent(node, MEETING_AGENT, "spoil", "dumped", spoilt)
+    failed = failures(mesh.checkpoint("--leave-running"))
+    assert list(failed) == [spoilt]
+    assert "o space left" in failed[spoilt]
+    assert epochs(node) == ([], {"1": [spoilt]})
+    with pytest.raises(CommandError, match=f"lacks 1 members beside {packed}"):
+        node.ocihook("gang", "verify", str(mesh.archives[packed]))
+    there = node.scratch / "epochs"
+    with pytest.raises(CommandError, match=f"gang job is not checkpointed: {spoilt}: .*o space left"):
+        node.ocihook("gang", "checkpoint", "job", str(there / "2"), "--leave-running", *podman)
+    assert list(there.iterdir()) == []
+    assert epochs(node) == ([], {"1": [spoilt], "2": [spoilt]})
+    assert f"job: epoch 2 is not complete: {spoilt}" in node.ocihook("gang", "status")
+    mesh.assert_flows()
+    end_agent(node)
+    node.ocihook("gang", "checkpoint", "job", str(there / "3"), "--leave-running", *podman)
+    assert epochs(node) == ([3], {"1": [spoilt], "2": [spoilt]})
+    mesh.assert_flows()
+    mesh.assert_nothing_is_left()
 
 
 def test_a_connection_that_is_not_accepted_yet(make_node: MakeNode) -> None:

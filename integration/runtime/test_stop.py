@@ -168,6 +168,18 @@ def test_what_a_container_had_beside_its_processes(make_handled: MakeHandled, ru
         wait_for(path, lambda path=path: int.from_bytes((top / path).read_bytes(), sys.byteorder) > last)  # type: ignore[misc]
 
 
+def complete_epochs(podman: HandledPodman, count: int) -> list[int]:
+    """Return the complete epochs of the one gang, once there are so many: what is stored is reported then."""
+
+    def found() -> list[int]:
+        (gang,) = json.loads(podman.ocihook("gang", "status", "--json"))["gangs"]
+        epochs: list[int] = gang["epochs"]
+        return epochs
+
+    wait_for("epochs to be complete", lambda: len(found()) >= count)
+    return found()
+
+
 @pytest.mark.parametrize("runtime", ["crun"])
 def test_a_member_of_a_gang_is_stopped_alone(make_handled: MakeHandled, runtime: str) -> None:
     """All are checkpointed with it, and the others run on; made again, all resume from that, not from what is newer."""
@@ -180,10 +192,9 @@ def test_a_member_of_a_gang_is_stopped_alone(make_handled: MakeHandled, runtime:
         podman.wait_to_count(name)
     last = podman.stop("a")
     podman.wait_to_count("b")
-    (found,) = json.loads(podman.ocihook("gang", "status", "--json"))["gangs"]
+    (epoch,) = complete_epochs(podman, 1)
     rows = json.loads(podman.ocihook("store", "list", "--json"))["checkpoints"]
-    assert len(found["epochs"]) == 1
-    assert [row["gang"].split("/")[:2] for row in rows] == 2 * [["job", str(found["epochs"][0])]]
+    assert [row["gang"].split("/")[:2] for row in rows] == 2 * [["job", str(epoch)]]
     podman.remove("b")
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: run("run", name, **pair), "ab"))
@@ -210,9 +221,8 @@ def test_a_member_that_is_stopped_alone_waits_and_gets_its_signal(make_handled: 
         podman.wait_to_count(name)
 
     def known_epochs() -> tuple[list[int], list[str]]:
-        (found,) = json.loads(podman.ocihook("gang", "status", "--json"))["gangs"]
         rows = json.loads(podman.ocihook("store", "list", "--json"))["checkpoints"]
-        return found["epochs"], [row["gang"] for row in rows]
+        return complete_epochs(podman, 1), [row["gang"] for row in rows]
 
     limit(60)
     both(run)

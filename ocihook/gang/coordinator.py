@@ -51,6 +51,10 @@ class Coordinator:
             try:
                 if is_watch:
                     return {"calls": self._watch(request, until)}
+                if request.get("verb") == "complete":
+                    epochs = Epochs(self._root, str(request["namespace"]), str(request["gang"]))
+                    which = int(request["epoch"]), str(request["attempt"]), str(request["member"])
+                    return {"is_known": epochs.note_complete(*which, node)}
                 gang = self._gang(str(request["namespace"]), str(request["gang"]))
                 answer = _ask(gang, node, request)
                 self._changed.notify_all()
@@ -81,9 +85,13 @@ class Coordinator:
     def _status_of(self, epochs: Epochs) -> dict[str, Any]:
         gang = self._gangs.get((epochs.namespace, epochs.name))
         attempt = gang.attempt if gang else None
-        decided = [epochs.read(epoch) for epoch in epochs.decided()]
-        dumps = [record["epoch"] for record in decided if record["act"] == "dump"]
-        found: dict[str, Any] = {"namespace": epochs.namespace, "gang": epochs.name, "epochs": dumps}
+        found: dict[str, Any] = {"namespace": epochs.namespace, "gang": epochs.name, "epochs": [], "incomplete": {}}
+        for record in (epochs.read(epoch) for epoch in epochs.decided()):
+            missing = [name for name, member in record["members"].items() if not member.get("is_complete")]
+            if record["act"] == "dump" and missing:
+                found["incomplete"][str(record["epoch"])] = missing
+            elif record["act"] == "dump":
+                found["epochs"].append(record["epoch"])
         if attempt is not None:
             found["attempt"] = {
                 "epoch": attempt.epoch,

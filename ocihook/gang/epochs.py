@@ -57,6 +57,24 @@ class Epochs:
         for old in self.decided()[:-_KEPT]:
             self._path(old).unlink(missing_ok=True)
 
+    def note_complete(self, epoch: int, attempt: str, member: str, node: str) -> bool:
+        """Make durable that a member's checkpoint of an epoch is complete; False if there is no such member of a node.
+
+        Raises:
+            GangError: if what is kept is damaged.
+        """
+        try:
+            record = self.read(epoch)
+        except FileNotFoundError:
+            return False
+        found = record["members"].get(member)
+        if record.get("attempt") != attempt or found is None or found.get("node") != node:
+            return False
+        if not found.get("is_complete"):
+            found["is_complete"] = True
+            replace_file(self._path(epoch), json.dumps(record, indent=1).encode(), mode=0o600)
+        return True
+
     def read(self, epoch: int) -> dict[str, Any]:
         """Return what is kept of an epoch.
 

@@ -5,6 +5,7 @@ from ipaddress import ip_interface
 
 from ocihook.checkpoints.belongings import read_call, stopping_place
 from ocihook.checkpoints.gang_note import GANG_NAME, GangNote, read_note, write_note
+from ocihook.gang.completion import report_complete
 from ocihook.gang.cut import End, connection_ends, ends_of_nobody
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, find_attendance, join
@@ -13,7 +14,9 @@ from ocihook.linux.procfs import descendants
 from ocihook.model import GangRef
 from ocihook.net.survey import Survey
 from ocihook.session.effect import Facts
-from ocihook.session.participant import Act, Dump, Participant, Restore
+from ocihook.session.participant import Act, Dump, Participant, Restore, SizeFacts
+
+_REPORT_S = 5.0  # that CRIU, and with it the engine, waits for a coordinator: the container runs already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +68,24 @@ class Membership(Participant):
         if self._attendance is None:
             return ""
         container = dump.container
-        checkpoint = {"container": container.id, "name": container.name, "image_dir": dump.image_dir}
+        checkpoint = {
+            "container": container.id,
+            "name": container.name,
+            "image_dir": dump.image_dir,
+            "is_complete": not (dump.completes_later or _is_stored(dump)),
+        }
         # Until CRIU froze it the container may have run, and closed one more.
         of_nobody = {*dump.journal.facts(CutFacts).ends_of_nobody, *_ends_of_nobody(dump)}
         ends = [*connection_ends(dump.directory), *sorted(of_nobody)]
         dump.gang.meet(Phase.DUMPED, {"ends": ends, "checkpoint": checkpoint})
         self._attendance.end()
-        return f"container {container}: epoch {self._attendance.epoch} of gang {self._attendance.ref} is complete"
+        return f"container {container}: dumped with gang {self._attendance.ref}, epoch {self._attendance.epoch}"
+
+    def container_runs(self, dump: Dump) -> str:
+        """Report that what has waited until now is complete; what goes to the store is reported when it is there."""
+        if dump.container.gang and not _is_stored(dump):
+            report_complete(dump.container, Link(*dump.call().coordinator), dump.patience.within(_REPORT_S))
+        return ""
 
     def check(self, restore: Restore) -> None:
         """Take part in the restore of the gang that the checkpoint was made with."""
@@ -112,6 +126,10 @@ class Membership(Participant):
         found = find_attendance(act.journal, act.patience)
         if found is not None:
             self._attend(act, found)
+
+
+def _is_stored(dump: Dump) -> bool:
+    return bool(dump.journal.facts(SizeFacts).checkpoint)
 
 
 def _ends_of_nobody(dump: Dump) -> list[End]:

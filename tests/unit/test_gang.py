@@ -23,6 +23,7 @@ from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
 from ocihook.errors import ConfigError, GangError, IntegrityError
 from ocihook.gang.certificates import client_tls, server_tls
+from ocihook.gang.completion import report_complete
 from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.cut import End, contradictions, ends_of_nobody
 from ocihook.gang.epochs import Epochs
@@ -101,6 +102,28 @@ def test_what_all_members_have_dumped_is_kept(serving: Serving, journals: list[J
     again = find_attendance(journals[1], Patience(timeout_s=LIMIT_S))
     assert again is not None
     assert again.meet("dumped") == {}
+
+
+def test_an_epoch_is_complete_once_all_members_say_so(serving: Serving, journals: list[Journal]) -> None:
+    def status() -> tuple[list[int], dict[str, list[str]]]:
+        (found,) = Coordinator(serving.root).status()
+        return found["epochs"], found["incomplete"]
+
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    said = {n: {"ends": [], "checkpoint": {"container": str(n), "is_complete": n == 0}} for n in (0, 1)}
+    both(members, "dumped", said)
+    attempt = members[0].attempt
+    assert status() == ([], {"1": ["b"]})
+    known = {"verb": "complete", "namespace": "", "gang": "job", "epoch": 1, "attempt": attempt, "member": "b"}
+    for wrong in ({"gang": "other"}, {"epoch": 2}, {"attempt": attempt[::-1]}, {"member": "c"}):
+        assert serving.link.ask(known | wrong, Patience(timeout_s=LIMIT_S)) == {"is_known": False}
+    assert not Epochs(serving.root, "", "job").note_complete(1, attempt, "b", "another node")
+    dumped = ContainerRef(id="1", engine="podman", name="b", gang=f"job/1/{attempt}", gang_member="b")
+    report_complete(dumped, Link(socket="/nowhere"), Patience(timeout_s=0))
+    assert status() == ([], {"1": ["b"]})
+    for _ in range(2):
+        report_complete(dumped, serving.link, Patience(timeout_s=LIMIT_S))
+    assert status() == ([1], {})
 
 
 def test_ends_that_do_not_fit_end_the_attempt(serving: Serving, journals: list[Journal]) -> None:
