@@ -7,8 +7,10 @@ FORKY_ROOT ?= /var/cache/ocihook/forky
 IMAGE_PREFIX ?= /opt/ocihook
 PACKAGE_ROOTS ?= /var/cache/ocihook/packages
 VM_ROOT ?= /var/cache/ocihook/vm
+TORCH_ROOT ?= /var/cache/ocihook/torch
 export OCIHOOK_FORKY_ROOT := $(FORKY_ROOT)
 export OCIHOOK_PACKAGE_ROOTS := $(PACKAGE_ROOTS)
+export OCIHOOK_TORCH_ROOT := $(TORCH_ROOT)
 
 demo: .venv/.ready
 	integration/node-setup trixie
@@ -68,6 +70,7 @@ integration: .venv/.ready
 	integration/node-setup documents
 	integration/node-setup forky $(FORKY_ROOT)
 	integration/node-setup packages $(PACKAGE_ROOTS)
+	integration/node-setup torch $(TORCH_ROOT) $(BIN)/python
 	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest -n 2 --dist loadgroup integration
 
 # A kernel with soft-dirty bits, emulated (x86-64, a few minutes): nightly.

@@ -1,19 +1,23 @@
-"""An agent that is killed, or keeps a member waiting, at a meeting of a gang.
+"""An agent that is killed, keeps a member waiting, or has it fail, at a meeting of a gang.
 
 meeting_agent.py kill PHASE before|behind    killed, once, when a member is about to reach the phase, or all have
 meeting_agent.py hold PHASE MEMBER           that member does not reach the phase before /run/ocihook/go is there
+meeting_agent.py spoil PHASE MEMBER          that member's memory cannot be packed once all have reached the phase
 """
 
+import errno
 import os
 import sys
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from signal import SIGKILL
+from typing import NoReturn
 
 from integration import patient_agent
 from ocihook import wire
 from ocihook.gang.membership import Attendance
+from ocihook.stages import page_images
 
 WHAT, PHASE, WHEN = sys.argv[1:]
 AGENT = os.getpid()  # sessions are processes of their own
@@ -29,6 +33,10 @@ def _die() -> None:
         time.sleep(0.01)
 
 
+def _spoil(*_: object, **_options: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def meet(
     self: Attendance, phase: str, message: object = None, about: Collection[str] = (), *, calls: bool = False
 ) -> Mapping[str, str]:
@@ -41,6 +49,8 @@ def meet(
     met = _meet(self, phase, message, about, calls=calls)
     if is_it and (WHAT, WHEN) == ("kill", "behind"):
         _die()
+    if is_it and WHAT == "spoil" and self.ref.member == WHEN:
+        page_images.pack_image_set = _spoil  # type: ignore[attr-defined]
     return met
 
 

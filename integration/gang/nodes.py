@@ -50,6 +50,13 @@ def serve_nodes(nodes: Sequence[NetPodman], host: str = "127.0.0.1", timeout_s: 
     return url
 
 
+def epochs(node: NetPodman, gang: str = "job") -> tuple[list[int], dict[str, list[str]]]:
+    """Return which epochs of a gang are complete, and which members the others lack."""
+    gangs = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
+    found = next(one for one in gangs if one["gang"] == gang)
+    return found["epochs"], found["incomplete"]
+
+
 def attempt(node: NetPodman, gang: str = "job") -> dict[str, Any]:
     """Return what is known of the last attempt of a gang."""
     gangs = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]

@@ -2,27 +2,30 @@
 
 import os
 import re
+import shlex
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from integration.gang.mesh import Mesh, failures, succeeded
-from integration.gang.nodes import attempt, limit_members, link_nodes, serve_nodes
-from integration.namespace import wait_for
+from integration.gang.mesh import Members, Mesh, failures, succeeded
+from integration.gang.nodes import attempt, epochs, limit_members, link_nodes, serve_nodes
+from integration.namespace import CommandError, wait_for
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman
-from integration.podman.test_faults import start_agent
+from integration.net.traffic import assert_flows
+from integration.podman.test_faults import end_agent, start_agent
 from ocihook.gang.cut import End, connection_ends, contradictions
 from tests.fakes.authority import Authority
 
 IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
 MEETING_AGENT = Path(__file__).parents[1] / "meeting_agent.py"
-_SLOW_S = 20.0 if IS_NIGHTLY else 0.0  # that a member takes longer than until all others wait for it
+_SLOW_S = 20.0  # that a member takes longer than until all others wait for it
 _REFUSED_S = 2  # that members wait for one that cannot come
 
 Death = tuple[str, str]  # the phase, and whether an agent dies before its member reaches it, or behind the meeting
@@ -151,3 +154,64 @@ def ends_in(archive: Path) -> list[End]:
                     member.name = Path(member.name).name
                     tar.extract(member, images, filter="data")
         return list(connection_ends(Path(images)))
+
+
+def test_an_epoch_with_a_member_that_is_not_packed_is_not_complete(make_node: MakeNode) -> None:
+    """It is packed when all are dumped, and run on. Nothing takes the others' checkpoints for one of the gang."""
+    node = make_node()
+    limit_members(node)
+    mesh = Mesh([node], 2, notes={"on_pack_error": "fail"})
+    packed, spoilt = mesh.names
+    podman = ("--podman", shlex.join(["podman", *node.options()]))
+    start_agent(node, MEETING_AGENT, "spoil", "dumped", spoilt)
+    failed = failures(mesh.checkpoint("--leave-running"))
+    assert list(failed) == [spoilt]
+    assert "o space left" in failed[spoilt]
+    assert epochs(node) == ([], {"1": [spoilt]})
+    with pytest.raises(CommandError, match=f"lacks 1 members beside {packed}"):
+        node.ocihook("gang", "verify", str(mesh.archives[packed]))
+    there = node.scratch / "epochs"
+    with pytest.raises(CommandError, match=f"gang job is not checkpointed: {spoilt}: .*o space left"):
+        node.ocihook("gang", "checkpoint", "job", str(there / "2"), "--leave-running", *podman)
+    assert list(there.iterdir()) == []
+    assert epochs(node) == ([], {"1": [spoilt], "2": [spoilt]})
+    assert f"job: epoch 2 is not complete: {spoilt}" in node.ocihook("gang", "status")
+    mesh.assert_flows()
+    end_agent(node)
+    node.ocihook("gang", "checkpoint", "job", str(there / "3"), "--leave-running", *podman)
+    assert epochs(node) == ([3], {"1": [spoilt], "2": [spoilt]})
+    mesh.assert_flows()
+    mesh.assert_nothing_is_left()
+
+
+def test_a_connection_that_is_not_accepted_yet(make_node: MakeNode) -> None:
+    """It would be lost, so there is no dump; one that has been lost already keeps nobody from a dump."""
+    node = make_node()
+    limit_members(node)
+    gang = Members([node], 2, "job")
+    server, client = gang.names
+    address = f"{gang.places[server].four}/7000"
+    node.start_peer(server, server, "server", address, **gang.notes)
+    node("kill", "--signal", "STOP", server)  # the kernel makes its connections
+    node.start_peer(client, client, "client", address, **gang.notes)
+    before = gang.state()
+    failed = failures(gang.checkpoint("--leave-running"))
+    wanted = f"{server} has not accepted the connection from {client} yet ({gang.places[client].four} port "
+    assert all(wanted in said and "try again" in said for said in failed.values()), failed
+    assert len(failed) == len(gang.names)
+    assert attempt(node)["state"] == "over"
+    gang.assert_nothing_is_left()
+    assert gang.state() == before
+    node("kill", "--signal", "CONT", server)
+    assert_flows({name: partial(node.said, name) for name in gang.names}, connections=1)
+    succeeded(gang.checkpoint("--leave-running"))
+    assert "1 connections" in gang.verify()
+
+    node.unplug(client)  # it does not hear that the other has ended, and is made again
+    node.remove(server)
+    node.remove_place(server)
+    node.make_place(server, gang.places[server])
+    node.start_peer(server, server, "server", address, **gang.notes)
+    succeeded(gang.checkpoint("--leave-running"))
+    assert "0 connections" in gang.verify()
+    assert "ESTAB" in node.inside(client, "ss", "-tn", "dst", gang.places[server].four)

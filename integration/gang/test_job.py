@@ -1,7 +1,7 @@
 """A training of four ranks, preempted and made again elsewhere: its losses are those of an uninterrupted run.
 
-It is a stand-in for torch (test_torch.py), which is too large to run each time: a static program with the same steps
-and the same traffic (integration/net/rank.c).
+It is a small stand-in for torch (test_torch.py), which can be moved often: a static program with the same steps and the
+same traffic (integration/net/rank.c).
 """
 
 import os

@@ -4,7 +4,7 @@ import json
 
 from integration.gang.handled import HandledNetPodman
 from integration.gang.mesh import Mesh, succeeded
-from integration.gang.nodes import link_nodes, serve_nodes
+from integration.gang.nodes import epochs, link_nodes, serve_nodes
 from integration.namespace import wait_for
 from integration.net.conftest import MakeNode
 
@@ -24,10 +24,11 @@ def test_members_of_other_nodes_are_checkpointed_with_one_that_is_stopped(make_n
     before = mesh.engines[other]("inspect", "--format", "{{.State.Pid}}", other)
     mesh.engines[stopped]("stop", "--time", "600", stopped)
     assert "was checkpointed as it was stopped" in nodes[0].agent_log(), nodes[0].agent_log()
-    (found,) = json.loads(nodes[0].ocihook("gang", "status", "--json"))["gangs"]
-    assert len(found["epochs"]) == 1, found
+    wait_for("both to be stored, and reported", lambda: len(epochs(nodes[0])[0]) == 1)
+    (epoch,), incomplete = epochs(nodes[0])
+    assert incomplete == {}
     rows = [row for node in nodes for row in json.loads(node.ocihook("store", "list", "--json"))["checkpoints"]]
-    assert [row["gang"].split("/")[:2] for row in rows] == 2 * [["job", str(found["epochs"][0])]]
+    assert [row["gang"].split("/")[:2] for row in rows] == 2 * [["job", str(epoch)]]
     after = mesh.engines[other]("inspect", "--format", "{{.State.Pid}} {{.State.Status}}", other)
     assert after == f"{before.strip()} running\n", after
     places = mesh.engines[other].namespace.path("/var/lib/ocihook/store/stopping")

@@ -1,7 +1,4 @@
-"""A training with torch over gloo, of four ranks in containers: moved, its losses are those of an uninterrupted run.
-
-Only nightly (conftest.py): torch takes 900 MB, and its ranks some minutes on two cores.
-"""
+"""A training with torch over gloo, of four ranks in containers: moved, its losses are those of an uninterrupted run."""
 
 import os
 import shutil
@@ -9,21 +6,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from integration.gang.mesh import Members, succeeded
 from integration.gang.nodes import limit_members
 from integration.gang.test_job import losses
-from integration.namespace import Namespace, wait_for
+from integration.namespace import Namespace, is_required, wait_for
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman
 from integration.packages.engine import PIVOTED
 from integration.podman.engine import IMAGE
 
 TRAINING = Path(__file__).parent / "training.py"
+TORCH = Path(os.environ.get("OCIHOOK_TORCH_ROOT", "/var/cache/ocihook/torch"))
+IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
 _RANKS = 4
-_STEPS = 400
-_MOVES = 4  # every second one; the others leave it running
-_TORCH = "torch==2.13.0"
+_STEPS = 400 if IS_NIGHTLY else 150
+_DUMPS = 8 if IS_NIGHTLY else 2  # every second one moves it; the others leave it running
+_FIRST_STEPS = 20  # between one dump and the next
 _TRAINED_S = 600.0
+
+
+@pytest.fixture
+def torch() -> Path:
+    """What `integration/node-setup torch` has installed."""
+    if not (TORCH / ".complete").exists():
+        assert not is_required(), f"{TORCH} is missing: run integration/node-setup torch {TORCH} PYTHON"
+        pytest.skip(f"needs {TORCH}: integration/node-setup torch {TORCH} PYTHON")
+    return TORCH
 
 
 class HostPodman(NetPodman):
@@ -31,7 +41,7 @@ class HostPodman(NetPodman):
 
     def _make_namespace(self, size: str) -> Namespace:
         assert not size
-        sources = {"/usr": "usr", sys.base_prefix: "python"}
+        sources = {"/usr": "usr", sys.base_prefix: "python", str(TORCH): "torch"}
         binds = [
             f'mkdir -p "$root/host/{name}"; mount --rbind {path} "$root/host/{name}"' for path, name in sources.items()
         ]
@@ -42,18 +52,21 @@ class HostPodman(NetPodman):
 class Torch(Members):
     """Ranks of torch."""
 
-    def __init__(self, node: NetPodman, site: Path) -> None:
-        """Start all; torch and the program are in `site`."""
+    def __init__(self, node: NetPodman) -> None:
+        """Start all."""
         super().__init__([node], _RANKS, "torch")
         self._said_dir = node.scratch / "said"
         self._said_dir.mkdir()
+        shutil.copy(TRAINING, self._said_dir)
+        self._slowly = self._said_dir / "slowly"
+        self._slowly.touch()
         places = {"/host/usr": "/usr", "/host/usr/lib": "/lib", "/host/usr/lib64": "/lib64"}
-        places |= {"/host/python": sys.base_prefix, str(site): "/site"}
+        places |= {"/host/python": sys.base_prefix, "/host/torch": "/torch"}
         options = [f"--volume={here}:{there}:ro" for here, there in places.items()]
         options += [f"--volume={self._said_dir}:/said", "--tmpfs=/tmp", "--pids-limit=0"]
-        options += ["--env=PYTHONPATH=/site", "--env=GLOO_SOCKET_IFNAME=eth0"]
+        options += ["--env=PYTHONPATH=/torch", "--env=GLOO_SOCKET_IFNAME=eth0"]
         options += [f"--annotation=ocihook.io/{key.replace('_', '-')}={text}" for key, text in self.notes.items()]
-        program = [f"{sys.base_prefix}/bin/python3", "/site/training.py"]
+        program = [f"{sys.base_prefix}/bin/python3", "/said/training.py"]
         master = self.places[self.names[0]].four
         for rank, name in enumerate(self.names):
             arguments = [str(rank), str(_RANKS), str(_STEPS), master, f"/said/{name}"]
@@ -65,21 +78,22 @@ class Torch(Members):
         path = self._said_dir / name
         return path.read_text() if path.exists() else ""
 
+    def hurry(self) -> None:
+        """Let it come to its end."""
+        assert not any("done" in self.said(name) for name in self.names)
+        self._slowly.unlink()
+
     def wait_for_step(self, step: int) -> None:
         """Wait until all ranks have made so many steps."""
         for name in self.names:
             wait_for(f"step {step} of {name}", lambda name=name: len(losses(self.said(name))) > step, _TRAINED_S)  # type: ignore[misc]
 
 
-def test_torch_over_gloo_moves(make_node: MakeNode) -> None:
+def test_torch_over_gloo_moves(make_node: MakeNode, torch: Path) -> None:
     node = make_node(kind=HostPodman)
     limit_members(node, 600)
-    site = node.scratch / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), _TORCH]
-    subprocess.run(pip, check=True, timeout=_TRAINED_S)
-    shutil.copy(TRAINING, site)
     alone = [node.scratch / f"alone{rank}" for rank in range(_RANKS)]
-    environment = {**os.environ, "PYTHONPATH": str(site), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": str(torch), "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [[str(rank), str(_RANKS), str(_STEPS), "127.0.0.1", str(log)] for rank, log in enumerate(alone)]
     uninterrupted = [subprocess.Popen([sys.executable, str(TRAINING), *each], env=environment) for each in arguments]
     try:
@@ -91,15 +105,16 @@ def test_torch_over_gloo_moves(make_node: MakeNode) -> None:
     expected = losses(alone[0].read_text())
     assert [step for step, _ in expected] == list(range(_STEPS))
 
-    training = Torch(node, site)
-    for number in range(1, _MOVES + 1):
-        training.wait_for_step(number * _STEPS // (_MOVES + 2))
+    training = Torch(node)
+    for number in range(1, _DUMPS + 1):
+        training.wait_for_step(number * _FIRST_STEPS)
         is_moved = number % 2 == 0
         succeeded(training.checkpoint(*([] if is_moved else ["--leave-running"])))
         assert "connections" in training.verify()
         if is_moved:
             training.move(number)
             succeeded(training.restore())
+    training.hurry()
     training.wait_for_step(_STEPS - 1)
     for name in training.names:
         assert losses(training.said(name)) == expected

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -166,6 +168,18 @@ def test_what_a_container_had_beside_its_processes(make_handled: MakeHandled, ru
         wait_for(path, lambda path=path: int.from_bytes((top / path).read_bytes(), sys.byteorder) > last)  # type: ignore[misc]
 
 
+def complete_epochs(podman: HandledPodman, count: int) -> list[int]:
+    """Return the complete epochs of the one gang, once there are so many: what is stored is reported then."""
+
+    def found() -> list[int]:
+        (gang,) = json.loads(podman.ocihook("gang", "status", "--json"))["gangs"]
+        epochs: list[int] = gang["epochs"]
+        return epochs
+
+    wait_for("epochs to be complete", lambda: len(found()) >= count)
+    return found()
+
+
 @pytest.mark.parametrize("runtime", ["crun"])
 def test_a_member_of_a_gang_is_stopped_alone(make_handled: MakeHandled, runtime: str) -> None:
     """All are checkpointed with it, and the others run on; made again, all resume from that, not from what is newer."""
@@ -178,10 +192,9 @@ def test_a_member_of_a_gang_is_stopped_alone(make_handled: MakeHandled, runtime:
         podman.wait_to_count(name)
     last = podman.stop("a")
     podman.wait_to_count("b")
-    (found,) = json.loads(podman.ocihook("gang", "status", "--json"))["gangs"]
+    (epoch,) = complete_epochs(podman, 1)
     rows = json.loads(podman.ocihook("store", "list", "--json"))["checkpoints"]
-    assert len(found["epochs"]) == 1
-    assert [row["gang"].split("/")[:2] for row in rows] == 2 * [["job", str(found["epochs"][0])]]
+    assert [row["gang"].split("/")[:2] for row in rows] == 2 * [["job", str(epoch)]]
     podman.remove("b")
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: run("run", name, **pair), "ab"))
@@ -189,3 +202,48 @@ def test_a_member_of_a_gang_is_stopped_alone(make_handled: MakeHandled, runtime:
         podman.wait_to_count(name)
     assert podman.counts("a")[0] == last + 1
     assert podman.counts("b")[0] > 1
+
+
+def test_a_member_that_is_stopped_alone_waits_and_gets_its_signal(make_handled: MakeHandled) -> None:
+    """There is no checkpoint, the other runs on untouched, and the last complete epoch is what all resume from."""
+    podman = make_handled("runc")
+    pair = {**AGAIN, "gang": "job", "gang_size": "2"}
+
+    def limit(waits_s: float) -> None:
+        podman.configure(f"[agent]\nidle_timeout_s = 2\n[policy]\ngang_timeout_s = {waits_s}\n")
+
+    def both(call: Callable[[str], int | None]) -> dict[str, int | None]:
+        with ThreadPoolExecutor() as pool:
+            return dict(zip("ab", pool.map(call, "ab"), strict=True))
+
+    def run(name: str) -> None:
+        podman.make("run", name, **pair)
+        podman.wait_to_count(name)
+
+    def known_epochs() -> tuple[list[int], list[str]]:
+        rows = json.loads(podman.ocihook("store", "list", "--json"))["checkpoints"]
+        return complete_epochs(podman, 1), [row["gang"] for row in rows]
+
+    limit(60)
+    both(run)
+    last = both(podman.stop)
+    complete = known_epochs()
+    assert [gang.split("/")[1] for gang in complete[1]] == 2 * [str(complete[0][0])]
+    both(run)
+    limit(2)
+    init = podman.init_pid("b")
+    podman.stop("a")
+    assert podman.init_pid("b") == init
+    said = podman.agent_log()
+    assert re.search(
+        r"container a .* is stopped without a checkpoint: .*a: 1 that never joined did not reach 'arr", said
+    ), said
+    podman.wait_to_count("b")
+    assert known_epochs() == complete
+
+    podman.remove("b")
+    limit(60)
+    both(run)
+    for name, count in last.items():
+        assert count is not None
+        assert podman.counts(name)[0] == count + 1

@@ -27,10 +27,12 @@ from ocihook.checkpoints.pushing import has_due_pushes, next_push_s, push_due
 from ocihook.config import Settings, load_settings
 from ocihook.container.runtime_call import find_runtime
 from ocihook.errors import AgentError, ConfigError, OcihookError, plain
+from ocihook.gang.completion import report_complete
 from ocihook.gang.epochs import all_gangs
-from ocihook.gang.link import load_http
+from ocihook.gang.link import Link, load_http
 from ocihook.gpu.driver import load_bindings
 from ocihook.linux.cgroup import leave_cgroup
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
@@ -47,6 +49,7 @@ REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MOST_SCRAPES = 4  # at a time
+_REPORT_S = 60.0  # for a coordinator to hear of complete checkpoints
 _ASK_AGAIN_S = 10.0  # members of a gang that wait ask every 2 s (gang/coordinator.py)
 _SCRAPE_TIMEOUT_S = 30
 _LEAST_WAIT_S = 1.0  # from one attempt to push, or to be an agent, to the next, whatever becomes of it
@@ -66,8 +69,12 @@ class _Background(NamedTuple):
 
 
 def _complete(settings: Settings) -> None:
-    complete_all(settings)
+    completed = complete_all(settings)
     prune_by_policy(settings)
+    patience = Patience(timeout_s=_REPORT_S)
+    for container in completed:
+        if container.gang:
+            report_complete(container, Link.of(settings), patience)
 
 
 def _has_listeners(settings: Settings) -> bool:

@@ -238,8 +238,13 @@ def has_pending(store: Store) -> bool:
     return any(pending_ids(domain) or half_removed(domain) or lost_in_memory(domain) for domain in store.domains())
 
 
-def complete_all(settings: Settings) -> None:
-    """Complete every pending checkpoint, also those that are added meanwhile. What fails is logged, and tried once."""
+def complete_all(settings: Settings) -> list[ContainerRef]:
+    """Complete every pending checkpoint, also those that are added meanwhile. What fails is logged, and tried once.
+
+    Returns:
+        Of which containers.
+    """
+    completed = []
     store, workers = Store.of(settings), store_workers(settings)
     finish_removals(store, workers)
     for domain in store.domains():
@@ -255,12 +260,15 @@ def complete_all(settings: Settings) -> None:
         domain, checkpoint_id = waiting[0]
         tried.add(checkpoint_id)
         try:
-            complete(domain, checkpoint_id, workers=workers, settings=settings)
+            job = find_job(domain, checkpoint_id)
+            if complete(domain, checkpoint_id, workers=workers, settings=settings) and job is not None:
+                completed.append(job.container)
         except (OcihookError, OSError) as error:
             if isinstance(error, SnapshotLost) and read_failure(domain, checkpoint_id):
                 continue  # which has been reported
             log.error("checkpoint %s in domain %s is not complete: %s", checkpoint_id, domain.name, error)
             _note_failure(domain, checkpoint_id, error)
+    return completed
 
 
 def _note_failure(domain: Domain, checkpoint_id: str, error: OcihookError | OSError) -> None:

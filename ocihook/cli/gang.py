@@ -72,6 +72,8 @@ def status(*, nodes: tuple[str, ...], cri: bool, crictl: str, podman: str, as_js
         return
     print_table(["NAMESPACE", "GANG", "EPOCHS", "ATTEMPT", "STATE", "MEMBERS"], [_row(row) for row in found])
     for row in found:
+        for epoch, missing in row.get("incomplete", {}).items():
+            click.echo(printable(f"{row['gang']}: epoch {epoch} is not complete: {', '.join(missing)}"))
         if reason := row.get("attempt", {}).get("reason"):
             click.echo(printable(f"{row['gang']}: attempt {row['attempt']['epoch']}: {reason}"))
     if running is not None:

@@ -14,7 +14,7 @@ from ocihook.errors import OcihookError, printable
 from ocihook.linux.files import replace_file
 from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
-from ocihook.session.timeline import Bar, Timeline, chrome_trace, lay_out, lay_out_gang
+from ocihook.session.timeline import Bar, Timeline, chrome_trace, lay_out, lay_out_gang, merge
 
 _WIDTH = 32  # of the bars in the table
 
@@ -38,8 +38,24 @@ def _complete(_context: click.Context, _parameter: click.Parameter, incomplete: 
     help="Write one page with a picture that needs nothing else.",
 )
 @click.option("--gang", "gang_name", metavar="GANG", help="Show all members of a gang that are on this node.")
+@click.option(
+    "--add",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Members on another node: what `timeline --gang GANG --json` has printed there. May be repeated.",
+)
 @json_option
-def timeline(*, name: str | None, chrome: bool, html_file: Path | None, gang_name: str | None, as_json: bool) -> None:
+def timeline(
+    *,
+    name: str | None,
+    chrome: bool,
+    html_file: Path | None,
+    gang_name: str | None,
+    files: tuple[Path, ...],
+    as_json: bool,
+) -> None:
     """Show what took how long in a dump or restore: stages, phases, CRIU's parts, each process, GPU and worker.
 
     Of a checkpoint in the store, its dump is shown. A container's name, NAMESPACE/POD/NAME or id means its newest
@@ -49,9 +65,14 @@ def timeline(*, name: str | None, chrome: bool, html_file: Path | None, gang_nam
         raise click.UsageError("--chrome and --json cannot go together")
     if gang_name and name:
         raise click.UsageError("a session and --gang cannot go together")
+    if files and not gang_name:
+        raise click.UsageError("--add goes with --gang")
     kept = history.read(Path(load_settings().history_dir))
     records = kept + _open_sessions()
-    found = lay_out_gang(records, gang_name) if gang_name else lay_out(history.find(records, name), kept)
+    if gang_name:
+        found = merge([lay_out_gang(records, gang_name), *map(_read, files)])
+    else:
+        found = lay_out(history.find(records, name), kept)
     if html_file is not None:
         from ocihook.cli.timeline_page import page
 
@@ -62,6 +83,14 @@ def timeline(*, name: str | None, chrome: bool, html_file: Path | None, gang_nam
         print_json(found.to_json())
     elif html_file is None:
         _print(found)
+
+
+def _read(path: Path) -> Timeline:
+    """Read what this command has printed on another node."""
+    try:
+        return Timeline.from_json(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, LookupError) as error:
+        raise click.BadParameter(f"{path} is no timeline as JSON: {error!r}") from error
 
 
 def _open_sessions() -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ _Key = tuple[str, str]  # a gang's namespace and name
 class _Served:
     """A gang, and those who wait in it: woken when its standing has changed, and only then."""
 
-    def __init__(self, gang: Gang, note_call: Callable[[str], None]) -> None:
-        self.gang, self._note_call = gang, note_call
+    def __init__(self, gang: Gang, epochs: Epochs, note_call: Callable[[str], None]) -> None:
+        self.gang, self.epochs, self._note_call = gang, epochs, note_call
         self.changed = threading.Condition()
         self._heard = time.monotonic()  # when somebody asked who takes part
 
@@ -115,6 +115,9 @@ class Coordinator:
                 return {"calls": self._calls.watch(seen, until)}
             key = str(request["namespace"]), str(request["gang"])
             served = self._find(key)
+            if request.get("verb") == "complete":
+                with served.changed:
+                    return {"is_known": served.epochs.note_complete(*_completed(request), node)}
             with served.changed:
                 answer = served.ask(node, request)
                 while answer.state is State.WAIT and served.changed.wait(until - time.monotonic()):
@@ -130,7 +133,12 @@ class Coordinator:
         return [self._status_of(epochs) for epochs in all_gangs(self._root)]
 
     def _status_of(self, epochs: Epochs) -> dict[str, Any]:
-        found: dict[str, Any] = {"namespace": epochs.namespace, "gang": epochs.name, "epochs": epochs.dumps()}
+        found: dict[str, Any] = {"namespace": epochs.namespace, "gang": epochs.name, "epochs": [], "incomplete": {}}
+        for epoch, missing in epochs.dumps():
+            if missing:
+                found["incomplete"][str(epoch)] = missing
+            else:
+                found["epochs"].append(epoch)
         served = self._served.get((epochs.namespace, epochs.name))
         if served is not None:
             with served.changed:
@@ -144,8 +152,12 @@ class Coordinator:
                 epochs = Epochs(self._root, *key)
                 decided = epochs.latest(REMEMBERED)
                 gang = Gang(epochs.take, partial(_decide, epochs), epoch=epochs.last, decided=decided)
-                self._served[key] = _Served(gang, partial(self._calls.note, key))
+                self._served[key] = _Served(gang, epochs, partial(self._calls.note, key))
             return self._served[key]
+
+
+def _completed(request: Mapping[str, Any]) -> tuple[int, str, str]:
+    return int(request["epoch"]), str(request["attempt"]), str(request["member"])
 
 
 def _describe(attempt: Attempt) -> dict[str, Any]:

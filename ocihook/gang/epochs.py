@@ -37,6 +37,7 @@ class Epochs:
             raise GangError(f"{namespace!r} and {name!r} are not valid names of a namespace and a gang")
         self.namespace, self.name = namespace, name
         self._directory = root / (namespace or NO_NAMESPACE) / name
+        self._nodes: dict[int, tuple[str, dict[str, str]]] = {}  # of an epoch: its attempt, and its members' nodes
 
     @property
     def last(self) -> int:
@@ -58,6 +59,36 @@ class Epochs:
         replace_file(self._path(epoch), json.dumps(data, indent=1).encode(), mode=0o600)
         for old in self.decided()[:-_KEPT]:
             self._path(old).unlink(missing_ok=True)
+            self._completed(old).unlink(missing_ok=True)
+
+    def note_complete(self, epoch: int, attempt: str, member: str, node: str) -> bool:
+        """Note that a member's checkpoint of an epoch is complete; False if there is no such member of a node.
+
+        A note may be lost with the node's power.
+
+        Raises:
+            GangError: if what is kept is damaged.
+        """
+        if epoch not in self._nodes:
+            try:
+                record = self.read(epoch)
+            except FileNotFoundError:
+                return False
+            nodes = {name: str(known.get("node")) for name, known in record["members"].items()}
+            self._nodes = {epoch: (str(record.get("attempt")), nodes)}  # members of one epoch report at one time
+        known_attempt, nodes = self._nodes[epoch]
+        if attempt != known_attempt or nodes.get(member) != node:
+            return False
+        with self._completed(epoch).open("a") as file:  # of 16,384 members each record has megabytes: only a line
+            file.write(json.dumps(member) + "\n")
+        return True
+
+    def _incomplete(self, record: Mapping[str, Any]) -> list[str]:
+        noted: set[str] = set()
+        with contextlib.suppress(FileNotFoundError):
+            noted.update(self._completed(record["epoch"]).read_text(errors="replace").splitlines())
+        members = record["members"].items()
+        return [name for name, member in members if not member.get("is_complete") and json.dumps(name) not in noted]
 
     def read(self, epoch: int) -> dict[str, Any]:
         """Return what is kept of an epoch.
@@ -78,13 +109,14 @@ class Epochs:
         """Return the epochs that something is kept of, the oldest first."""
         return sorted(int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdigit())
 
-    def dumps(self) -> list[int]:
-        """Return those of them that are dumps."""
+    def dumps(self) -> list[tuple[int, list[str]]]:
+        """Return those of them that are dumps, with the members of which no complete checkpoint is known."""
         found = []
         for epoch in self.decided():
             with contextlib.suppress(FileNotFoundError):  # it has just made room
-                if self.read(epoch)["act"] == "dump":
-                    found.append(epoch)
+                record = self.read(epoch)
+                if record["act"] == "dump":
+                    found.append((epoch, self._incomplete(record)))
         return found
 
     def latest(self, count: int) -> dict[int, Decided]:
@@ -98,6 +130,9 @@ class Epochs:
 
     def _path(self, epoch: int) -> Path:
         return self._directory / f"{epoch}.json"
+
+    def _completed(self, epoch: int) -> Path:
+        return self._directory / f"{epoch}.complete"
 
 
 def all_gangs(root: Path) -> Iterator[Epochs]:

@@ -1,17 +1,30 @@
 """A gang's place in a dump and a restore: the outermost, so that all members reach the same moment, or none does."""
 
+from dataclasses import dataclass, field
 from ipaddress import ip_interface
 
 from ocihook.checkpoints.belongings import read_call, stopping_place
 from ocihook.checkpoints.gang_note import GANG_NAME, GangNote, read_note, write_note
-from ocihook.gang.cut import connection_ends
+from ocihook.gang.completion import report_complete
+from ocihook.gang.cut import End, connection_ends, ends_of_nobody
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, find_attendance, join
 from ocihook.gang.protocol import Phase
 from ocihook.linux.procfs import descendants
 from ocihook.model import GangRef
 from ocihook.net.survey import Survey
-from ocihook.session.participant import Act, Dump, Participant, Restore
+from ocihook.session.effect import Facts
+from ocihook.session.participant import Act, Dump, Participant, Restore, SizeFacts
+
+_REPORT_S = 5.0  # that CRIU, and with it the engine, waits for a coordinator: the container runs already
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutFacts(Facts):
+    """What no image has of the container's connections."""
+
+    ends_of_nobody: list[End] = field(default_factory=list)  # when its traffic was held: some time out meanwhile
+
 
 _STOPS = "stops"  # key by which a member says that it does not run on
 
@@ -50,9 +63,10 @@ class Membership(Participant):
         dump.journal.identify(self._note.on(dump.container), dump.image_dir)
 
     def hold(self, dump: Dump) -> None:
-        """Wait until no packet moves anywhere; note who was there."""
+        """Wait until no packet moves anywhere; note who was there, and what the kernel alone has of connections."""
         if self._note is not None:
             write_note(dump.directory, self._note)
+            dump.journal.note(CutFacts(ends_of_nobody=_ends_of_nobody(dump)))
             dump.gang.meet(Phase.HELD)
 
     def after_images(self, dump: Dump) -> str:
@@ -61,10 +75,24 @@ class Membership(Participant):
         if self._attendance is None:
             return ""
         container = dump.container
-        checkpoint = {"container": container.id, "name": container.name, "image_dir": dump.image_dir}
-        dump.gang.meet(Phase.DUMPED, {"ends": list(connection_ends(dump.directory)), "checkpoint": checkpoint})
+        checkpoint = {
+            "container": container.id,
+            "name": container.name,
+            "image_dir": dump.image_dir,
+            "is_complete": not (dump.completes_later or _is_stored(dump)),
+        }
+        # Until CRIU froze it the container may have run, and closed one more.
+        of_nobody = {*dump.journal.facts(CutFacts).ends_of_nobody, *_ends_of_nobody(dump)}
+        ends = [*connection_ends(dump.directory), *sorted(of_nobody)]
+        dump.gang.meet(Phase.DUMPED, {"ends": ends, "checkpoint": checkpoint})
         self._attendance.end()
-        return f"container {container}: epoch {self._attendance.epoch} of gang {self._attendance.ref} is complete"
+        return f"container {container}: dumped with gang {self._attendance.ref}, epoch {self._attendance.epoch}"
+
+    def container_runs(self, dump: Dump) -> str:
+        """Report that what has waited until now is complete; what goes to the store is reported when it is there."""
+        if dump.container.gang and not _is_stored(dump):
+            report_complete(dump.container, Link(*dump.call().coordinator), dump.patience.within(_REPORT_S))
+        return ""
 
     def check(self, restore: Restore) -> None:
         """Take part in the restore of the gang that the checkpoint was made with."""
@@ -105,6 +133,15 @@ class Membership(Participant):
         found = find_attendance(act.journal, act.patience)
         if found is not None:
             self._attend(act, found)
+
+
+def _is_stored(dump: Dump) -> bool:
+    return bool(dump.journal.facts(SizeFacts).checkpoint)
+
+
+def _ends_of_nobody(dump: Dump) -> list[End]:
+    survey = Survey.of(descendants(dump.init_pid))
+    return [] if survey is None else list(ends_of_nobody(survey))
 
 
 def _join(act: Act, gang: GangRef, what: str, called: str = "") -> Attendance:

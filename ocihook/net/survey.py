@@ -40,9 +40,18 @@ class Survey:
         return cls(namespace, found.keys(), any(sock.protocol == MPTCP for sock in found.values()))
 
     @cached_property
+    def _in_network(self) -> list[InetSocket]:
+        return inet_sockets(self.namespace)
+
+    @cached_property
     def sockets(self) -> list[InetSocket]:
         """The container's sockets, without those that other containers of its pod have."""
-        return [sock for sock in inet_sockets(self.namespace) if sock.inode in self.inodes]
+        return [sock for sock in self._in_network if sock.inode in self.inodes]
+
+    @property
+    def of_nobody(self) -> list[InetSocket]:
+        """The TCP sockets of its network that no process has: not accepted yet, or closed."""
+        return [sock for sock in self._in_network if sock.inode == 0 and sock.protocol == socket.IPPROTO_TCP]
 
     @cached_property
     def connections(self) -> list[InetSocket]:

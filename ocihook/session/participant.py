@@ -142,6 +142,7 @@ class Dump(Act):
         None  # memory that is in packs and not in CRIU's images; None: no GPU, and nothing read
     )
     awaited: Mapping[str, int] = field(default_factory=dict)  # page images that await a snapshot, and their sizes then
+    completes_later: bool = False  # once the container runs on: CRIU waits at its end
     remark: str = ""  # to be reported, though the dump continues
 
     @property

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ocihook.errors import StoreError
 from ocihook.model import ContainerRef
 from ocihook.session.history import act_of, error_of, outcome_of
+from ocihook.session.record import from_json
 
 _MEMORY_STEPS = {"memdump": "memory drained", "memwrite": "memory written"}
 _SHOWN = {  # phases whose own names say too little among others
@@ -50,7 +51,7 @@ class Timeline(NamedTuple):
     error: str
     began: float  # seconds since 1970
     seconds: float
-    bars: tuple[Bar, ...]
+    bars: tuple[Bar, ...] = ()
 
     @property
     def who(self) -> str:
@@ -65,6 +66,16 @@ class Timeline(NamedTuple):
     def lanes(self) -> list[str]:
         """All who did something, in display order."""
         return list(dict.fromkeys(bar.lane for bar in self.bars))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Timeline":
+        """Return what `to_json` was of.
+
+        Raises:
+            TypeError, ValueError, LookupError: if it was not.
+        """
+        bars = [from_json(Bar, [bar[name] for name in Bar._fields]) for bar in value["bars"]]
+        return from_json(cls, [value[name] for name in cls._fields[:-1]])._replace(bars=tuple(bars))
 
     def to_json(self) -> dict[str, Any]:
         """Return it for programs."""
@@ -121,17 +132,33 @@ def lay_out_gang(records: Sequence[Mapping[str, Any]], name: str) -> Timeline:
     newest = known[-1]
     key = newest["facts"]["gang_epoch"], act_of(newest)
     same = [record for record in known if (record["facts"]["gang_epoch"], act_of(record)) == key]
-    laid = {str(record["facts"]["gang_ref"][2]): lay_out(record) for record in same}
-    began = min(one.began for one in laid.values())
-    bars = [
-        bar._replace(lane=f"{member}: {bar.lane}", start_s=bar.start_s + one.began - began)
-        for member, one in sorted(laid.items())
-        for bar in one.bars
-    ]
-    shown = next((one for one in laid.values() if one.error), laid[str(newest["facts"]["gang_ref"][2])])
-    seconds = max(one.began + one.seconds for one in laid.values()) - began
-    return shown._replace(
-        session=f"epoch {key[0]}", container=f"gang {name}", engine="", began=began, seconds=seconds, bars=tuple(bars)
+    return merge([_of_gang(record, f"gang {name}", f"epoch {key[0]}") for record in reversed(same)])
+
+
+def _of_gang(record: Mapping[str, Any], gang: str, epoch: str) -> Timeline:
+    found, member = lay_out(record), record["facts"]["gang_ref"][2]
+    bars = tuple(bar._replace(lane=f"{member}: {bar.lane}") for bar in found.bars)
+    return found._replace(session=epoch, container=gang, engine="", bars=bars)
+
+
+def merge(parts: Sequence[Timeline]) -> Timeline:
+    """Return what members of a gang did, on one node or several, as one timeline; the nodes' clocks should agree.
+
+    Raises:
+        StoreError: if it is not the same dump or restore.
+    """
+    first = parts[0]
+    for part in parts:
+        if part[:3] != first[:3]:
+            raise StoreError(
+                f"{part.act} of {part.who}, {part.session} is not {first.act} of {first.who}, {first.session}"
+            )
+    began = min(part.began for part in parts)
+    bars = [bar._replace(start_s=bar.start_s + part.began - began) for part in parts for bar in part.bars]
+    return next((part for part in parts if part.error), first)._replace(
+        began=began,
+        seconds=max(part.began + part.seconds for part in parts) - began,
+        bars=tuple(sorted(bars, key=lambda bar: bar.lane.partition(":")[0])),
     )
 
 

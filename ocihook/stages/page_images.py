@@ -134,6 +134,7 @@ class PageImages(Participant):
             write_manifest(kept.directory, record_of(dump.moved, dump.container), durable=False)
         is_known = dump.moved is None or kept is not None
         if is_known and can_wait(dump) and keep_from_end(dump):
+            dump.completes_later = True
             return ""
         return self._replace(dump)
 

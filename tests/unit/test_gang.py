@@ -27,8 +27,9 @@ from ocihook.container.identity import gang_ref
 from ocihook.errors import ConfigError, GangError, IntegrityError
 from ocihook.gang import coordinator as coordinator_module
 from ocihook.gang.certificates import ServerTls, client_tls
+from ocihook.gang.completion import report_complete
 from ocihook.gang.coordinator import Coordinator
-from ocihook.gang.cut import End, contradictions
+from ocihook.gang.cut import End, contradictions, ends_of_nobody
 from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
 from ocihook.gang.membership import Attendance, GangJoined, find_attendance, join
@@ -38,6 +39,7 @@ from ocihook.gang.server import MAX_REQUEST_BYTES, serve
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef, GangRef
+from ocihook.net.survey import Survey
 from ocihook.session.journal import Journal
 from ocihook.session.participant import Restore
 from tests.fakes.authority import Authority
@@ -105,6 +107,28 @@ def test_what_all_members_have_dumped_is_kept(serving: Serving, journals: list[J
     again = find_attendance(journals[1], Patience(timeout_s=LIMIT_S))
     assert again is not None
     assert again.meet("dumped") == {}
+
+
+def test_an_epoch_is_complete_once_all_members_say_so(serving: Serving, journals: list[Journal]) -> None:
+    def status() -> tuple[list[int], dict[str, list[str]]]:
+        (found,) = Coordinator(serving.root).status()
+        return found["epochs"], found["incomplete"]
+
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    said = {n: {"ends": [], "checkpoint": {"container": str(n), "is_complete": n == 0}} for n in (0, 1)}
+    both(members, "dumped", said)
+    attempt = members[0].attempt
+    assert status() == ([], {"1": ["b"]})
+    known = {"verb": "complete", "namespace": "", "gang": "job", "epoch": 1, "attempt": attempt, "member": "b"}
+    for wrong in ({"gang": "other"}, {"epoch": 2}, {"attempt": attempt[::-1]}, {"member": "c"}):
+        assert serving.link.ask(known | wrong, Patience(timeout_s=LIMIT_S)) == {"is_known": False}
+    assert not Epochs(serving.root, "", "job").note_complete(1, attempt, "b", "another node")
+    dumped = ContainerRef(id="1", engine="podman", name="b", gang=f"job/1/{attempt}", gang_member="b")
+    report_complete(dumped, Link(socket="/nowhere"), Patience(timeout_s=0))
+    assert status() == ([], {"1": ["b"]})
+    for _ in range(2):
+        report_complete(dumped, serving.link, Patience(timeout_s=LIMIT_S))
+    assert status() == ([1], {})
 
 
 def test_ends_that_do_not_fit_end_the_attempt(serving: Serving, journals: list[Journal]) -> None:
@@ -518,6 +542,50 @@ def test_sequence_numbers_go_round() -> None:
     wrong, _ = contradictions({"a": [first], "b": [second._replace(next_received=21)]})
     assert len(wrong) == 1
     assert contradictions({"a": [first], "b": []}) == ([], 0)
+
+
+def test_an_end_that_nobody_has_yet_is_missed() -> None:
+    mine = End("10.0.0.1", 1, "10.0.0.2", 2, 1, 10, 20, 30)
+    queued = End("10.0.0.2", 2, "10.0.0.1", 1, 3, 0, 0, 0, is_dumped=False)
+    (wrong,), fitting = contradictions({"a": [mine], "b": [queued]})
+    assert wrong.startswith(
+        "b has not accepted the connection from a yet (10.0.0.1 port 1 to 10.0.0.2 port 2): try again"
+    )
+    closed = queued._replace(state=4)
+    (wrong,), _ = contradictions({"a": [mine], "b": [closed]})
+    assert wrong.startswith("a has not got all yet that b sent before it closed (10.0.0.1 port 1 to 10.0.0.2 port 2)")
+    assert contradictions({"a": [mine._replace(state=8)], "b": [closed]}) == ([], 0)
+    assert fitting == 0
+    accepted = End("10.0.0.2", 2, "10.0.0.1", 1, 1, 30, 30, 20)
+    assert contradictions({"a": [mine], "b": [queued, accepted]}) == ([], 1)
+    assert contradictions({"a": [], "b": [queued]}) == ([], 0)
+
+
+def test_two_networks_may_have_the_same_addresses() -> None:
+    """Those are together whose numbers fit; one whose peer is no member stays alone."""
+    firsts = [End("10.0.0.1", 1, "10.0.0.2", 2, 1, n, n + 10, n + 50) for n in (1000, 2000)]
+    seconds = [End("10.0.0.2", 2, "10.0.0.1", 1, 1, n + 50, n + 60, n + 5) for n in (2000, 1000)]
+    ends = {"a": firsts[:1], "b": firsts[1:], "c": seconds[:1], "d": seconds[1:]}
+    assert contradictions(ends) == ([], 2)
+    assert contradictions({**ends, "d": []}) == ([], 1)
+    wrong, fitting = contradictions({**ends, "d": [seconds[1]._replace(next_received=3000)]})
+    assert wrong == ["d has received up to 3000 of what a sent from 10.0.0.1 port 1 to 10.0.0.2 port 2: 1000 to 1010"]
+    assert fitting == 1
+
+
+def test_who_waits_to_be_accepted_is_seen_in_the_kernel() -> None:
+    def of_nobody() -> list[End]:
+        survey = Survey.of([os.getpid()])
+        assert survey is not None
+        return [end for end in ends_of_nobody(survey) if end.local_port == port]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            end = End("127.0.0.1", port, "127.0.0.1", client.getsockname()[1], 1, 0, 0, 0, is_dumped=False)
+            assert of_nobody() == [end]
+            listener.accept()[0].close()  # what it had to say is acknowledged
+            assert Patience(timeout_s=LIMIT_S).until(lambda: of_nobody() == [])
 
 
 def test_a_note_is_read_as_it_was_written(tmp_path: Path) -> None:

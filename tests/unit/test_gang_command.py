@@ -4,9 +4,11 @@ import json
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -15,13 +17,18 @@ from ocihook.cli import gang as command
 from ocihook.config import Settings
 from ocihook.errors import GangError, IntegrityError, UnsupportedError
 from ocihook.gang.link import Link
+from ocihook.gang.membership import join
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
 from ocihook.model import GangRef
 from ocihook.node import gangs
+from ocihook.session.journal import Journal
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
+from tests.unit.test_gang import LIMIT_S, Serving, both
 
 # An engine whose containers are directories: NODE/CONTAINER has `annotations`, `archive` and, to fail, `failures`.
 _ENGINE = """#!{python}
-import json, shutil, sys
+import json, shutil, sys, time
 from pathlib import Path
 
 root, words = Path({root!r}), sys.argv[1:]
@@ -71,6 +78,8 @@ match words:
             failures.write_text(str(left - 1))
             sys.exit("rank 1 is inside a collective: its CUDA lock has timed out")
         shutil.copy(node / options[-1] / "archive", target)
+        while (root / "waits").exists():
+            time.sleep(0.01)
     case ["restore", "--import", path]:
         if (node / "broken").exists():
             sys.exit("no such image")
@@ -180,6 +189,42 @@ def test_it_is_tried_again_while_all_run_on(stage: Stage, tmp_path: Path) -> Non
     for name in "ab":
         (stage.root / "here" / name / "failures").write_text("2")
     assert stage.run("checkpoint", "job", str(tmp_path / "epoch"), "--tries", "3")["epoch"] == 3
+
+
+def test_phases_are_shown_meanwhile(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change once, on stderr, with the members' names; another gang is not shown."""
+    serving, said = Serving(tmp_path), list[str]()
+    monkeypatch.setattr(Link, "of", lambda _: serving.link)
+    real = click.echo
+    monkeypatch.setattr(
+        click, "echo", lambda text, *, err=False, **how: said.append(text) if err else real(text, **how)
+    )
+    stage.member("a")
+    stage.member("b")
+    stage.mark("waits")
+
+    def shows(line: str) -> bool:
+        return Patience(timeout_s=LIMIT_S).until(lambda: line in said)
+
+    journals = [Journal.create(tmp_path / name, Process(1000, 1)) for name in ("first", "second", "third")]
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(stage.run, "checkpoint", "job", str(tmp_path / "epoch"), "--leave-running")
+        try:
+            other = GangRef("", "another", "a", 2)
+            join(journals[2], Patience(), other, "dump", link=serving.link, timeout_s=LIMIT_S)
+            first = serving.member(journals[0], "a")
+            assert shows("job, dump 1: a joined")
+            members = [first, serving.member(journals[1], "b")]
+            assert shows("job, dump 1: a joined, b joined")
+            both(members, "arrived", {})
+            assert shows("job, dump 1: a arrived, b arrived")
+            both(members, "held", {})
+            assert shows("job, dump 1: a held, b held")
+        finally:
+            stage.mark("waits", is_set=False)
+        assert done.result()["outcome"] == "checkpointed"
+    assert len(said) == len({*said})
+    assert all(line.startswith("job, dump 1: ") for line in said)
 
 
 def test_what_has_ended_is_not_tried_again(stage: Stage, tmp_path: Path) -> None:

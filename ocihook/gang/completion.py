@@ -1,0 +1,43 @@
+"""A member's checkpoint became complete: its node says so to the coordinator, outside any attempt.
+
+What is left running is packed, and what goes to the store is stored, when the attempt is decided already: no member
+waits for that. So an epoch is complete once all members have been reported.
+"""
+
+import logging
+
+from ocihook.errors import GangError, plain
+from ocihook.gang.link import Link
+from ocihook.linux.patience import Patience
+from ocihook.model import ContainerRef
+
+_RETRY_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+def report_complete(container: ContainerRef, link: Link, patience: Patience) -> None:
+    """Report the checkpoint of a container that was dumped with its gang; without a coordinator's answer, log that.
+
+    Args:
+        container: as its dump has named it.
+        link: to the coordinator.
+        patience: how long to try: the attempt may not be decided yet.
+
+    Raises:
+        GivenUp: as soon as nobody waits for it any more.
+    """
+    name, epoch, attempt = container.gang.split("/")
+    dump = {"namespace": container.pod_namespace, "gang": name, "epoch": int(epoch), "attempt": attempt}
+    request = {"verb": "complete", **dump, "member": container.gang_member}
+    reason = "it does not know of that"
+    while True:
+        try:
+            if link.ask(request, patience).get("is_known"):
+                return
+        except (GangError, OSError) as error:
+            reason = plain(error)
+        if patience.is_over:
+            break
+        patience.sleep(_RETRY_S)
+    log.warning("container %s: its complete checkpoint is not reported, epoch %s: %s", container, epoch, reason)
