@@ -8,7 +8,7 @@ found, so what is thawed must be frozen again.
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,23 +217,40 @@ def memory_headroom_bytes(pid: int) -> int | None:
     What can be reclaimed at once, file cache that is not in use, counts as free.
     """
     rooms = []
-    for version, path in _cgroup_paths(pid, "memory"):
+    for version, directory in _limiting(pid, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else _V1_MEMORY
-        for mount in _cgroup_mounts(version, "memory"):
+        try:
+            limit, used = ((directory / name).read_text().strip() for name in names)
+            reclaimable = re.search(
+                r"^(?:total_)?inactive_file (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE
+            )
+        except OSError:
+            continue
+        if limit != "max" and int(limit) < _V1_UNLIMITED_BYTES:
+            rooms.append(int(limit) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
+    return min(rooms, default=None)
+
+
+def task_headroom(pid: int) -> int | None:
+    """Return how many more tasks the cgroups of a process allow it; None if nothing limits them."""
+    rooms = []
+    for _, directory in _limiting(pid, "pids"):
+        with contextlib.suppress(OSError):  # the root's has no such file
+            limit, used = ((directory / name).read_text().strip() for name in ("pids.max", "pids.current"))
+            if limit != "max":
+                rooms.append(int(limit) - int(used))
+    return min(rooms, default=None)
+
+
+def _limiting(pid: int, controller: str) -> Iterator[tuple[int, Path]]:
+    """Yield the cgroups whose limits hold for a process, its own first, each with the version of its hierarchy."""
+    for version, path in _cgroup_paths(pid, controller):
+        for mount in _cgroup_mounts(version, controller):
             directory = mount / path.lstrip("/")
             for ancestor in (directory, *directory.parents):
-                try:
-                    limit, used = ((ancestor / name).read_text().strip() for name in names)
-                    reclaimable = re.search(
-                        r"^(?:total_)?inactive_file (\d+)$", (ancestor / "memory.stat").read_text(), re.MULTILINE
-                    )
-                except OSError:
-                    continue
-                if limit != "max" and int(limit) < _V1_UNLIMITED_BYTES:
-                    rooms.append(int(limit) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
+                yield version, ancestor
                 if ancestor == mount:
                     break
-    return min(rooms, default=None)
 
 
 def leave_cgroup() -> None:

@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 from ocihook.config import Policy, Settings, load_settings
 from ocihook.criu.mappings import AddressSpace, Area
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.errors import ConfigError, OcihookError, TraceError
+from ocihook.gpu.processes import find_gpu_processes
 from ocihook.images.direct import LEAST_PROCESS_BYTES, LEAST_RUN_BYTES, own_areas, too_little
-from ocihook.linux.cgroup import find_freezer
-from ocihook.linux.memory import DetailedMapping, read_detailed_mappings
+from ocihook.linux.cgroup import find_freezer, memory_headroom_bytes, task_headroom
+from ocihook.linux.memory import DetailedMapping, available_bytes, read_detailed_mappings
 from ocihook.linux.procfs import parent_pid
+from ocihook.linux.ptrace import find_call_instruction
 from ocihook.memory import clean_pages, host_memory
 from ocihook.memory.pre_copy import why_not
+from ocihook.memory.snapshot import has_room
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.workload import Workload
 from ocihook.runtime import containers
@@ -76,6 +79,8 @@ def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iter
         for pid, size in sorted(large.items(), key=lambda one: -one[1]):
             said = "; ".join(_said(way, pid, mapped[pid], size) for way in open_ways)
             yield Finding(HOST_MEMORY, Status.OK, f"{workload.who(pid)}, {size // _MIB} MiB: {said}")
+        if large and ways[0] in open_ways:
+            yield _about_snapshot(policy, workload, large)
     if open_ways and (small := len(sizes) - len(large)):
         size = (sum(sizes.values()) - sum(large.values())) // _MIB
         who = f"{small} {'process' if small == 1 else 'processes'}, {size} MiB in all"
@@ -191,6 +196,52 @@ def _about_pre_copy(policy: Policy, workload: Workload) -> Finding:
         return Finding("pre-copy", Status.OK, "memory that a dump reads past CRIU is read while the container runs")
     detail = f"ocihook.io/pre-copy has no effect, memory is read while the container stands still: {reason}"
     return Finding("pre-copy", Status.WARN, detail, "remove the annotation, or what prevents it")
+
+
+def _about_snapshot(policy: Policy, workload: Workload, sizes: Mapping[int, int]) -> Finding:
+    """Say whether the memory of processes, by their sizes, would be read while the container runs on."""
+    reason, remedy = _no_snapshot(policy, workload, sizes)
+    if reason:
+        detail = f"left running, it stands still while its memory is read: {reason}"
+        return Finding("snapshot", Status.OK, detail, remedy)
+    detail = "left running, it goes on while its memory is read from a snapshot"
+    if find_gpu_processes(workload.init_pid):
+        detail += ", if there is room for its GPU memory, too"  # how much that is, is known once it is locked
+    return Finding("snapshot", Status.OK, detail)
+
+
+def _no_snapshot(policy: Policy, workload: Workload, sizes: Mapping[int, int]) -> tuple[str, str]:
+    """Return why no snapshot would be taken, as far as it is known beforehand, and the remedy; both "" if one would."""
+    if policy.mode != "store":
+        return f'mode is "{policy.mode}"', ""
+    if policy.snapshot != "on":
+        return f'snapshot is "{policy.snapshot}"', ""
+    init_pid, share, size_bytes = workload.init_pid, _settings().snapshot_share, sum(sizes.values())
+    if not has_room(init_pid, size_bytes, share):
+        left = f"the node has {available_bytes() // _MIB} MiB left"
+        if (headroom := memory_headroom_bytes(init_pid)) is not None:
+            left += f", its limit {headroom // _MIB} MiB"
+        written = f"{share:.0%} of {size_bytes // _MIB} MiB"
+        reason = f"it may write {written} meanwhile, which are there twice then, and {left}"
+        return reason, "raise its memory limit, or lower snapshot_share"
+    if (tasks := task_headroom(init_pid)) is not None and tasks < len(sizes):
+        return f"its limit leaves it {tasks} more tasks, and {len(sizes)} are to be forked", "raise that limit"
+    reasons = (reason for pid in sizes if (reason := _not_forked(workload, pid)))
+    return next(reasons, ""), ""
+
+
+def _not_forked(workload: Workload, pid: int) -> str:
+    """Return why a process cannot be forked, "" if nothing is known to prevent it."""
+    try:
+        own, next_own = os.readlink(f"/proc/{pid}/ns/pid"), ""
+        with contextlib.suppress(FileNotFoundError):  # nobody has been in that one yet
+            next_own = os.readlink(f"/proc/{pid}/ns/pid_for_children")
+        find_call_instruction(pid)
+    except TraceError as error:
+        return str(error.args[0])
+    except OSError:  # it has just ended
+        return ""
+    return "" if own == next_own else f"the next child of {workload.who(pid)} would begin a new PID namespace"
 
 
 def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
