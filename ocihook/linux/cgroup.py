@@ -238,7 +238,7 @@ def task_headroom(pid: int) -> int | None:
         with contextlib.suppress(OSError):  # the root's has no such file
             limit, used = ((directory / name).read_text().strip() for name in ("pids.max", "pids.current"))
             if limit != "max":
-                rooms.append(int(limit) - int(used))
+                rooms.append(max(0, int(limit) - int(used)))
     return min(rooms, default=None)
 
 
