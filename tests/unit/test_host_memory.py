@@ -154,12 +154,7 @@ def test_which_way_a_policy_has_memory_go(monkeypatch: pytest.MonkeyPatch, polic
         ({"track-mem", "prev-images-dir"}, None, True, "in a dump 90 MiB go past CRIU"),
         ({"parent-path"}, None, True, "in a dump 90 MiB go past CRIU"),
         ({"track-mem"}, None, True, "CRIU is not asked to track memory, by /etc/criu/default.conf"),
-        (
-            set(),
-            "its record",
-            True,
-            "when it is stopped and so checkpointed, but not in its engine's own dumps 90 MiB go past",
-        ),
+        (set(), "its record", True, "in a dump 90 MiB go past CRIU"),
         ({"parent-path"}, "its record", None, "it has no cgroup of its own"),
     ],
 )

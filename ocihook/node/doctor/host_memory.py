@@ -23,7 +23,7 @@ from ocihook.memory.pre_copy import why_not
 from ocihook.memory.snapshot import has_room
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.workload import Workload
-from ocihook.runtime import containers
+from ocihook.runtime import containers, tracking
 from ocihook.stages.dump import pack_workers
 
 HOST_MEMORY = "host-memory"
@@ -91,37 +91,35 @@ def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iter
 def _ways(
     workload: Workload, policy: Policy, mapped: Mapping[int, list[DetailedMapping]], *, marks_writes: bool
 ) -> Iterator[_Way]:
-    act, reason, remedy = _dump(workload, policy, marks_writes=marks_writes)
-    yield _Way(act, reason, remedy, lambda _, each: _left_in_dump(each), lambda _all, _past: "")
+    reason, remedy = _not_in_a_dump(workload, policy, marks_writes=marks_writes)
+    yield _Way("in a dump", reason, remedy, lambda _, each: _left_in_dump(each), lambda _all, _past: "")
     reason = host_memory.left_to_criu(policy, pack_workers(_settings()), is_packed=policy.mode != "off")
     yield _Way("in a restore", reason, "", partial(_left_in_restore, _own_starts(mapped)), too_little)
 
 
-def _dump(workload: Workload, policy: Policy, *, marks_writes: bool) -> tuple[str, str, str]:
-    """Return in which dumps memory is read past CRIU; or why in none, and the remedy."""
+def _not_in_a_dump(workload: Workload, policy: Policy, *, marks_writes: bool) -> tuple[str, str]:
+    """Return why no memory is read past CRIU in a dump, and the remedy; both "" if it is."""
     if reason := clean_pages.left_to_criu(policy):
-        return "in a dump", reason, ""
+        return reason, ""
     if not marks_writes:
-        return (
-            "in a dump",
-            "this kernel does not mark what is written to (soft-dirty bits), so CRIU cannot track it",
-            "",
-        )
+        return "this kernel does not mark what is written to (soft-dirty bits), so CRIU cannot track it", ""
     if find_freezer(workload.init_pid) is None:
-        return "in a dump", "it has no cgroup of its own that can be frozen", ""
-    if clean_pages.is_asked_to_track(workload.options):
-        return "in a dump", "", ""
-    if _is_handled(workload):  # its own call of the runtime has CRIU track memory (runtime/dumping.py)
-        return "when it is stopped and so checkpointed, but not in its engine's own dumps", "", ""
-    return "in a dump", f"CRIU is not asked to track memory, by {workload.options.file} or before", _TRACK
+        return "it has no cgroup of its own that can be frozen", ""
+    name = _handled(workload)  # if so, each call of the runtime has CRIU track memory
+    if clean_pages.is_asked_to_track(workload.options) or (name and not tracking.has_earlier_dumps(name)):
+        return "", ""
+    if name:
+        return "its engine has made an earlier dump, and what CRIU compares with that is the engine's", ""
+    return f"CRIU is not asked to track memory, by {workload.options.file} or before", _TRACK
 
 
-def _is_handled(workload: Workload) -> bool:
-    """Return whether the runtime handler would dump it."""
+def _handled(workload: Workload) -> str:
+    """Return the container's id if the runtime handler stands before its runtime, else ""."""
+    name = workload.container.id if workload.container else ""
     try:
-        return workload.container is not None and containers.read(workload.container.id) is not None
+        return name if name and containers.read(name) else ""
     except OcihookError:
-        return False
+        return ""
 
 
 def _said(way: _Way, pid: int, mappings: list[DetailedMapping], all_bytes: int) -> str:
