@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` shows it working, `make test` proves it. Both install what they need (Debian 12, root).
-.PHONY: demo test lint unit fuzz integration vm bench proto docs deb rpm image requirements clean
+.PHONY: demo test nightly lint unit fuzz integration vm bench proto docs deb rpm image requirements clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,6 +17,10 @@ demo: .venv/.ready
 	$(BIN)/ocihook demo
 
 test: lint unit fuzz integration
+
+# All that CI leaves out but CRI-O, the kubelet and GPUs: hours, and some gigabytes of packages.
+nightly: export OCIHOOK_NIGHTLY := 1
+nightly: unit fuzz integration vm
 
 .venv/.ready: pyproject.toml
 	integration/node-setup base
@@ -64,7 +68,7 @@ unit: .venv/.ready
 	$(BIN)/pytest -n auto tests
 
 # Real engines, real runtimes, real CRIU; nothing may be skipped here but CRI-O and the kubelet, which no package has,
-# and `make vm`. loadgroup gives a worker one test at a time: some take two minutes.
+# and what `make nightly` and `make vm` run. loadgroup gives a worker one test at a time: some take two minutes.
 integration: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup documents

@@ -39,5 +39,5 @@ snapshot._Pages.read_into = _wait  # type: ignore[method-assign]
 if "full" in sys.argv:
     left_out.pack = _fill  # type: ignore[attr-defined, assignment]
 if "no-room" in sys.argv:
-    awaited_memory.has_room = lambda *_: False  # type: ignore[attr-defined]
+    awaited_memory.lacking = lambda *_: "there is no room"  # type: ignore[attr-defined]
 patient_agent.main()

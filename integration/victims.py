@@ -28,13 +28,20 @@ def meanwhile(act: Callable[[], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_at(podman: Podman, stage: str, act: Callable[[], object]) -> Iterator[None]:
-    """Do something that comes to a stage; it is held there until the block ends, and has ended after it."""
+def held_at(podman: Podman, stage: str, act: Callable[[], object], *how: str) -> Iterator[None]:
+    """Do something that comes to a stage; it is held there until the block ends, and has ended after it.
+
+    Args:
+        podman: whose node it is.
+        stage: where it is held.
+        act: what is done.
+        how: what else holding_agent.py is told.
+    """
     end_agent(podman)
     held, go = (podman.namespace.path(f"{RUN}/{name}") for name in ("held", "go"))
     for mark in (held, go):
         mark.unlink(missing_ok=True)
-    start_agent(podman, HOLDING_AGENT, stage)
+    start_agent(podman, HOLDING_AGENT, stage, *how)
     with meanwhile(act):
         try:
             wait_for(f"{stage} to be held", held.exists)

@@ -25,7 +25,7 @@ from ocihook.criu.parent_images import LINK_NAME, PARENT_NAME
 
 MIB = 72  # of each of three mappings
 READ = 5 * MIB  # at least: by the first process all three, and one by each child
-NO_ROOM = 16 << 20
+NO_MORE = {"memory": ("memory.limit_in_bytes", str(16 << 20)), "pids": ("pids.max", "1")}
 FAULTY_AGENT = Path(__file__).parents[1] / "faulty_agent.py"
 # What the engine says of a dump that fails; "": CRIU writes all memory by itself, and the dump succeeds.
 FAULTS = {
@@ -86,14 +86,14 @@ def sealed(podman: Podman) -> list[int]:
 
 
 @contextlib.contextmanager
-def no_room(podman: Podman) -> Iterator[None]:
-    """Put a container's processes where they may have no further task, and no more memory than CRIU's parasite.
+def no_room(podman: Podman, *controllers: str) -> Iterator[None]:
+    """Put a container's processes where they may have no further task, and no more memory than CRIU's parasite; or one.
 
     By hand in hierarchies of v1, where those controllers are on the machines that these tests were made on. Memory that
     a process has already is not counted in its new group.
     """
-    groups, pids = [], processes(podman)
-    for controller, name, value in (("memory", "memory.limit_in_bytes", str(NO_ROOM)), ("pids", "pids.max", "1")):
+    groups, pids = {}, processes(podman)
+    for controller in controllers or NO_MORE:
         mount = podman.scratch / controller
         mount.mkdir()
         try:
@@ -102,16 +102,17 @@ def no_room(podman: Podman) -> Iterator[None]:
             pytest.skip(f"the {controller} controller is not in a v1 hierarchy")
         group = podman.namespace.path(str(mount / podman.scratch.name))
         group.mkdir()
+        name, value = NO_MORE[controller]
         (group / name).write_text(value)
-        groups.append(group)
+        groups[controller] = group
     try:
-        for group in groups:
+        for group in groups.values():
             for pid in pids:
                 (group / "cgroup.procs").write_text(str(pid))
         yield
-        assert "oom_kill 0" in (groups[0] / "memory.oom_control").read_text()
+        assert "memory" not in groups or "oom_kill 0" in (groups["memory"] / "memory.oom_control").read_text()
     finally:
-        for group in groups:
+        for group in groups.values():
             for left in (group / "cgroup.procs").read_text().split():
                 (group.parent / "cgroup.procs").write_text(left)
             group.rmdir()

@@ -20,6 +20,7 @@ from integration.podman.engine import Podman
 from integration.podman.test_clean_pages import FAULTY_AGENT, read_bytes, start
 from integration.podman.test_faults import end_agent, start_agent
 from integration.podman.test_gpu_faults import processes_with
+from integration.podman.test_snapshot import processes, states
 from integration.soft_dirty import seem_to_have_soft_dirty, track_memory
 from integration.victims import held_at, kill, meanwhile
 from ocihook.criu.explain import explain
@@ -39,6 +40,16 @@ STAGES = ("pre-dump", SEIZED, "post-dump")
 RESTORE_STAGES = ("pre-restore", "post-restore")
 VICTIMS = ("criu", "runtime", "engine", "agent")
 DEATHS = [(INSIDE, "criu"), ("pre-dump", "runtime"), (SEIZED, "agent"), ("post-dump", "engine")]
+# With a snapshot, while all stand still and are forked, and before any of it is read: what becomes of the checkpoint.
+SNAPSHOT_DEATHS = {
+    ("detached", "criu"): "lost",
+    ("snapshot", "engine"): "complete",
+    ("detached", "agent"): "lost",
+    ("detached", "engine"): "complete",
+    ("detached", "runtime"): "lost",
+    ("snapshot", "agent"): "lost",
+}
+IN_CI = 3
 LIBEXEC = ("--libexec", "/etc/ocihook/libexec")
 WHY = "this kernel does not mark what is written"
 
@@ -123,6 +134,41 @@ def test_whoever_is_killed(make_podman: MakePodman, runtime: str) -> None:
     podman.remove("c")
     podman.restore(archive)
     podman.assert_goes_on("c", before)
+    end_agent(podman)
+
+
+@pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
+def test_whoever_is_killed_when_a_snapshot_is_taken_and_read(make_podman: MakePodman, runtime: str) -> None:
+    """In `snapshot` CRIU and its runtime have ended. What the engine has no archive of is in the store all the same."""
+    podman = make_podman(runtime)
+    podman.install()
+    podman.configure(f'[agent]\nidle_timeout_s = 2\nstore_dir = "{podman.scratch}/store"\n')
+    track_memory(podman.namespace)
+    archive = podman.scratch / "c.tar"
+    start(podman, READ_MIB, mode="store")
+    before, own = podman.count("c"), processes(podman)
+    deaths = [*SNAPSHOT_DEATHS.items()]
+    for (stage, victim), state in deaths if IS_NIGHTLY else deaths[:IN_CI]:
+        archive.unlink(missing_ok=True)
+        stop = ["stop"] * (stage == "snapshot" and victim == "engine")
+        with held_at(podman, stage, partial(podman.checkpoint, "c", archive, "--leave-running", check=False), *stop):
+            assert len(descendants(own[0])) == len(own) + 1  # podman itself answers nothing meanwhile
+            kill(podman, victim)
+        wait_for("the session to end", lambda: "No session is open." in podman.ocihook("recover", check=False))
+        assert_runs_on(podman, before)
+        assert processes(podman) == own
+        end_agent(podman)
+        podman.ocihook("wait", check=False)
+        assert states(podman)[-1] == state, (stage, victim)
+        if state == "complete":
+            podman.ocihook("store", "verify", "--read-data")
+        podman.ocihook("store", "prune")
+        assert not archive.exists() or stage == "snapshot"
+    podman.checkpoint("c", archive, "--leave-running")
+    podman.ocihook("wait")
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", (1, before[1]))
     end_agent(podman)
 
 

@@ -49,5 +49,9 @@ def _answer(call: Call) -> int:
             from ocihook.runtime import stop
 
             return stop.kill(call, client.ask) if name == "kill" else stop.delete(call, client.ask)
+        case "checkpoint":
+            from ocihook.runtime import tracking
+
+            return tracking.checkpoint(call)
         case _:
             return call.pass_on()

@@ -255,8 +255,8 @@ def memory_headroom_bytes(pid: int) -> int | None:
     return min(rooms, default=None)
 
 
-def process_headroom(pid: int) -> int | None:
-    """Return how many more processes and threads the cgroups of a process allow it; None if nothing limits them."""
+def task_headroom(pid: int) -> int | None:
+    """Return how many more tasks the cgroups of a process allow it; None if nothing limits them."""
     rooms = []
     for directory in chain.from_iterable(_rows(pid, "pids")):
         with contextlib.suppress(OSError, ValueError):  # without that controller, or "max"

@@ -2,7 +2,7 @@
 
 How long they stand still depends on how much memory they have, but not on where it goes to. Until it is read, each page
 that they write to is copied, which counts as theirs: so a fork drops what has been read, and a container without room
-for that is read while it stands still (`has_room`). So is one of which a process cannot be forked.
+for that is read while it stands still (`lacking`). So is one of which a process cannot be forked.
 
 A fork has no pages that were set to stay out of one (MADV_DONTFORK, MADV_WIPEONFORK): those are read before all go on.
 It has no shared memory of its own either; that is CRIU's. A snapshot may be lost: forks end with the agent, with the
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from ocihook.errors import OcihookError, SnapshotLost, TraceError, plain
-from ocihook.linux.cgroup import memory_headroom_bytes, oom_groups, process_headroom, wait_until_thawed
+from ocihook.linux.cgroup import memory_headroom_bytes, oom_groups, task_headroom, wait_until_thawed
 from ocihook.linux.forked import Fork, clock_ticks, end, find_forks, fork, reap
 from ocihook.linux.hold import Hold
 from ocihook.linux.memory import ProcessMemory, Span, available_bytes, commit_headroom_bytes, read_mappings, subtract
@@ -124,8 +124,8 @@ class Snapshotted(Effect, kind="snapshotted"):
         return [one for one in rest if not one.is_alive()]
 
 
-def has_room(init_pid: int, memory_bytes: int, share: float, gpu_bytes: int = 0) -> bool:
-    """Return whether there is room for what a container may write while its snapshot is read, and start.
+def lacking(init_pid: int, memory_bytes: int, share: float, gpu_bytes: int = 0) -> str:
+    """Return what a container lacks while its snapshot is read, for what it may write and start; "" if nothing.
 
     Its forks may take half of the processes that it may still have.
 
@@ -136,14 +136,19 @@ def has_room(init_pid: int, memory_bytes: int, share: float, gpu_bytes: int = 0)
         gpu_bytes: that it has on GPUs, and that its forks alone have once it has its GPUs back.
     """
     tables_bytes = (memory_bytes + gpu_bytes) / _TABLE_SHARE
-    need = memory_bytes * share + gpu_bytes + tables_bytes
-    rooms = [
-        (need, available_bytes()),
-        (need, memory_headroom_bytes(init_pid)),
-        (need + memory_bytes + gpu_bytes, commit_headroom_bytes()),
-        (2 * len(descendants(init_pid)), process_headroom(init_pid)),
-    ]
-    return all(room is None or wanted <= room for wanted, room in rooms)
+    need = int(memory_bytes * share + gpu_bytes + tables_bytes)
+    for wanted, room, whose in (
+        (need, available_bytes(), "its node has {} left"),
+        (need, memory_headroom_bytes(init_pid), "its memory limit leaves it {}"),
+        (need + memory_bytes + gpu_bytes, commit_headroom_bytes(), "its node lets it ask for {} (overcommit_memory)"),
+    ):
+        if room is not None and room < wanted:
+            what = f"{wanted >> 20} MiB are needed for what it may write meanwhile"
+            return f"{what}, and {whose.format(f'{max(0, room) >> 20} MiB')}"
+    processes, tasks = len(descendants(init_pid)), task_headroom(init_pid)
+    if tasks is not None and tasks < 2 * processes:
+        return f"its limit leaves it {tasks} more tasks, and {processes} may have to be forked"
+    return ""
 
 
 class Snapshot:

@@ -12,12 +12,12 @@ from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, Belongings
 from ocihook.config import Settings
 from ocihook.container.spec import spec_facts
 from ocihook.errors import UnsupportedError
-from ocihook.linux import soft_dirty
 from ocihook.linux.files import make_directory, replace_file
 from ocihook.linux.procfs import Process, command_line
 from ocihook.runtime.call import Call
 from ocihook.runtime.containers import ENDED_NAME, Kept, all_kept, directory_of
 from ocihook.runtime.stop_record import read_config
+from ocihook.runtime.tracking import parent_options
 from ocihook.session.record import to_json
 
 LOG_NAME = "runtime.log"
@@ -74,15 +74,11 @@ def make_place(kept: Kept, settings: Settings, place: Path) -> None:
 
 
 def begin(kept: Kept, place: Path, *, leave_running: bool = False) -> "subprocess.Popen[bytes]":
-    """Call the runtime, which outlives an agent that is killed.
-
-    CRIU is to track memory in this dump alone, if the kernel can: runtimes say so where an earlier dump is named. There
-    is none in /, and ocihook makes one up where it reads the memory itself (memory/clean_pages.py).
-    """
+    """Call the runtime, which outlives an agent that is killed; CRIU tracks memory if it can (tracking.py)."""
     images = place / IMAGES_DIR
     call = Call.parse(kept.program, [*kept.prefix, "checkpoint"])
     words = ["--image-path", str(images), "--work-path", str(place), "--tcp-established", "--file-locks"]
-    words += ["--parent-path", os.path.relpath("/", images.resolve())] if soft_dirty.works() else []
+    words += parent_options(kept.container.id, images)
     words += ["--leave-running"] if leave_running else []
     log = place / LOG_NAME
     command = [str(call.program), *call.prefix_with_log(log), "checkpoint", *words, kept.container.id]

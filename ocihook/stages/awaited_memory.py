@@ -21,7 +21,7 @@ from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants
 from ocihook.memory.clean_pages import MOST_WORKERS, PagesRead, readable_bytes
 from ocihook.memory.left_out import find_left_out, join
-from ocihook.memory.snapshot import Snapshot, Snapshotted, has_room, take
+from ocihook.memory.snapshot import Snapshot, Snapshotted, lacking, take
 from ocihook.memory.standstill import held_instead
 from ocihook.packs.packed_manifest import read_manifest
 from ocihook.session.effect import Effect
@@ -85,10 +85,11 @@ class ChosenSnapshot(Participant):
         if not (dump.reads_memory and call.leave_running and call.policy.mode == "store"):
             return
         if call.policy.snapshot == "on" and not dump.gang_stops:
-            if has_room(dump.init_pid, readable_bytes(dump.init_pid), call.snapshot_share, dump.gpu_bytes):
+            reason = lacking(dump.init_pid, readable_bytes(dump.init_pid), call.snapshot_share, dump.gpu_bytes)
+            if not reason:
                 dump.takes_snapshot = keep_from_end(dump)
             else:
-                log.info("container %s: no room for a snapshot, it stands still while it is read", dump.container)
+                log.info("container %s stands still while its memory is read: %s", dump.container, reason)
 
 
 class EarlierSnapshot(Participant):

@@ -50,7 +50,7 @@ def dump_of(directory: Path, *, leave_running: bool = True) -> Dump:
 
 @pytest.fixture(autouse=True)
 def _room_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awaited_memory, "has_room", lambda *_: True)
+    monkeypatch.setattr(awaited_memory, "lacking", lambda *_: "")
     monkeypatch.setattr(awaited_memory, "keep_from_end", lambda _: True)
 
 

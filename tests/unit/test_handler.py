@@ -74,7 +74,14 @@ def test_create_is_ours_with_an_annotation_alone(node: Node, words: list[str]) -
 
 
 @pytest.mark.parametrize(
-    "words", [["start", ID], ["state", ID], ["kill", "--all", ID, "15"], ["delete", "--force", ID]]
+    "words",
+    [
+        ["start", ID],
+        ["state", ID],
+        ["kill", "--all", ID, "15"],
+        ["delete", "--force", ID],
+        ["checkpoint", "--image-path", "/images", "--leave-running", "--work-path", "/w", ID],
+    ],
 )
 def test_other_calls_are_ours_if_the_container_is(node: Node, words: list[str]) -> None:
     assert node.call(*GLOBAL, *words)[0] == "runtime"
@@ -114,7 +121,17 @@ def test_a_held_container_is_started_at_a_glance(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--version"], ["features"], ["exec", ID, "start"], ["list"], ["kill"], ["create"]]
+    "words",
+    [
+        [],
+        ["--version"],
+        ["features"],
+        ["exec", ID, "start"],
+        ["list"],
+        ["kill"],
+        ["create"],
+        ["checkpoint", ID, "--help"],
+    ],
 )
 def test_whatever_else_there_is_goes_through(node: Node, words: list[str]) -> None:
     (node.kept / ID).mkdir()

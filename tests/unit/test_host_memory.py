@@ -3,6 +3,8 @@
 import logging
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import cast
@@ -11,10 +13,11 @@ import pytest
 
 from ocihook.config import Policy, Settings
 from ocihook.criu.files import CriuOptions
-from ocihook.errors import PreflightError
+from ocihook.errors import PreflightError, TraceError
 from ocihook.images.direct import Cut, Direct
 from ocihook.linux.memory import DetailedMapping, Mapping, Span, read_detailed_mappings
-from ocihook.memory import host_memory
+from ocihook.linux.ptrace import CallInstruction
+from ocihook.memory import host_memory, snapshot
 from ocihook.node.doctor import host_memory as doctor
 from ocihook.node.doctor.finding import Status
 from ocihook.node.doctor.workload import Workload
@@ -24,6 +27,18 @@ from ocihook.session.participant import Restore
 
 GIB, MIB = 1 << 30, 1 << 20
 OWN = os.getpid()
+
+
+def fail_to_find(pid: int) -> CallInstruction:
+    raise TraceError(f"process {pid} has no instruction that makes a system call")
+
+
+NOTHING_PREVENTS_IT: dict[str, object] = {
+    "find_gpu_processes": lambda _pid: [],
+    "memory_headroom_bytes": lambda _pid: None,
+    "available_bytes": lambda: GIB,
+    "task_headroom": lambda _pid: None,
+}
 
 
 def restore(preflight: str) -> Restore:
@@ -96,7 +111,7 @@ def test_which_way_memory_goes(
 ) -> None:
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: mappings)
     monkeypatch.setattr(doctor, "find_freezer", lambda _pid: True)
-    (finding,) = doctor.check_host_memory(workload(), marks_writes=True)
+    finding, _ = doctor.check_host_memory(workload(), marks_writes=True)
     said_of_dump, said_of_restore = finding.detail.split("; ")
     assert dump in said_of_dump
     assert restore in said_of_restore
@@ -139,12 +154,7 @@ def test_which_way_a_policy_has_memory_go(monkeypatch: pytest.MonkeyPatch, polic
         ({"track-mem", "prev-images-dir"}, None, True, "in a dump 90 MiB go past CRIU"),
         ({"parent-path"}, None, True, "in a dump 90 MiB go past CRIU"),
         ({"track-mem"}, None, True, "CRIU is not asked to track memory, by /etc/criu/default.conf"),
-        (
-            set(),
-            "its record",
-            True,
-            "when it is stopped and so checkpointed, but not in its engine's own dumps 90 MiB go past",
-        ),
+        (set(), "its record", True, "in a dump 90 MiB go past CRIU"),
         ({"parent-path"}, "its record", None, "it has no cgroup of its own"),
     ],
 )
@@ -157,6 +167,56 @@ def test_who_has_criu_track_memory(
     first, *_ = doctor.check_host_memory(workload(names=names), marks_writes=True)
     assert said in first.detail
     assert bool(first.remedy) == ("not asked" in said)
+
+
+STORE = Policy(mode="store")
+
+
+@pytest.mark.parametrize(
+    ("policy", "facts", "said", "remedy"),
+    [
+        (STORE, {}, "it goes on while its memory is read from a snapshot", ""),
+        (STORE, {"find_gpu_processes": lambda _pid: ["one"]}, "if there is room for its GPU memory, too", ""),
+        (Policy(), {}, 'it stands still while its memory is read: mode is "inline"', ""),
+        (Policy(mode="store", snapshot="off"), {}, 'it stands still while its memory is read: snapshot is "off"', ""),
+        (
+            STORE,
+            {"memory_headroom_bytes": lambda _pid: 9 * MIB, "available_bytes": lambda: GIB},
+            "9 MiB are needed for what it may write meanwhile, and its memory limit leaves it 9 MiB",
+            "raise its limits",
+        ),
+        (
+            STORE,
+            {"task_headroom": lambda _pid: 0},
+            "0 more tasks, and",
+            "raise its limits",
+        ),
+        (STORE, {"find_call_instruction": fail_to_find}, "has no instruction that makes a system call", ""),
+    ],
+)
+def test_whether_memory_is_read_from_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy, facts: dict[str, object], said: str, remedy: str
+) -> None:
+    monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
+    for name, fact in {"find_freezer": lambda _pid: True, **NOTHING_PREVENTS_IT, **facts}.items():
+        monkeypatch.setattr(doctor if hasattr(doctor, name) else snapshot, name, fact)
+    *_, last = doctor.check_host_memory(workload(policy), marks_writes=True)
+    assert (last.check, last.status) == ("snapshot", Status.OK)
+    assert said in last.detail
+    assert remedy in last.remedy
+    assert bool(last.remedy) == bool(remedy)
+
+
+def test_a_process_whose_children_are_in_another_namespace() -> None:
+    """It cannot be forked: the first process of a namespace takes all others with it."""
+    script = "import ctypes, time; ctypes.CDLL(None).unshare(0x20000000); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert "would begin a new PID namespace" in doctor._not_forked(workload(), process.pid)
+        process.kill()
+    assert doctor._not_forked(workload(), OWN) == ""
+    assert doctor._not_forked(workload(), process.pid) == "", "it has ended"
 
 
 def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import FreezeError, QuiesceError
-from ocihook.linux.cgroup import Freezer, find_freezer
+from ocihook.linux.cgroup import Freezer, find_freezer, task_headroom
 from ocihook.linux.open_files import resolve_inside
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, has_ended, parent_pid, tracer_pid
@@ -164,6 +164,31 @@ def test_a_container_that_is_frozen_with_others(cgroup: Path, nested: tuple[int,
     assert freezer.is_frozen()
     Freezer(cgroup.parent, version).thaw(Patience())
     assert not freezer.is_frozen()
+
+
+def test_how_many_more_tasks_a_process_may_have(sleeper: subprocess.Popen[bytes]) -> None:
+    """The tightest limit counts, of its own cgroup and of those above it."""
+    pids = Path("/sys/fs/cgroup/pids")
+    if os.geteuid() != 0 or not pids.exists():
+        pytest.skip(f"needs root and the controller of tasks at {pids}")
+    outer = pids / f"ocihook-test-{os.getpid()}"
+    inner = outer / "inner"
+    inner.mkdir(parents=True)
+    try:
+        before = task_headroom(sleeper.pid)
+        (inner / "cgroup.procs").write_text(str(sleeper.pid))
+        (inner / "pids.max").write_text("9")
+        assert task_headroom(sleeper.pid) == 8
+        (outer / "pids.max").write_text("3")
+        assert task_headroom(sleeper.pid) == 2
+        for group in (outer, inner):
+            (group / "pids.max").write_text("max")
+        assert task_headroom(sleeper.pid) == before
+    finally:
+        sleeper.kill()
+        sleeper.wait(60)
+        for group in (inner, outer):
+            wait_until(lambda group=group: is_removed(group))  # type: ignore[misc]
 
 
 def test_a_cgroup_that_is_gone() -> None:

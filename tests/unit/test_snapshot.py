@@ -28,7 +28,7 @@ from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, children, descendants, tracer_pid
 from ocihook.memory import snapshot
 from ocihook.memory.clean_pages import MOST_WORKERS
-from ocihook.memory.snapshot import Area, Copied, Snapshotted, has_room
+from ocihook.memory.snapshot import Area, Copied, Snapshotted, lacking
 from ocihook.packs.pack import PAGE_BYTES, PackFile
 from ocihook.packs.packed_manifest import PACK_NAME, PackedRegion
 from ocihook.packs.unpacking import Packs
@@ -504,8 +504,8 @@ def test_reading_keeps_no_descriptors(start: Callable[..., Versions], journal: J
         ({"memory_headroom_bytes": 9 << 30}, False),
         ({"commit_headroom_bytes": 111 << 30}, True),
         ({"commit_headroom_bytes": 109 << 30}, False),
-        ({"process_headroom": 2}, True),
-        ({"process_headroom": 1}, False),
+        ({"task_headroom": 2}, True),
+        ({"task_headroom": 1}, False),
     ],
 )
 def test_there_must_be_room_for_what_is_written_meanwhile(
@@ -516,13 +516,13 @@ def test_there_must_be_room_for_what_is_written_meanwhile(
         "available_bytes": 11 << 30,
         "memory_headroom_bytes": None,
         "commit_headroom_bytes": None,
-        "process_headroom": None,
+        "task_headroom": None,
     }
     for name, value in (found | limits).items():
         monkeypatch.setattr(snapshot, name, lambda *_, value=value: value)
     child = subprocess.Popen(["sleep", "600"])
     try:
-        assert has_room(child.pid, 100 << 30, 0.1) is is_enough
+        assert (lacking(child.pid, 100 << 30, 0.1) == "") is is_enough
     finally:
         child.kill()
         child.wait()
@@ -533,11 +533,11 @@ def test_limits_of_processes_and_of_what_they_ask_for(tmp_path: Path, monkeypatc
     inner.mkdir(parents=True)
     monkeypatch.setattr(cgroup, "_cgroup_paths", lambda _pid, _controller: [(2, "/pod/container")])
     monkeypatch.setattr(cgroup, "_cgroup_mounts", lambda _version, _controller: [tmp_path])
-    assert cgroup.process_headroom(1) is None
+    assert cgroup.task_headroom(1) is None
     for directory, limit, used in ((inner, "max", "3"), (inner.parent, "9", "4")):
         (directory / "pids.max").write_text(limit)
         (directory / "pids.current").write_text(used)
-    assert cgroup.process_headroom(1) == 5
+    assert cgroup.task_headroom(1) == 5
     for name, text in (("_OVERCOMMIT", "2\n"), ("_MEMINFO", "CommitLimit: 10 kB\nCommitted_AS: 4 kB\n")):
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(memory, name, tmp_path / name)

@@ -11,16 +11,19 @@ from typing import NamedTuple
 
 from ocihook.config import Policy, Settings, load_settings
 from ocihook.criu.mappings import AddressSpace, Area
-from ocihook.errors import ConfigError, OcihookError
+from ocihook.errors import ConfigError, OcihookError, TraceError
+from ocihook.gpu.processes import find_gpu_processes
 from ocihook.images.direct import LEAST_PROCESS_BYTES, LEAST_RUN_BYTES, own_areas, too_little
 from ocihook.linux.cgroup import find_freezer
 from ocihook.linux.memory import DetailedMapping, read_detailed_mappings
 from ocihook.linux.procfs import parent_pid
+from ocihook.linux.ptrace import find_call_instruction
 from ocihook.memory import clean_pages, host_memory
 from ocihook.memory.pre_copy import why_not
+from ocihook.memory.snapshot import lacking
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.workload import Workload
-from ocihook.runtime import containers
+from ocihook.runtime import containers, tracking
 from ocihook.stages.dump import pack_workers
 
 HOST_MEMORY = "host-memory"
@@ -76,6 +79,8 @@ def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iter
         for pid, size in sorted(large.items(), key=lambda one: -one[1]):
             said = "; ".join(_said(way, pid, mapped[pid], size) for way in open_ways)
             yield Finding(HOST_MEMORY, Status.OK, f"{workload.who(pid)}, {size // _MIB} MiB: {said}")
+        if large and ways[0] in open_ways:
+            yield _about_snapshot(policy, workload, large)
     if open_ways and (small := len(sizes) - len(large)):
         size = (sum(sizes.values()) - sum(large.values())) // _MIB
         who = f"{small} {'process' if small == 1 else 'processes'}, {size} MiB in all"
@@ -86,37 +91,35 @@ def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iter
 def _ways(
     workload: Workload, policy: Policy, mapped: Mapping[int, list[DetailedMapping]], *, marks_writes: bool
 ) -> Iterator[_Way]:
-    act, reason, remedy = _dump(workload, policy, marks_writes=marks_writes)
-    yield _Way(act, reason, remedy, lambda _, each: _left_in_dump(each), lambda _all, _past: "")
+    reason, remedy = _not_in_a_dump(workload, policy, marks_writes=marks_writes)
+    yield _Way("in a dump", reason, remedy, lambda _, each: _left_in_dump(each), lambda _all, _past: "")
     reason = host_memory.left_to_criu(policy, pack_workers(_settings()), is_packed=policy.mode != "off")
     yield _Way("in a restore", reason, "", partial(_left_in_restore, _own_starts(mapped)), too_little)
 
 
-def _dump(workload: Workload, policy: Policy, *, marks_writes: bool) -> tuple[str, str, str]:
-    """Return in which dumps memory is read past CRIU; or why in none, and the remedy."""
+def _not_in_a_dump(workload: Workload, policy: Policy, *, marks_writes: bool) -> tuple[str, str]:
+    """Return why no memory is read past CRIU in a dump, and the remedy; both "" if it is."""
     if reason := clean_pages.left_to_criu(policy):
-        return "in a dump", reason, ""
+        return reason, ""
     if not marks_writes:
-        return (
-            "in a dump",
-            "this kernel does not mark what is written to (soft-dirty bits), so CRIU cannot track it",
-            "",
-        )
+        return "this kernel does not mark what is written to (soft-dirty bits), so CRIU cannot track it", ""
     if find_freezer(workload.init_pid) is None:
-        return "in a dump", "it has no cgroup of its own that can be frozen", ""
-    if clean_pages.is_asked_to_track(workload.options):
-        return "in a dump", "", ""
-    if _is_handled(workload):  # its own call of the runtime has CRIU track memory (runtime/dumping.py)
-        return "when it is stopped and so checkpointed, but not in its engine's own dumps", "", ""
-    return "in a dump", f"CRIU is not asked to track memory, by {workload.options.file} or before", _TRACK
+        return "it has no cgroup of its own that can be frozen", ""
+    name = _handled(workload)  # if so, each call of the runtime has CRIU track memory
+    if clean_pages.is_asked_to_track(workload.options) or (name and not tracking.has_earlier_dumps(name)):
+        return "", ""
+    if name:
+        return "its engine has made an earlier dump, and what CRIU compares with that is the engine's", ""
+    return f"CRIU is not asked to track memory, by {workload.options.file} or before", _TRACK
 
 
-def _is_handled(workload: Workload) -> bool:
-    """Return whether the runtime handler would dump it."""
+def _handled(workload: Workload) -> str:
+    """Return the container's id if the runtime handler stands before its runtime, else ""."""
+    name = workload.container.id if workload.container else ""
     try:
-        return workload.container is not None and containers.read(workload.container.id) is not None
+        return name if name and containers.read(name) else ""
     except OcihookError:
-        return False
+        return ""
 
 
 def _said(way: _Way, pid: int, mappings: list[DetailedMapping], all_bytes: int) -> str:
@@ -191,6 +194,45 @@ def _about_pre_copy(policy: Policy, workload: Workload) -> Finding:
         return Finding("pre-copy", Status.OK, "memory that a dump reads past CRIU is read while the container runs")
     detail = f"ocihook.io/pre-copy has no effect, memory is read while the container stands still: {reason}"
     return Finding("pre-copy", Status.WARN, detail, "remove the annotation, or what prevents it")
+
+
+def _about_snapshot(policy: Policy, workload: Workload, sizes: Mapping[int, int]) -> Finding:
+    """Say whether the memory of processes, by their sizes, would be read while the container runs on."""
+    reason, remedy = _no_snapshot(policy, workload, sizes)
+    if reason:
+        detail = f"left running, it stands still while its memory is read: {reason}"
+        return Finding("snapshot", Status.OK, detail, remedy)
+    detail = "left running, it goes on while its memory is read from a snapshot"
+    if find_gpu_processes(workload.init_pid):
+        detail += ", if there is room for its GPU memory, too"  # how much that is, is known once it is locked
+    return Finding("snapshot", Status.OK, detail)
+
+
+def _no_snapshot(policy: Policy, workload: Workload, sizes: Mapping[int, int]) -> tuple[str, str]:
+    """Return why no snapshot would be taken, as far as it is known beforehand, and the remedy; both "" if one would."""
+    if policy.mode != "store":
+        return f'mode is "{policy.mode}"', ""
+    if policy.snapshot != "on":
+        return f'snapshot is "{policy.snapshot}"', ""
+    init_pid, share, size_bytes = workload.init_pid, _settings().snapshot_share, sum(sizes.values())
+    if reason := lacking(init_pid, size_bytes, share):
+        return reason, "raise its limits, or lower snapshot_share"
+    reasons = (reason for pid in sizes if (reason := _not_forked(workload, pid)))
+    return next(reasons, ""), ""
+
+
+def _not_forked(workload: Workload, pid: int) -> str:
+    """Return why a process cannot be forked, "" if nothing is known to prevent it."""
+    try:
+        own, next_own = os.readlink(f"/proc/{pid}/ns/pid"), ""
+        with contextlib.suppress(FileNotFoundError):  # nobody has been in that one yet
+            next_own = os.readlink(f"/proc/{pid}/ns/pid_for_children")
+        find_call_instruction(pid)
+    except TraceError as error:
+        return str(error.args[0])
+    except OSError:  # it has just ended
+        return ""
+    return "" if own == next_own else f"the next child of {workload.who(pid)} would begin a new PID namespace"
 
 
 def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
