@@ -147,7 +147,7 @@ def lacking(init_pid: int, memory_bytes: int, share: float, gpu_bytes: int = 0) 
             return f"{what}, and {whose.format(f'{max(0, room) >> 20} MiB')}"
     processes, tasks = len(descendants(init_pid)), task_headroom(init_pid)
     if tasks is not None and tasks < 2 * processes:
-        return f"its limit leaves it {tasks} more tasks, and {processes} may have to be forked"
+        return f"its limit leaves it {max(0, tasks)} more tasks, and {processes} may have to be forked"
     return ""
 
 
