@@ -10,6 +10,7 @@ from integration.packages.conftest import Built, MakeNode, copy_to
 from integration.packages.engine import Node
 from integration.podman.engine import assert_packed, image_names
 from integration.soft_dirty import note
+from tests.fakes.authority import Authority
 
 # CRIU runs this, too, at each stage before ours: in the middle of a dump, something happens.
 _MEANWHILE = """#!/bin/sh
@@ -32,6 +33,17 @@ WantedBy=multi-user.target
 """
 _SLOW = """[Service]
 ExecStartPre=/bin/sleep 1
+"""
+_LISTEN = "127.0.0.1:17443"
+# A member of a gang, as soon as its coordinator can be reached.
+_JOIN = """
+from ocihook.config import load_settings
+from ocihook.gang.link import Link
+from ocihook.gang.membership import GangJoined
+from ocihook.linux.patience import Patience
+from ocihook.model import GangRef
+link = Link.of(load_settings())
+GangJoined(gang=GangRef("", "job", "job0", 2), link=link, session="s").enter("dump", Patience())
 """
 COMMANDS = {
     "deb": ("dpkg --install", "dpkg --remove ocihook", "dpkg --purge ocihook"),
@@ -164,6 +176,25 @@ def test_a_kernel_that_no_longer_marks_pages_is_seen_before_engines_start(built:
         assert systemctl(node, "show", "--property=Result,ExecMainStatus", "--value", "ocihook-kernel.service") == (
             "success\n0"
         )
+
+
+def test_a_coordinator_is_a_unit_that_an_administrator_enables(built: Built, make_node: MakeNode) -> None:
+    node = make_node("trixie", systemd=True)
+    (package,) = copy_to(node, built.debs[0])
+    node.run("dpkg", "--install", package)
+    unit = "ocihook-coordinator.service"
+    assert systemctl(node, "is-enabled", unit, check=False) == "disabled"
+    for path in Authority().give(node.scratch / "tls", "node").iterdir():
+        node.put(f"/etc/ocihook/tls/{path.name}", path.read_text(), 0o600)
+    node.put("/etc/ocihook/config.d/gangs.toml", f'[agent]\ncoordinator = "https://{_LISTEN}"\n')
+    node.put(f"/etc/systemd/system/{unit}.d/listen.conf", f"[Service]\nEnvironment=LISTEN={_LISTEN}\n")
+    systemctl(node, "daemon-reload")
+    systemctl(node, "enable", "--now", unit)
+    site = f"PYTHONPATH=/usr/lib/ocihook/{built.release}/site-packages"
+    node.namespace.run("env", site, "python3", "-c", _JOIN)
+    assert "job0 joined" in node.ocihook("gang", "status")
+    node.run("dpkg", "--remove", "ocihook")
+    assert systemctl(node, "is-active", unit, check=False) == "inactive"
 
 
 def boot(node: Node) -> str:

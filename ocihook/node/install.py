@@ -60,6 +60,7 @@ WANTED_BY = {
     "ocihook.service": "multi-user.target",
     "ocihook-kernel.service": "multi-user.target",
 }
+COORDINATOR = "ocihook-coordinator.service"  # enabled by nobody but an administrator, on one machine
 PACKAGE_LIBEXEC = distribution.PACKAGE_PREFIX / distribution.LIBEXEC_BELOW_PREFIX
 DRAIN_S = 900.0  # as long as systemd gives sessions to finish, too
 
@@ -280,7 +281,8 @@ def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, 
     hint = "CRIU no longer calls ocihook; uninstall again to remove the rest"
     has_units = root == NODE and bool(_units(root)) and bool(_signed_units(root))
     if has_units:
-        _systemctl("disable", "--now", *WANTED_BY, hint=hint)
+        coordinator = [COORDINATOR] if (UNIT_DIR / COORDINATOR).exists() else []  # earlier versions had none
+        _systemctl("disable", "--now", *WANTED_BY, *coordinator, hint=hint)
     if not distribution.is_packaged():
         for link in _links(root):
             _remove(link)
