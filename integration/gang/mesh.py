@@ -85,9 +85,10 @@ class Members:
 
     def state(self) -> dict[str, object]:
         """Return what a dump that was not made leaves as it was, by member."""
-        return {name: self._state_of(name) for name in self.names}
+        return {name: self.state_of(name) for name in self.names}
 
-    def _state_of(self, name: str) -> object:
+    def state_of(self, name: str) -> object:
+        """Return that of one."""
         engine = self.engines[name]
         pid = int(engine("inspect", "--format", "{{.State.Pid}}", name))
         freezer = find_freezer(pid)

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import signal
 import tarfile
 import tempfile
 import time
@@ -215,3 +216,26 @@ def test_a_connection_that_is_not_accepted_yet(make_node: MakeNode) -> None:
     succeeded(gang.checkpoint("--leave-running"))
     assert "0 connections" in gang.verify()
     assert "ESTAB" in node.inside(client, "ss", "-tn", "dst", gang.places[server].four)
+
+
+@pytest.mark.parametrize("phase", ["arrived", "drained", "held"] if IS_NIGHTLY else ["drained"])
+def test_a_member_is_killed(make_node: MakeNode, phase: str) -> None:
+    """As for want of memory: it is gone, the other runs on as it did, and hears of it."""
+    node = make_node()
+    limit_members(node)
+    mesh = Mesh([node], 2)
+    other, victim = mesh.names
+    before, init = mesh.state()[other], int(node("inspect", "--format", "{{.State.Pid}}", victim))
+    start_agent(node, MEETING_AGENT, "hold", phase, victim)
+    with ThreadPoolExecutor() as pool:
+        dump = pool.submit(mesh.checkpoint, "--leave-running")
+        wait_for(f"the other to wait for {victim}", lambda: attempt(node)["members"].get(other) == phase)
+        os.kill(init, signal.SIGKILL)
+        node.namespace.path("/run/ocihook/go").touch()
+        failed = failures(dump.result())
+    wait_for(f"{victim} to be over", lambda: not node.is_running(victim))
+    assert failed.keys() == {*mesh.names}, failed
+    assert f"is over for all members: {victim}: " in failed[other]
+    mesh.assert_nothing_is_left()
+    assert mesh.state_of(other) == before
+    assert epochs(node) == ([], {})
