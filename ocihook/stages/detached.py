@@ -60,8 +60,12 @@ class KeptFromEnd(Effect, kind="kept-from-end"):
             os.close(work_directory)
 
     def has_detached(self, criu: Process) -> bool:
-        """Return whether CRIU traces no process of the container any more."""
-        return all(tracer_pid(tid) != criu.pid for pid in descendants(self.init.pid) for tid in thread_ids(pid))
+        """Return whether CRIU traces no process of the container any more.
+
+        One that was killed does not count: CRIU may wait for it only when it ends itself.
+        """
+        threads = (tid for pid in descendants(self.init.pid) for tid in thread_ids(pid))
+        return all(tracer_pid(tid) != criu.pid or Process.find(tid) is None for tid in threads)
 
     def open_images(self, journal: Journal) -> int:
         """Open the image directory, whose descriptor CRIU has closed by now.

@@ -1,6 +1,8 @@
 """The order of a dump and a restore: every participant gets the same calls, and is undone when one refuses."""
 
 import os
+import signal
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,8 +14,9 @@ import pytest
 from ocihook.criu import ending
 from ocihook.errors import GivenUp, OcihookError
 from ocihook.linux.files import identity
-from ocihook.linux.patience import Patience
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
+from ocihook.linux.ptrace import HeldThread
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
 from ocihook.session.participant import Participant
@@ -129,6 +132,35 @@ def test_a_container_runs_before_what_could_wait_is_done(
     assert Made.undone == ["inner", "outer"]
     assert released == [True]
     node.journal.forget(kept)
+
+
+def test_a_container_that_is_killed_meanwhile_is_not_waited_for(node: Node) -> None:
+    """CRIU does not take notice of the end of a process that it has traced, while it waits itself."""
+    victim = subprocess.Popen(["sleep", "600"])
+    reader, writer = os.pipe()
+    criu_pid = os.fork()
+    if criu_pid == 0:
+        HeldThread(victim.pid, ENDLESS)
+        os.write(writer, b"!")
+        signal.pause()
+    try:
+        assert os.read(reader, 1) == b"!"
+        criu, init = Process.find(criu_pid), Process.find(victim.pid)
+        assert criu
+        assert init
+        place = identity(node.directory)
+        kept = KeptFromEnd(init=init, work_directory=node.directory, work_identity=place, image_identity=place)
+        assert not kept.has_detached(criu)
+        victim.kill()
+        assert ENDLESS.within(60).until(lambda: Process.find(victim.pid) is None)
+        assert kept.has_detached(criu)
+    finally:
+        os.kill(criu_pid, signal.SIGKILL)
+        os.waitpid(criu_pid, 0)
+        victim.kill()
+        victim.wait()
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_restore_goes_inwards_then_outwards(node: Node, recorder: Recorder) -> None:
