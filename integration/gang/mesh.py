@@ -101,7 +101,7 @@ class Members:
         for engine in set(self.engines.values()):
             assert_ended(engine)
         for name, engine in self.engines.items():
-            assert engine.holds(name) == []
+            assert engine.holds(name) == [], name
 
 
 class Mesh(Members):

@@ -220,7 +220,7 @@ def test_a_connection_that_is_not_accepted_yet(make_node: MakeNode) -> None:
 
 @pytest.mark.parametrize("phase", ["arrived", "drained", "held", "dumped"] if IS_NIGHTLY else ["drained", "dumped"])
 def test_a_member_is_killed(make_node: MakeNode, phase: str) -> None:
-    """As for want of memory: it is gone, the other runs on as it did, and hears of it. What is dumped is a checkpoint."""
+    """As for want of memory: it is gone, the other runs on as it did, and hears of it; what is dumped is complete."""
     node = make_node()
     limit_members(node)
     mesh = Mesh([node], 2)

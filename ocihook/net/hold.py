@@ -100,7 +100,8 @@ class TrafficHeld(Effect, kind="traffic-held"):
                     _await(self.namespace, table_of(journal))
                 else:
                     remove_table(self.namespace, table_of(journal))
-                if not journal.criu.is_alive():
+                # One that has detached from a container that was killed could not unlock what it could not enter.
+                if not journal.criu.is_alive() or (journal.stage == DETACHED_STAGE and not self._running_pid):
                     self.remove_locks(journal)
                 released_at = time.time()
                 wake(self.namespace, map(_sender, self.waiting), self._running_pid)
