@@ -74,7 +74,7 @@ integration: .venv/.ready
 	integration/node-setup packages $(PACKAGE_ROOTS)
 	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest -n 2 --dist loadgroup integration
 
-# A kernel with soft-dirty bits, emulated (x86-64, a few minutes): nightly.
+# A kernel with soft-dirty bits, huge pages and cgroup2, emulated (x86-64, some ten minutes): nightly.
 vm: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup forky $(FORKY_ROOT)
