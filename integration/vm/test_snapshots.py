@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif("OCIHOOK_VM_ROOT" not in os.environ, reason="min
 MIB = 28  # of each of three mappings
 READ_BYTES = (3 * MIB - 4) << 20  # at least: some of it was never touched, or is read another way
 HUGE_PAGE = 2 << 20
+ROOM_BYTES = 24 << 20  # for a snapshot's own needs, and less than the program writes to
 WORKLOAD_MIB = 96
 SITE = Path(__file__).parents[2]
 CGROUP = "/sys/fs/cgroup/job"
@@ -159,3 +160,34 @@ def test_the_handler_dumps_past_criu_with_nothing_in_the_configuration(
     wait_for("it to count on", lambda: len(counts()) > 1, WAIT_S)
     assert counts()[0] == (last[0] + 1, last[1])
     machine.run(f"{podman} rm --force --time 0 {runtime}")
+
+
+def test_its_limit_is_hit_while_its_snapshot_is_read(tracking: Machine, mappings: Path, tmp_path: Path) -> None:
+    """With memory.oom.group, as kubelets set it: the kernel ends the forks, and the job itself goes on."""
+    machine = tracking
+    make_bundle(machine, tmp_path, mappings, str(MIB))
+    start(machine, "full")
+    room = f"$(($(cat {CGROUP}/memory.current) + ({ROOM_BYTES})))"
+    machine.run(f"echo {room} >{CGROUP}/memory.max; echo 1 >{CGROUP}/memory.oom.group")
+    machine.run("rm -f /run/ocihook/held /run/ocihook/go")
+    machine.start_agent(str(SITE / "integration/snapshot_agent.py"))
+    where = "--image-path /tmp/snap/full-images --work-path /tmp/snap/full-log"
+    machine.run(f"runc checkpoint {where} --leave-running job")
+    wait_for(
+        "the snapshot to be taken", lambda: machine.run("ls /run/ocihook/held", check=False).startswith("/"), WAIT_S
+    )
+    wait_for("its forks to be ended", lambda: kills(machine) > 0, WAIT_S)
+    machine.run("touch /run/ocihook/go")
+    record = machine.last_session()
+    assert (record["outcome"], record["error_code"]) == ("failed", "snapshot-lost")
+    assert states(machine)[-1] == "lost"
+    assert len({word for _, word in machine.wait_to_count("full")}) == 1
+    assert machine.run(f"cat {CGROUP}/memory.oom.group").strip() == "1"
+    remove(machine)
+    machine.start_agent()
+
+
+def kills(machine: Machine) -> int:
+    """Return how many processes the kernel has ended for the container's limit."""
+    (number,) = re.findall(r"^oom_kill (\d+)$", machine.run(f"cat {CGROUP}/memory.events"), re.MULTILINE)
+    return int(number)
