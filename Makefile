@@ -77,7 +77,7 @@ integration: .venv/.ready
 	integration/node-setup torch $(TORCH_ROOT) $(BIN)/python
 	OCIHOOK_REQUIRE_INTEGRATION=1 $(BIN)/pytest -n 2 --dist loadgroup integration
 
-# A kernel with soft-dirty bits, emulated (x86-64, a few minutes): nightly.
+# A kernel with soft-dirty bits, huge pages and cgroup2, emulated (x86-64, some ten minutes): nightly.
 vm: .venv/.ready
 	integration/node-setup trixie
 	integration/node-setup forky $(FORKY_ROOT)

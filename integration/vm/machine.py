@@ -5,15 +5,24 @@ it has all that a root of virtiofs needs. `integration/node-setup vm DIR FORKY` 
 """
 
 import contextlib
+import json
+import re
 import shlex
 import socket
 import subprocess
+import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from integration.namespace import CommandError, wait_for
 
+OCIHOOK = f"{sys.executable} -m ocihook"
+HISTORY = "/var/lib/ocihook/history"
+WAIT_S = 300.0  # for what an emulated machine does beside other tests
+_DUMPS = f"""grep -L '"act": *"store"' $(ls -t {HISTORY}/*-*.json)"""  # and restores, the last one first
+_RUN = "/run/ocihook"
 _VIRTIOFSD = "/usr/libexec/virtiofsd"
+_AGENT_LOG = "/run/ocihook-agent.log"
 _INIT = Path(__file__).parent / "init"
 _SITE = Path(__file__).parents[2]
 _MEMORY = "1536M"
@@ -93,6 +102,39 @@ class Machine:
         if check and status != "0":
             raise CommandError(f"{script}: exit status {status}\n{output}")
         return output
+
+    def start_agent(self, program: str = "-m ocihook agent") -> None:
+        """Have an agent run: ocihook's, or one of integration/ with its arguments; any other one ends."""
+        if f"{program} " in self.run(f"tr '\\0' ' ' </proc/$(cat {_RUN}/agent.lock)/cmdline", check=False):
+            return
+        self.run(f"kill $(cat {_RUN}/agent.lock); flock --timeout 60 {_RUN}/agent.lock true", check=False)
+        script = f"rm -f {_RUN}/agent.sock; ({sys.executable} {program} >{_AGENT_LOG} 2>&1 &)"
+        self.run(f"{script}; until [ -S {_RUN}/agent.sock ]; do sleep 0.2; done")
+
+    def agent_log(self) -> str:
+        """Return what the agent has said."""
+        return self.run(f"cat {_AGENT_LOG}", check=False)
+
+    def counts(self, name: str) -> list[tuple[int, str]]:
+        """Return what a workload has printed into /tmp/NAME, counts and checksums."""
+        text = self.run(f"cat /tmp/{name} 2>/dev/null || true")
+        return [(int(count), word) for count, word in re.findall(r"^count (\d+) checksum (\w+)", text, re.MULTILINE)]
+
+    def wait_to_count(self, name: str) -> list[tuple[int, str]]:
+        """Wait until a workload counts on; return all of it."""
+        there = len(self.counts(name))
+        wait_for(f"{name} to count", lambda: len(self.counts(name)) > there + 1, WAIT_S)
+        return self.counts(name)
+
+    def last_session(self) -> dict[str, Any]:
+        """Wait until no session is open; return the record of the dump or restore that ended last."""
+        wait_for(
+            "the session to be over",
+            lambda: "No session is open." in self.run(f"{OCIHOOK} recover", check=False),
+            WAIT_S,
+        )
+        record: dict[str, Any] = json.loads(self.run(f"cat $({_DUMPS} | head -n 1)"))
+        return record
 
     def put(self, name: str, content: bytes) -> str:
         """Put a file into its share; return its path in it."""

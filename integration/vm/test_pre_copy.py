@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +12,9 @@ from pathlib import Path
 import pytest
 
 from integration.namespace import wait_for
-from integration.vm.machine import Machine
+from integration.vm.machine import HISTORY, OCIHOOK, WAIT_S, Machine
 
 pytestmark = pytest.mark.skipif("OCIHOOK_VM_ROOT" not in os.environ, reason="minutes of emulation: `make vm`")
-OCIHOOK = f"{sys.executable} -m ocihook"
-HISTORY = "/var/lib/ocihook/history"
-WAIT_S = 300.0  # for what an emulated machine does beside other tests
 STILL_BYTES = 56 << 20  # of moves.c
 
 # What the kernel marks: a page that is written to; new mappings, merged ones too; all that another program maps.
@@ -106,11 +102,6 @@ def config_of(directory: Path, *words: str) -> bytes:
     return json.dumps(config).encode()
 
 
-def counts(machine: Machine, name: str) -> list[tuple[int, str]]:
-    text = machine.run(f"cat /tmp/{name} 2>/dev/null || true")
-    return [(int(count), word) for count, word in re.findall(r"^count (\d+) checksum (\w+)$", text, re.MULTILINE)]
-
-
 def test_what_this_kernel_marks(machine: Machine) -> None:
     program = machine.put("facts.py", FACTS.encode())
     assert machine.run(f"{sys.executable} {program}").strip() == "as expected"
@@ -119,9 +110,7 @@ def test_what_this_kernel_marks(machine: Machine) -> None:
 def test_a_process_that_changes_its_mappings_meanwhile(machine: Machine, moves: bytes, tmp_path: Path) -> None:
     program = machine.put("moves", moves)
     machine.run(f"{OCIHOOK} install --track-memory; mkdir -p /tmp/b/rootfs/proc; cp {program} /tmp/b/rootfs/moves")
-    machine.run(
-        f"({OCIHOOK} agent >/run/ocihook-agent.log 2>&1 &); until [ -S /run/ocihook/agent.sock ]; do sleep 0.2; done"
-    )
+    machine.start_agent()
     for words in ((), ("mremap",)):
         _dump_and_restore(machine, tmp_path, *words)
 
@@ -131,12 +120,12 @@ def _dump_and_restore(machine: Machine, directory: Path, *words: str) -> None:
     config = machine.put("config.json", config_of(directory, *words))
     machine.run(f"cp {config} /tmp/b/config.json; rm -rf {HISTORY}/*.json")
     machine.run(f"cd /tmp/b; (runc run --detach {name} </dev/null 2>&1 | cat >/tmp/{name}) &")
-    wait_for("the program to count", lambda: len(counts(machine, name)) > 1, WAIT_S)
+    wait_for("the program to count", lambda: len(machine.counts(name)) > 1, WAIT_S)
     images = f"--image-path /tmp/{name}-images --work-path /tmp/{name}-log"
     done = machine.run(f"runc checkpoint {images} {name} && echo done", check=False)
-    said = machine.run(f"tail -n 30 /tmp/{name}-log/dump.log; cat /run/ocihook-agent.log", check=False)
+    said = machine.run(f"tail -n 30 /tmp/{name}-log/dump.log", check=False) + machine.agent_log()
     assert "done" in done.split(), said
-    before = counts(machine, name)
+    before = machine.counts(name)
     wait_for(
         "the session to be over", lambda: machine.run(f"cat {HISTORY}/*.json", check=False).startswith("{"), WAIT_S
     )
@@ -149,8 +138,8 @@ def _dump_and_restore(machine: Machine, directory: Path, *words: str) -> None:
         assert phases["memory read"] < phases["pre-copy"] - STILL_BYTES + (8 << 20), said
 
     machine.run(f"cd /tmp/b; (runc restore --detach {images} {name} </dev/null 2>&1 | cat >/tmp/{name}-again) &")
-    wait_for("it to count on", lambda: len(counts(machine, f"{name}-again")) > 1, WAIT_S)
-    after = counts(machine, f"{name}-again")
+    wait_for("it to count on", lambda: len(machine.counts(f"{name}-again")) > 1, WAIT_S)
+    after = machine.counts(f"{name}-again")
     assert after[0][0] == before[-1][0] + 1
     assert {word for _, word in before + after} == {"right"}
     machine.run(f"runc delete --force {name}")
