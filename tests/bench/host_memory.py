@@ -33,7 +33,8 @@ _SOURCES = {"packs": "mode = 'inline'", "store": "mode = 'store'", "page images"
 _WORKERS = 4
 _PAGE_BYTES = 4096
 _TIMES_IN_MEMORY = 3.5  # what a node needs where images are in memory: for the process, its images, and their packs
-BARE, CRIU, PAST = "bare", "criu", "past"  # podman with CRIU alone; ocihook, all through CRIU; ocihook, past CRIU
+# podman with CRIU alone; ocihook inline, all through CRIU, past CRIU; in mode store, from a snapshot.
+BARE, CRIU, PAST, SNAPSHOT = "bare", "criu", "past", "snapshot"
 _TRACKING = "\ntrack-mem\nprev-images-dir /\n"
 
 
@@ -178,7 +179,7 @@ def _rounds(size: int) -> int:
 
 
 def _dumps(node: Podman, size: int, place: str) -> Dumps:
-    seconds: dict[str, list[float]] = {BARE: [], CRIU: [], PAST: []}
+    seconds: dict[str, list[float]] = {BARE: [], CRIU: [], PAST: [], SNAPSHOT: []}
     pauses: dict[str, list[float]] = {way: [] for way in seconds}
     left = held = 0
     files = {path: path.read_text() for path in node.namespace.path("/etc/criu").glob("*.conf")}
@@ -186,8 +187,8 @@ def _dumps(node: Podman, size: int, place: str) -> Dumps:
     for number in range(_rounds(size) + 1):  # the first is not counted
         for way, taken in seconds.items():
             for path, text in files.items():
-                path.write_text({BARE: "", CRIU: text, PAST: text + _TRACKING}[way])
-            _configure(node, "mode = 'inline'")
+                path.write_text({BARE: "", CRIU: text}.get(way, text + _TRACKING))
+            _configure(node, "mode = 'store'" if way == SNAPSHOT else "mode = 'inline'")
             shutil.rmtree(images / "checkpoint", ignore_errors=True)
             before = len(_gaps(node))
             with _AgentMemory(node, is_watched=number == 0 and way == PAST) as agent:
@@ -195,6 +196,8 @@ def _dumps(node: Podman, size: int, place: str) -> Dumps:
                 node("container", "checkpoint", "--leave-running", "c")
                 took = time.perf_counter() - began
             wait_for("the pause to be seen", lambda known=before: len(_gaps(node)) > known)  # type: ignore[misc]
+            if way == SNAPSHOT:
+                node.ocihook("wait")  # it is read, and stored
             if number:
                 taken.append(took)
                 pauses[way].append(max(_gaps(node)[before:]))

@@ -43,7 +43,7 @@ from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
 from tests.bench.engine import whole_checkpoints
 from tests.bench.gang import MEMORY_MIB, SIZES, SMALL, added, meetings, most_members
-from tests.bench.host_memory import PAST, SMALL_BYTES, Dumps, Restores, dumps, restores
+from tests.bench.host_memory import PAST, SMALL_BYTES, SNAPSHOT, Dumps, Restores, dumps, restores
 from tests.bench.net import GOAL_S, SOCKETS, many_sockets, median, pauses, stalls
 from tests.bench.runtime import handlers
 from tests.bench.snapshot import Snapshots, snapshots
@@ -727,6 +727,9 @@ def _dumped(each: Dumps) -> Iterator[Figure]:
     yield Figure(f"{name}, pause vs CRIU", each.pause_to_criu, "x", "all through CRIU", to_criu, "lower")
     yield Figure(f"{name}, pause vs podman", each.pause_to_bare, "x", "podman alone", to_bare, "lower")
     yield from _sizes(name, each)
+    name = f"{each.memory_bytes >> 20} MiB left running, from a snapshot, {each.place}"
+    yield Figure(name, each.seconds[SNAPSHOT], "s", "podman container checkpoint, mode store", None, "lower")
+    yield Figure(f"{name}, pause", each.pause_s[SNAPSHOT], "s", "as its process sees it", None, "lower")
 
 
 def _sizes(name: str, each: Restores | Dumps) -> Iterator[Figure]:

@@ -8,7 +8,7 @@
  * It prints `ready PORT ADDRESS SIZE ADDRESS SIZE ADDRESS SIZE`: it listens on that port. Commands, each answered:
  *   check: `ok TOTAL` or what is wrong; filter: no system call but a few, or it ends; limit: it may have no child;
  *   unshare: its children are in a new PID namespace; child: one that sends no signal, `PID`; fork: one that ends at once;
- *   map: 64 MiB of new memory, and the half of the plain mapping unmapped; exec: sleep(1); exit;
+ *   map: 64 MiB of new memory and 100 GiB of hardly any, and the half of the plain mapping unmapped; exec: sleep(1); exit;
  *   huge: pages of hugetlbfs, none of which is reserved for a copy; write: to all of these again.
  */
 #define _GNU_SOURCE
@@ -98,6 +98,7 @@ static long filter(void)
     return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program);
 }
 
+#define VAST (100ul << 30)
 enum { HUGE = 2 << 20, HUGE_PAGES = 2 };
 static char *huge;
 
@@ -129,6 +130,10 @@ static long act(const char *command)
     }
     if (!strcmp(command, "map")) {
         char *more = mmap(NULL, 64 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        char *vast = mmap(NULL, VAST, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (vast == MAP_FAILED)
+            return 1;
+        vast[0] = vast[VAST - 1] = 1;
         pthread_mutex_lock(&writing); /* for ever */
         return more == MAP_FAILED || munmap((char *)mapped[0].start + half, half);
     }
