@@ -171,6 +171,17 @@ def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
     return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
 
 
+def held_below_root(pid: int) -> Freezer | None:
+    """Return the freezer of a cgroup below the root of v2, for a process that is in a root cgroup, where none is.
+
+    None if it is elsewhere, or there is no v2.
+    """
+    if any(path != "/" for _, path in _cgroup_paths(pid)):
+        return None
+    seen = (mount for mount in _cgroup_mounts(2) if (mount / "cgroup.procs").exists())  # one may be hidden
+    return next((Freezer(mount / HELD, 2) for mount in seen), None)
+
+
 def _frozen_at(inner: Freezer, container_cgroup: str) -> Freezer:
     """Return the freezer that was set, of those from a process's own up to its container's; else the container's."""
     freezers = [Freezer(directory, inner.version) for directory in _up_to(container_cgroup, inner.directory)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.errors import FreezeError, OcihookError, plain
-from ocihook.linux.cgroup import HELD, Freezer, find_freezer
+from ocihook.linux.cgroup import HELD, Freezer, find_freezer, held_below_root
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, descendants
 from ocihook.runtime.call import Call
@@ -95,10 +95,10 @@ def hold(call: Call) -> Freezer:
             if HELD in names:  # where it stood still while CRIU was at work
                 held = Path(path, HELD)
                 Freezer(held, 1 if Freezer(held, 1).switch.exists() else 2).dissolve()
-    caller = find_freezer(os.getpid())  # in whose cgroup crun has CRIU at work
-    if caller is not None:
+    caller, root = find_freezer(os.getpid()), held_below_root(os.getpid())  # in whose cgroup crun has CRIU at work
+    for held in [caller.directory / HELD] if caller else [root.directory] if root else []:
         with contextlib.suppress(OSError):  # there is none, or another restore uses it
-            (caller.directory / HELD).rmdir()
+            held.rmdir()
     return freezer
 
 

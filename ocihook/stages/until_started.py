@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ocihook import wire
 from ocihook.errors import FreezeError
-from ocihook.linux.cgroup import HELD, Freezer, find_freezer
+from ocihook.linux.cgroup import HELD, Freezer, find_freezer, held_below_root
 from ocihook.linux.procfs import descendants
 from ocihook.session.participant import Participant, Restore
 
@@ -50,7 +50,10 @@ def _hold(restore: Restore) -> None:
         own_pids = {*descendants(restore.init_pid)}
         for pid in sorted(own_pids):
             freezer = find_freezer(pid)
-            if freezer is not None and freezer.directory.name != HELD:
+            if freezer is None and (freezer := held_below_root(pid)):
+                freezer.enclose(pid)
+                freezer.freeze(None)
+            elif freezer is not None and freezer.directory.name != HELD:
                 if freezer.all_members() - own_pids:
                     freezer = Freezer(freezer.directory / HELD, freezer.version)
                     freezer.enclose(pid)
