@@ -22,7 +22,8 @@ from ocihook.node.install import render
 if TYPE_CHECKING:
     import subprocess
 
-# On a machine with hybrid cgroups crun's CRIU is to see the cgroup2 hierarchy alone, which is all that there is here.
+# On a machine with hybrid cgroups crun's CRIU is to see the hierarchies alone that are mounted here: cgroup2's, or those
+# of v1. A controller that only cgroup2 has (hugetlb) is else enabled anew in a cgroup that has processes, and refused.
 _PREFIX = "/usr/local/bin/ocihook-"
 _STALL = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = "$(cat /run/stall 2>/dev/null)" ] || exit 0
@@ -32,7 +33,12 @@ while [ -e /run/stall ]; do sleep 0.02; done
 _LINE_DIGITS = 127  # of the workload's stream
 _V1 = "umount /sys/fs/cgroup && umount /sys/fs/cgroup/unified"
 _OWN_PIDS = {"network": NODE_NETWORK, "pid": CONTAINER_PID}
-_CRUN_CONF = "cgroup-dump-controller unified\n"
+_CRUN_CONF = {
+    1: "".join(
+        f"cgroup-dump-controller {name}\n" for name in ("cpu", "cpuacct", "devices", "freezer", "memory", "pids")
+    ),
+    2: "cgroup-dump-controller unified\n",
+}
 
 
 class Stalling:
@@ -107,8 +113,8 @@ class HandledPodman(Stalling, Podman):
     def __init__(self, scratch: Path, runtime: str, workload: Path, *, cgroup_version: int = 2) -> None:
         self.cgroup_version = cgroup_version
         super().__init__(scratch, runtime, workload)
-        if runtime == "crun" and cgroup_version == 2:
-            self.namespace.path("/etc/criu/default.conf").write_text(_CRUN_CONF)
+        if runtime == "crun":
+            self.namespace.path("/etc/criu/default.conf").write_text(_CRUN_CONF[cgroup_version])
         program = self.namespace.run("sh", "-c", f"command -v {runtime}").strip()
         handler = scratch / f"ocihook-{runtime}"
         handler.write_text(
