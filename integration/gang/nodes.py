@@ -1,6 +1,8 @@
 """Nodes of one job: how long their members wait for one another, where their coordinator is, links between nodes."""
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from tests.fakes.authority import Authority
 
 LIMIT_S = 120.0  # of a meeting; a loaded machine takes its time
 _PORT = 7443
+_COORDINATOR = "ocihook coordinator"
 
 
 def limit_members(node: NetPodman, timeout_s: float = LIMIT_S, *, coordinator: str = "", tls: Path = Path()) -> None:
@@ -42,12 +45,23 @@ def serve_nodes(nodes: Sequence[NetPodman], host: str = "127.0.0.1", timeout_s: 
     authority, url = Authority(host), f"https://{host}:{_PORT}"
     for number, node in enumerate(nodes):
         limit_members(node, timeout_s, coordinator=url, tls=authority.give(node.scratch / "tls", f"node{number}"))
-    node = nodes[0]
+    _start_coordinator(nodes[0], host)
+    return url
+
+
+def restart_coordinator(node: NetPodman, host: str) -> None:
+    """Kill a node's coordinator, and start it again."""
+    os.kill(node.namespace.pid_of(_COORDINATOR), signal.SIGKILL)
+    wait_for("the coordinator to be gone", lambda: not node.namespace.pids(_COORDINATOR))
+    _start_coordinator(node, host)
+
+
+def _start_coordinator(node: NetPodman, host: str) -> None:
     log = node.scratch / "coordinator.log"
-    python = ("python3", "-m", "ocihook", "coordinator", "--listen", f"{host}:{_PORT}")
+    log.unlink(missing_ok=True)
+    python = ("python3", "-m", *_COORDINATOR.split(), "--listen", f"{host}:{_PORT}")
     node.namespace.spawn(*python, log=log, PYTHONPATH="/opt/ocihook")
     wait_for("the coordinator to listen", lambda: "listening" in log.read_text())
-    return url
 
 
 def epochs(node: NetPodman, gang: str = "job") -> tuple[list[int], dict[str, list[str]]]:
