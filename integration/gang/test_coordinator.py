@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from integration.gang.mesh import Mesh, failures, succeeded
-from integration.gang.nodes import attempt, epochs, link_nodes, open_journals, restart_coordinator, serve_nodes
+from integration.gang.nodes import attempt, epochs, link_nodes, open_journals, serve_nodes
 from integration.gang.test_faults import MEETING_AGENT
 from integration.journals import sessions
 from integration.namespace import wait_for
@@ -24,8 +24,7 @@ class Job:
     def __init__(self, make_node: MakeNode) -> None:
         """Start all."""
         self.nodes = [make_node(), make_node("crun")]
-        self._host = link_nodes(self.nodes)[0]
-        serve_nodes(self.nodes, self._host)
+        self._coordinator = serve_nodes(self.nodes, link_nodes(self.nodes)[0])
         self.mesh = Mesh(self.nodes, 2)
 
     def outlives_coordinator(
@@ -51,7 +50,7 @@ class Job:
                 if what == "deafen":
                     wait_for(f"{first} to have heard", lambda: not open_journals(here))
                 assert attempt(here)["state"] == ("decided" if what == "deafen" else "open")
-                restart_coordinator(here, self._host)
+                self._coordinator.restart()
             finally:
                 go.touch()
             return results.result()
