@@ -2,6 +2,7 @@
 
 meeting_agent.py kill PHASE before|behind    killed, once, when a member is about to reach the phase, or all have
 meeting_agent.py hold PHASE MEMBER           that member does not reach the phase before /run/ocihook/go is there
+meeting_agent.py deafen PHASE MEMBER         that member reaches the phase, and hears of no other before that
 meeting_agent.py spoil PHASE MEMBER          that member's memory cannot be packed once all have reached the phase
 """
 
@@ -9,21 +10,27 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from integration import patient_agent
 from ocihook import wire
 from ocihook.gang.membership import Attendance
+from ocihook.gang.protocol import Phase
+from ocihook.linux.patience import Patience
+from ocihook.session.record import to_json
 from ocihook.stages import page_images
 
 WHAT, PHASE, WHEN = sys.argv[1:]
 AGENT = os.getpid()  # sessions are processes of their own
 GO, KILLED = Path(wire.RUNTIME_DIR) / "go", Path(wire.RUNTIME_DIR) / "killed"
 
-_meet = Attendance.meet
+_T = TypeVar("_T")
+
+_meet, _agree = Attendance.meet, Attendance.agree
 
 
 def _die() -> None:
@@ -37,22 +44,41 @@ def _spoil(*_: object, **_options: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def meet(
-    self: Attendance, phase: str, message: object = None, about: Collection[str] = (), *, calls: bool = False
-) -> Mapping[str, str]:
+def _wait(patience: Patience) -> None:
+    while not GO.exists():
+        patience.check()
+        time.sleep(0.01)
+
+
+def _attend(attendance: Attendance, phase: str, act: Callable[[], _T]) -> _T:
     is_it = phase == PHASE
+    is_member = is_it and attendance.ref.member == WHEN
     if is_it and (WHAT, WHEN) == ("kill", "before"):
         _die()
-    while is_it and WHAT == "hold" and self.ref.member == WHEN and not GO.exists():
-        self._patience.check()
-        time.sleep(0.01)
-    met = _meet(self, phase, message, about, calls=calls)
+    if is_member and WHAT == "hold":
+        _wait(attendance._patience)
+    met = act()
     if is_it and (WHAT, WHEN) == ("kill", "behind"):
         _die()
-    if is_it and WHAT == "spoil" and self.ref.member == WHEN:
+    if is_member and WHAT == "spoil":
         page_images.pack_image_set = _spoil  # type: ignore[attr-defined]
     return met
 
 
+def meet(
+    self: Attendance, phase: str, message: object = None, about: Collection[str] = (), *, calls: bool = False
+) -> Mapping[str, str]:
+    if WHAT == "deafen" and (phase, self.ref.member) == (PHASE, WHEN):
+        request = {"verb": "meet", "phase": phase, "message": to_json(message), "wait_s": 0}
+        self._effect.ask(request, self._patience, self._effect.timeout_s)
+        _wait(self._patience)
+    return _attend(self, phase, partial(_meet, self, phase, message, about, calls=calls))
+
+
+def agree(self: Attendance, attempt: int, *, is_locked: bool) -> bool:
+    return _attend(self, Phase.LOCKED, partial(_agree, self, attempt, is_locked=is_locked))
+
+
 Attendance.meet = meet  # type: ignore[method-assign]
+Attendance.agree = agree  # type: ignore[method-assign]
 patient_agent.main()

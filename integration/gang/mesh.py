@@ -107,6 +107,9 @@ class Members:
 class Mesh(Members):
     """Containers under traffic, each connected with every other one."""
 
+    beside: Sequence[str] = ()  # a program that each runs, too, and its one word
+    options: Sequence[str] = ()  # of podman, for each
+
     def __init__(
         self,
         engines: Sequence[NetPodman],
@@ -139,14 +142,15 @@ class Mesh(Members):
         for number, name in enumerate(self.names):
             peers = [f"{self.places[peer].four}/7000" for peer in self.names[:number]]
             key = str(1 + number * (number - 1) // 2)
-            options = ["-o", f"/said/{name}", "-r", str(rate), "-m", str(memory_mib), "-k", key]
-            words = [*options, f"{self.places[name].four}/7000", *peers]
+            words = [*(["beside", *self.beside] if self.beside else []), "member"]
+            words += ["-o", f"/said/{name}", "-r", str(rate), "-m", str(memory_mib), "-k", key]
+            words += [f"{self.places[name].four}/7000", *peers]
             self._said[name].parent.mkdir(exist_ok=True)
-            volume = [f"--volume={self._said[name].parent}:/said"]
+            options = [f"--volume={self._said[name].parent}:/said", *self.options]
             given = self.notes if is_gang else {"tcp": "established"}
             engine = self.engines[name]
-            self._commands[name] = engine.peer_command(name, name, "member", *words, options=volume, **given)
-            engine.start_peer(name, name, "member", *words, options=volume, **given)
+            self._commands[name] = engine.peer_command(name, name, *words, options=options, **given)
+            engine.start_peer(name, name, *words, options=options, **given)
         self.assert_flows()
 
     def run(self) -> dict[str, str | Exception]:

@@ -37,17 +37,38 @@ def link_nodes(nodes: Sequence[NetPodman]) -> list[str]:
     return [f"10.78.0.{number}" for number in range(1, len(nodes) + 1)]
 
 
-def serve_nodes(nodes: Sequence[NetPodman], host: str = "127.0.0.1", timeout_s: float = LIMIT_S) -> str:
-    """Start a coordinator on the first node for all, and name it in their configuration; return its URL."""
-    authority, url = Authority(host), f"https://{host}:{_PORT}"
+def _url(host: str) -> str:
+    return f"https://{host}:{_PORT}"
+
+
+class Coordinator:
+    """A coordinator that is a service of its own."""
+
+    def __init__(self, node: NetPodman, host: str) -> None:
+        """Start it on a node, at an address of it."""
+        self.url = _url(host)
+        self._node, self._command = node, ("python3", "-m", "ocihook", "coordinator", "--listen", f"{host}:{_PORT}")
+        self._start()
+
+    def _start(self) -> None:
+        log = self._node.scratch / "coordinator.log"
+        log.unlink(missing_ok=True)
+        self._process = self._node.namespace.spawn(*self._command, log=log, PYTHONPATH="/opt/ocihook")
+        wait_for("the coordinator to listen", lambda: "listening" in log.read_text())
+
+    def restart(self) -> None:
+        """Kill it, and start it again."""
+        self._process.kill()
+        self._process.wait()  # until then its port may not be free
+        self._start()
+
+
+def serve_nodes(nodes: Sequence[NetPodman], host: str = "127.0.0.1", timeout_s: float = LIMIT_S) -> Coordinator:
+    """Start a coordinator on the first node for all, and name it in their configuration."""
+    authority, url = Authority(host), _url(host)
     for number, node in enumerate(nodes):
         limit_members(node, timeout_s, coordinator=url, tls=authority.give(node.scratch / "tls", f"node{number}"))
-    node = nodes[0]
-    log = node.scratch / "coordinator.log"
-    python = ("python3", "-m", "ocihook", "coordinator", "--listen", f"{host}:{_PORT}")
-    node.namespace.spawn(*python, log=log, PYTHONPATH="/opt/ocihook")
-    wait_for("the coordinator to listen", lambda: "listening" in log.read_text())
-    return url
+    return Coordinator(nodes[0], host)
 
 
 def epochs(node: NetPodman, gang: str = "job") -> tuple[list[int], dict[str, list[str]]]:

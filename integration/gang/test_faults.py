@@ -111,7 +111,7 @@ def test_a_slow_member_and_another_gang(make_node: MakeNode) -> None:
 
 def test_a_foreign_node_and_a_stale_epoch(make_node: MakeNode) -> None:
     nodes = [make_node(), make_node("crun")]
-    url = serve_nodes(nodes, link_nodes(nodes)[0])
+    url = serve_nodes(nodes, link_nodes(nodes)[0]).url
     mesh = Mesh(nodes, 2)
     before = mesh.state()
     foreign = Authority("10.78.0.1").give(nodes[1].scratch / "foreign", "node1")
