@@ -22,8 +22,6 @@ from ocihook.node.install import render
 if TYPE_CHECKING:
     import subprocess
 
-# On a machine with hybrid cgroups crun's CRIU is to see the hierarchies alone that are mounted here: cgroup2's, or those
-# of v1. A controller that only cgroup2 has (hugetlb) is else enabled anew in a cgroup that has processes, and refused.
 _PREFIX = "/usr/local/bin/ocihook-"
 _STALL = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = "$(cat /run/stall 2>/dev/null)" ] || exit 0
@@ -33,6 +31,8 @@ while [ -e /run/stall ]; do sleep 0.02; done
 _LINE_DIGITS = 127  # of the workload's stream
 _V1 = "umount /sys/fs/cgroup && umount /sys/fs/cgroup/unified"
 _OWN_PIDS = {"network": NODE_NETWORK, "pid": CONTAINER_PID}
+# On a machine with hybrid cgroups crun's CRIU is to see the hierarchies alone that a test has: that of v2, or of v1.
+# A controller that only cgroup2 has (hugetlb) would be enabled anew in a cgroup that has processes, and be refused.
 _CRUN_CONF = {
     1: "".join(
         f"cgroup-dump-controller {name}\n" for name in ("cpu", "cpuacct", "devices", "freezer", "memory", "pids")
@@ -253,7 +253,7 @@ class HandledContainerd(Stalling, Containerd):
             self.write(f"{_PREFIX}{runtime}", text)
             self.namespace.path(f"{_PREFIX}{runtime}").chmod(0o755)
         self.write("/etc/criu/runc.conf", "")
-        self.write("/etc/criu/default.conf", _CRUN_CONF)
+        self.write("/etc/criu/default.conf", _CRUN_CONF[2])
         self.runtime_prefix = _PREFIX
         return super().command()
 
