@@ -30,6 +30,7 @@ from ocihook.session.participant import CallFacts, Dump, Participant, SizeFacts
 from ocihook.stages.detached import keep_from_end
 
 _KILLED = "ocihook was killed before the snapshot was read"
+_FAILED = "the dump failed before the snapshot was read"
 _WAIT_S = 10.0  # of a dump after which the container is gone, as by a stop that has 30 s by default
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class AwaitsMemory(Effect, kind="awaits-memory"):
         if job is not None and job.awaits_memory:
             self.claim()
             if not self.reason:
-                self.reason = _KILLED
-                journal.note_error(SnapshotLost(_KILLED), "failed")
+                self.reason = _KILLED if self.snapshot is None else _FAILED  # which only who took it knows
+                journal.note_error(SnapshotLost(self.reason), "failed")
             lose(store, self.place, self.reason)
         self._claim.close()
 
@@ -214,4 +215,4 @@ def _supplied(dump: Dump, effect: AwaitsMemory, job: Job) -> str:
     dump.journal.note(SizeFacts(raw_bytes=job.raw_bytes, checkpoint=job.id))
     effect.undo(dump.journal, ENDLESS)
     dump.journal.forget(effect)
-    return f"container {dump.container}: host memory was read from a snapshot, {job.raw_bytes} bytes in all"
+    return f"container {dump.container}: all of its memory is read, {job.raw_bytes} bytes"
