@@ -27,6 +27,7 @@ from integration.podman.test_faults import (
     start_agent,
     start_dying_agent,
 )
+from integration.soft_dirty import track_memory
 from ocihook.linux.procfs import Process, descendants, parent_pid
 
 DRIVER_CALL = Path(__file__).parents[1] / "gpu/driver_contract.py"
@@ -469,6 +470,40 @@ def test_agent_killed_at_any_step(gpu_podman: Podman, *, leave_running: bool) ->
         return dump, restore
 
     kill_at_any_step(round_trip, rounds=8)
+
+
+def test_agent_killed_at_any_step_of_a_snapshot(gpu_podman: Podman) -> None:
+    """GPU memory is among what forks have: the job has its GPU back whatever becomes of them, and of its checkpoint."""
+    podman = gpu_podman
+    podman.configure(f'[agent]\nidle_timeout_s = 2\nworkers = 4\nstore_dir = "{podman.scratch}/store"\n')
+    track_memory(podman.namespace)
+    podman.start_cuda("c", 96, "own-code", mode="store")
+    archive = podman.scratch / "c.tar"
+    own = processes(podman)
+
+    def dump(last: int, _last_of_restore: int) -> tuple[list[str], list[str]]:
+        archive.unlink(missing_ok=True)
+        start_dying_agent(podman, last)
+        podman.checkpoint("c", archive, "--leave-running", check=False)
+        steps = end_dying_agent(podman)
+        podman.assert_goes_on("c", podman.count("c"))
+        assert processes(podman) == own
+        assert_nothing_is_left(podman)
+        podman.ocihook("wait", check=False)
+        state = json.loads(podman.ocihook("store", "list", "--json"))["checkpoints"][-1]["state"]
+        assert state in (("complete", "lost") if last else ("complete",))
+        if state == "complete":
+            podman.ocihook("store", "verify", "--read-data")
+        podman.ocihook("store", "prune")
+        return steps, []
+
+    kill_at_any_step(dump, rounds=4)
+    podman.checkpoint("c", archive, "--leave-running")
+    before = podman.count("c")
+    podman.ocihook("wait")
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", (1, before[1]))
 
 
 def start_killing_agent(podman: Podman, stage: str, *victim: str) -> None:
