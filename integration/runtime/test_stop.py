@@ -236,7 +236,7 @@ def test_a_member_that_is_stopped_alone_waits_and_gets_its_signal(make_handled: 
     assert podman.init_pid("b") == init
     said = podman.agent_log()
     assert re.search(
-        r"container a .* is stopped without a checkpoint: .*a: 1 that never joined did not reach 'arr", said
+        r"container a .* is stopped without a checkpoint: .*a: b \(never joined\) did not reach 'arr", said
     ), said
     podman.wait_to_count("b")
     assert known_epochs() == complete
