@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -341,6 +342,28 @@ def test_a_snapshot_that_is_killed_is_lost_and_nothing_else(
 
     with pytest.raises(SnapshotLost, match=str(one.process.pid)):
         take(journal, tmp_path / "packs", one, during=Meanwhile(one, kill), workers=1)
+    assert journal.effects == []
+    one.check()
+
+
+def test_a_fork_whose_memory_ends_before_itself_is_lost(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes a process's memory first, and then counts it as ended."""
+    one = start()
+
+    def end(pages: snapshot._Pages, view: memoryview, offset: int) -> int:
+        if pages._notes < 0:
+            return read_into(pages, view, offset)
+        effect = journal.find(Snapshotted)
+        assert effect is not None
+        threading.Timer(0.2, effect.give_up).start()
+        return 0
+
+    read_into = snapshot._Pages.read_into
+    monkeypatch.setattr(snapshot._Pages, "read_into", end)
+    with pytest.raises(SnapshotLost, match=str(one.process.pid)):
+        take(journal, tmp_path / "packs", one, workers=1)
     assert journal.effects == []
     one.check()
 
