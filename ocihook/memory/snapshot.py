@@ -10,6 +10,7 @@ container, and before any other process where memory runs out: alone, also where
 cgroup with them (memory.oom.group). That costs the checkpoint, and never the job.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -27,7 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from ocihook.errors import OcihookError, SnapshotLost, StoreError, TraceError, plain
+from ocihook.errors import OcihookError, SnapshotLost, TraceError, plain
 from ocihook.linux.cgroup import memory_headroom_bytes, oom_groups, task_headroom, wait_until_thawed
 from ocihook.linux.forked import Fork, clock_ticks, end, find_forks, fork, reap
 from ocihook.linux.hold import Hold
@@ -50,6 +51,7 @@ _TABLE_SHARE = 512  # a page table has an entry of 8 bytes for each page of 4 Ki
 _NOTE = struct.Struct("<QQQ")  # pid, start and end of what has been read
 _UNRECORDED_END_S = 5.0  # for the end of a fork whose tracer was killed before it was on record
 _END_S = 10.0  # from the end of a fork's memory to its own
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Kept = tuple[list[tuple[Segment, ...]], list[PackInfo]]
 
@@ -431,7 +433,9 @@ def _read_forks(
             sources = [piece.source(notes, starts[piece.fork]) for piece in pieces]
             found = keep(sources, progress=drop, patience=patience)
     except (OcihookError, OSError) as error:
-        if isinstance(error, StoreError):  # memory that ends early is that of a fork that is about to have ended
+        if (
+            getattr(error, "errno", 0) not in _FULL
+        ):  # memory that cannot be read is that of a fork on its way to its end
             Patience(timeout_s=_END_S).until(lambda: not all(one.process.is_alive() for one in forks.values()))
         _check(forks.values(), error)
         raise
