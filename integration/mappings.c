@@ -3,7 +3,8 @@
  * mappings MIB[+IDLE][!]
  *                      holds MIB in small pages, as much in huge ones, and as much again that it shares with two children
  *                      since they were forked; and beside it what a restore must leave to CRIU. It has IDLE other
- *                      children. Like workload.c it prints `count N checksum H`, of what does not change; H is `torn`
+ *                      children. With `!` one child's filter allows no system call, and no pages become huge later,
+ *                      which counts as new memory. Like workload.c it prints `count N checksum H`, of what does not change; H is `torn`
  *                      if what changes is not from one instant. A handler of SIGUSR1 changes memory at any time, and
  *                      `signals N` is printed with the number of times.
  * mappings pause       does nothing, as the first container of a pod.
@@ -34,7 +35,8 @@
 #define CHILDREN 2
 
 static size_t size;
-static uint64_t *small, *huge, *common, *odd, *locked, *unforked, *wiped, *memfd, *sysv, *large, *answers;
+static uint64_t *small, *huge, *common, *odd, *locked, *unforked, *wiped, *memfd, *sysv, *large;
+static volatile uint64_t *answers;
 static const char *amount;
 static volatile sig_atomic_t signals; /* in memory that CRIU restores; each is noted in `odd`, too, which goes past it */
 
@@ -151,6 +153,8 @@ int main(int argc, char **argv)
     small = map(size, own, -1), huge = map(size, own, -1);
     madvise(small, size, MADV_NOHUGEPAGE), madvise(huge, size, MADV_HUGEPAGE);
     fill(small, size, 2), fill(huge, size, 3);
+    if (argc > 1 && strchr(argv[1], '!'))
+        madvise(huge, size, MADV_NOHUGEPAGE);
     madvise((char *)small + 8 * MIB, MIB, MADV_DONTNEED); /* reads as zeros ever after */
     mprotect((char *)small + 16 * MIB, MIB, PROT_NONE);
     mprotect((char *)small + 24 * MIB, 2 * MIB, PROT_READ);
@@ -173,6 +177,9 @@ int main(int argc, char **argv)
         pthread_create(&thread, NULL, idle, NULL);
     signal(SIGUSR1, note);
     pthread_sigmask(SIG_UNBLOCK, &noted, NULL);
+    for (int child = 0; child < CHILDREN; child++)
+        while (!answers[child]) /* of the lowest priority, on a loaded machine */
+            usleep(20000);
     uint64_t seed = 42, total = 0, word = 0;
     for (unsigned count = 1;; count++) {
         for (int i = 0; i < 20000; i++) {

@@ -1,7 +1,8 @@
 """An agent that is killed, keeps a member waiting, or has it fail, at a meeting of a gang.
 
 meeting_agent.py kill PHASE before|behind    killed, once, when a member is about to reach the phase, or all have
-meeting_agent.py hold PHASE MEMBER           that member does not reach the phase before /run/ocihook/go is there
+meeting_agent.py hold PHASE MEMBER           that member does not reach the phase before /run/ocihook/go is there, and
+                                             makes /run/ocihook/held when it has nothing else left to do
 meeting_agent.py deafen PHASE MEMBER         that member reaches the phase, and hears of no other before that
 meeting_agent.py spoil PHASE MEMBER          that member's memory cannot be packed once all have reached the phase
 """
@@ -26,7 +27,7 @@ from ocihook.stages import page_images
 
 WHAT, PHASE, WHEN = sys.argv[1:]
 AGENT = os.getpid()  # sessions are processes of their own
-GO, KILLED = Path(wire.RUNTIME_DIR) / "go", Path(wire.RUNTIME_DIR) / "killed"
+GO, HELD, KILLED = (Path(wire.RUNTIME_DIR) / name for name in ("go", "held", "killed"))
 
 _T = TypeVar("_T")
 
@@ -56,6 +57,7 @@ def _attend(attendance: Attendance, phase: str, act: Callable[[], _T]) -> _T:
     if is_it and (WHAT, WHEN) == ("kill", "before"):
         _die()
     if is_member and WHAT == "hold":
+        HELD.touch()
         _wait(attendance._patience)
     met = act()
     if is_it and (WHAT, WHEN) == ("kill", "behind"):

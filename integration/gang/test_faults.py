@@ -230,6 +230,7 @@ def test_a_member_is_killed(make_node: MakeNode, phase: str) -> None:
     with ThreadPoolExecutor() as pool:
         dump = pool.submit(mesh.checkpoint, "--leave-running")
         wait_for(f"the other to wait for {victim}", lambda: attempt(node)["members"].get(other) == phase)
+        wait_for(f"{victim} to have only that left to do", node.namespace.path("/run/ocihook/held").exists)
         os.kill(init, signal.SIGKILL)
         node.namespace.path("/run/ocihook/go").touch()
         failed = failures(dump.result())
