@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,13 +87,14 @@ def sealed(podman: Podman) -> list[int]:
 
 
 @contextlib.contextmanager
-def no_room(podman: Podman, *controllers: str) -> Iterator[None]:
+def no_room(podman: Podman, *controllers: str, pids: Sequence[int] = (), kills: bool = False) -> Iterator[None]:
     """Put a container's processes where they may have no further task, and no more memory than CRIU's parasite; or one.
 
     By hand in hierarchies of v1, where those controllers are on the machines that these tests were made on. Memory that
-    a process has already is not counted in its new group.
+    a process has already is not counted in its new group. `pids`: its processes, for when podman does not answer, as
+    while it makes a checkpoint. `kills`: the kernel kills some of them.
     """
-    groups, pids = {}, processes(podman)
+    groups, pids = {}, pids or processes(podman)
     for controller in controllers or NO_MORE:
         mount = podman.scratch / controller
         mount.mkdir()
@@ -110,12 +112,20 @@ def no_room(podman: Podman, *controllers: str) -> Iterator[None]:
             for pid in pids:
                 (group / "cgroup.procs").write_text(str(pid))
         yield
-        assert "memory" not in groups or "oom_kill 0" in (groups["memory"] / "memory.oom_control").read_text()
+        if "memory" in groups:
+            assert kills != ("oom_kill 0" in (groups["memory"] / "memory.oom_control").read_text())
     finally:
         for group in groups.values():
             for left in (group / "cgroup.procs").read_text().split():
-                (group.parent / "cgroup.procs").write_text(left)
-            group.rmdir()
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    (group.parent / "cgroup.procs").write_text(left)
+            wait_for("what was killed in it to be gone", partial(_removed, group))
+
+
+def _removed(group: Path) -> bool:
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
 
 
 @pytest.mark.parametrize(("runtime", "mode", "idle"), [("runc", "inline", 197), ("crun", "store", 5)])

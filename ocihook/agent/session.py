@@ -23,8 +23,10 @@ from ocihook.session.undo import undo_all, undo_interrupted
 from ocihook.stages import dump, restore
 from ocihook.stages.awaited_memory import AwaitsMemory
 from ocihook.stages.detached import KeptFromEnd, is_due, is_kept_from_end
+from ocihook.stages.lost_container import LostContainer
 
 _LOOK_S = 0.01  # whether CRIU has detached, which nobody reports
+_LOOK_AT_CONTAINER_S = 1.0  # whether it was killed: likewise
 RETRY_S = 5.0  # between attempts to undo what could not be undone yet
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class Session:
     def __init__(self, journal: Journal, load: Callable[[], Settings] = load_settings) -> None:
         self.journal = journal
         self._load = load
+        self._lost = LostContainer(journal)
+        self._killed: Explanation | None = None  # why we have ended CRIU, which cannot know
         self._waiting: list[socket.socket] = []  # hooks that get their verdict once the container runs and all is done
 
     def log_fields(self) -> dict[str, str]:
@@ -200,6 +204,7 @@ class Session:
             while criu not in (ready := [fd for fd, _ in events.poll(self._look_s)]):  # waits: for CRIU, and its end
                 if not ready:
                     self._finish_detached(attempt)
+                    self._end_stuck(attempt)
                 elif attempt.runtime in ready:
                     events.unregister(attempt.runtime)
                     self._give_up()
@@ -211,7 +216,9 @@ class Session:
 
     @property
     def _look_s(self) -> float | None:
-        return _LOOK_S if is_kept_from_end(self.journal) else None
+        if is_kept_from_end(self.journal):
+            return _LOOK_S
+        return _LOOK_AT_CONTAINER_S if self._lost.may_be() else None
 
     def _give_up(self) -> None:
         """Note that the runtime has ended before CRIU."""
@@ -226,6 +233,12 @@ class Session:
                 attempt.report(verdict[1])
             for connection in self._waiting:
                 self._send(connection, verdict)
+
+    def _end_stuck(self, attempt: Attempt) -> None:
+        """End CRIU if its container was killed, and it does not notice."""
+        if self._killed is None and self._lost.may_be() and (why := self._lost.end_criu()):
+            self._killed = why
+            attempt.report(message_of(self.journal, why))
 
     def _explain(self, attempt: Attempt, *, is_over: bool) -> None:
         """Report why CRIU has failed, if it has: to the engine, and once it is over in the journal and the log, too."""
@@ -242,6 +255,7 @@ class Session:
     def _report(self, attempt: Attempt, *, is_over: bool) -> tuple[Explanation | None, str]:
         """Report to the engine why CRIU has failed; return that, and CRIU's log."""
         explanation, text = attempt.explain()
+        explanation = self._killed or explanation
         if explanation is not None and (is_over or explanation.name != "killed"):
             is_ours = explanation.name == "ocihook"
             attempt.report(explanation.what if is_ours else message_of(self.journal, explanation))

@@ -13,6 +13,11 @@ _CONF = "/etc/criu/runc.conf (for crun see `ocihook doctor`)"
 _PODMAN_DUMP = "; or by podman: `container checkpoint --tcp-established`, and the same in the restore"
 _PODMAN_RESTORE = "; or by podman: `container restore --tcp-established`, or --tcp-close where it has that"
 # libuv uses io_uring wherever it can: torchrun's agent does so with USE_LIBUV=0, too.
+_KILLED_NAME = "container-killed"
+_KILLED_WHAT = "process {pid} of the container was killed while CRIU dumped it"
+_KILLED_REMEDY = (
+    "see whether the kernel did so at its memory limit (`dmesg`); start the container again, or restore a checkpoint"
+)
 IO_URING_REMEDY = (
     "keep it away by a seccomp filter (podman's default, RuntimeDefault in Kubernetes) or sysctl "
     "kernel.io_uring_disabled=2; UV_USE_IO_URING=0 does for Node, USE_LIBUV=0 does not for torchrun"
@@ -64,6 +69,12 @@ def explain(log: str) -> Explanation | None:
         remedy = "see the engine's log for a deadline (kubelet's runtimeRequestTimeout) and the kernel's for memory"
         return Explanation("killed", f"CRIU was killed after it wrote «{_text(lines[-1])}»", remedy, lines[-1])
     return Explanation("unknown", f"CRIU says «{_text(first_error)}»", "", first_error)
+
+
+def container_killed(pid: int) -> Explanation:
+    """Return why a dump failed that CRIU itself would not have ended: a process of the container was killed."""
+    what = f"{_KILLED_WHAT.format(pid=pid)}, which CRIU does not notice: it was ended"
+    return Explanation(_KILLED_NAME, what, _KILLED_REMEDY, "")
 
 
 class _Before:
@@ -327,6 +338,12 @@ _CAUSES: Sequence[Cause] = (
             r"(?:Unseizable non-zombie|Unable to interrupt task:) (?P<pid>\d+) (?:found, .*, err -1/1\d*$|\(Oper)",
             "process {pid} is being traced: by a debugger, by strace, or by a process of its own container",
             "end the tracer (`grep TracerPid /proc/{pid}/status`), or have the application trace none of its own",
+        ),
+        (
+            _KILLED_NAME,
+            r"si_code=[23] si_pid=(?P<pid>\d+) si_status=(?P<number>\d+)",  # CLD_KILLED, CLD_DUMPED: sigaction(2)
+            _KILLED_WHAT + " (signal {number})",
+            _KILLED_REMEDY,
         ),
         (
             "pending-sigtrap",

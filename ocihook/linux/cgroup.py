@@ -7,7 +7,6 @@ found, so what is thawed must be frozen again.
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -20,6 +19,7 @@ from ocihook.linux.procfs import Process, thread_ids, tracer_pid
 HELD = "ocihook-held"  # name of a cgroup, below a container's, of processes that do not run before they are started
 FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to resume
 _V2_MEMORY = ("memory.max", "memory.current")
+_RECLAIMED = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.stat; in v1 with those below: total_
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _V1_UNLIMITED_BYTES = 1 << 60
 
@@ -246,23 +246,25 @@ def _wait_until(is_so: Callable[[int], bool], process: Process, patience: Patien
         )
 
 
-def memory_headroom_bytes(pid: int) -> int | None:
+def memory_headroom_bytes(pid: int, *, reclaims_all: bool = False) -> int | None:
     """Return how much more memory the cgroups of a process allow it; None if nothing limits it.
 
-    What can be reclaimed at once, file cache that is not in use, counts as free.
+    What can be reclaimed at once, file cache that is not in use, counts as free; with `reclaims_all` also what the
+    kernel reclaims before it kills a process, but not what it would swap.
     """
+    reclaimed = _RECLAIMED if reclaims_all else _RECLAIMED[:1]
     rooms = []
     for directory in chain.from_iterable(_rows(pid, "memory")):
         names = _V2_MEMORY if (directory / _V2_MEMORY[0]).exists() else _V1_MEMORY
         try:
             limit, used = ((directory / name).read_text().strip() for name in names)
-            reclaimable = re.search(
-                r"^(?:total_)?inactive_file (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE
-            )
+            lines = (line.split() for line in (directory / "memory.stat").read_text().splitlines())
         except OSError:
             continue
         if limit != "max" and int(limit) < _V1_UNLIMITED_BYTES:
-            rooms.append(int(limit) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
+            found = {name: int(value) for name, value in lines}
+            reclaimable = sum(found.get(f"total_{name}", found.get(name, 0)) for name in reclaimed)
+            rooms.append(int(limit) - int(used) + reclaimable)
     return min(rooms, default=None)
 
 

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
+_EXITING = 0x4  # PF_EXITING (include/linux/sched.h), of field 9 of proc_pid_stat(5)
+
 
 class Process(NamedTuple):
     """A process that cannot be mistaken for a later one with the same pid."""
@@ -23,6 +25,11 @@ class Process(NamedTuple):
     def is_alive(self) -> bool:
         """Return whether it still runs; a zombie does not."""
         return Process.find(self.pid) == self
+
+    def is_ending(self) -> bool:
+        """Return whether it is gone, or none of its threads runs any more: it may still wait for other processes."""
+        flags = [int(fields[6]) for tid in thread_ids(self.pid) if (fields := _stat_fields(tid))]
+        return not self.is_alive() or all(each & _EXITING for each in flags)
 
     def open(self) -> int | None:
         """Return a pidfd, or None when it is gone."""

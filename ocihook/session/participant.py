@@ -32,6 +32,7 @@ class CallFacts(Facts):
 
     verb: str = ""
     leave_running: bool = False
+    init: Process | None = None  # of a container that is dumped: its first process
     cgroup: str = ""  # name of the one that the runtime gave the container
     policy: Policy = field(default_factory=Policy)
     criu_config: str = ""  # the file that an annotation names

@@ -13,6 +13,7 @@ from ocihook.container.identity import container_ref, gang_ref
 from ocihook.container.runtime_call import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
 from ocihook.memory.standstill import Paused
 from ocihook.packs.cipher import KeySource
 from ocihook.packs.packing import AGENT_BYTES, workers_within
@@ -157,6 +158,7 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Se
         dataclasses.replace(
             facts,
             leave_running=call.leave_running,
+            init=Process.find(request.init_pid),  # 0 in a restore: nobody's
             cgroup=call.cgroup,
             criu_asked=call.options,
             criu_config=annotations.get("org.criu.config", ""),

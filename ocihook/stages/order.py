@@ -4,6 +4,7 @@ from ocihook.gang.participant import Membership
 from ocihook.gpu.participant import Gpu
 from ocihook.memory.clean_pages import MergedPages, ReadPages
 from ocihook.memory.host_memory import HostMemory
+from ocihook.memory.parasite_room import ParasiteRoom
 from ocihook.memory.pre_copy import PreCopy
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
@@ -16,6 +17,7 @@ from ocihook.stages.stored_pages import StoredPages
 from ocihook.stages.until_started import UntilStarted
 
 _ORDER: tuple[type[Participant], ...] = (
+    ParasiteRoom,  # a container at its memory limit is not dumped
     UntilStarted,  # freezes what is restored, and not started yet
     Membership,  # the other containers of the job come to the same moment, or none does
     ReadPages,  # most host memory is read, once all stand still and CRIU is about to begin

@@ -11,6 +11,7 @@ from ocihook.criu.explain import explain
 # restore-address-gone, restore-address-taken, restore-newer-images and restore-tcp-in-image.
 LOGS = Path(__file__).parents[1] / "data/criu-logs"
 CAUSES = {
+    "dump-container-killed": "container-killed",
     "dump-device_fuse": "device",
     "dump-device_tun": "tun",
     "dump-flock": "file-locks",

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ocihook.errors import FreezeError, QuiesceError
-from ocihook.linux.cgroup import Freezer, find_freezer, task_headroom
+from ocihook.linux import cgroup as cgroups
+from ocihook.linux.cgroup import Freezer, find_freezer, memory_headroom_bytes, task_headroom
 from ocihook.linux.open_files import resolve_inside
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line, has_ended, parent_pid, tracer_pid
@@ -189,6 +190,44 @@ def test_how_many_more_tasks_a_process_may_have(sleeper: subprocess.Popen[bytes]
         sleeper.wait(60)
         for group in (inner, outer):
             wait_until(lambda group=group: is_removed(group))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("names", "limits", "stat", "room", "at_most"),
+    [
+        (
+            ("memory.max", "memory.current"),
+            ("1000", "990"),
+            "inactive_file 5\nactive_file 7\nslab_reclaimable 9",
+            15,
+            31,
+        ),
+        (("memory.max", "memory.current"), ("max", "990"), "inactive_file 5", None, None),
+        (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("1000", "990"),
+            "inactive_file 1\nactive_file 1\ntotal_inactive_file 5\ntotal_active_file 7",
+            15,
+            22,
+        ),
+        (("memory.limit_in_bytes", "memory.usage_in_bytes"), (str(1 << 63), "990"), "", None, None),
+    ],
+)
+def test_how_much_more_memory_a_process_may_have(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, str],
+    limits: tuple[str, str],
+    stat: str,
+    room: int | None,
+    at_most: int | None,
+) -> None:
+    """In v1 and v2: what can be reclaimed is not in the way."""
+    for name, text in zip((*names, "memory.stat"), (*limits, stat), strict=True):
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(cgroups, "_rows", lambda _pid, _controller: [[tmp_path, tmp_path / "none"]])
+    assert memory_headroom_bytes(1) == room
+    assert memory_headroom_bytes(1, reclaims_all=True) == at_most
 
 
 def test_a_cgroup_that_is_gone() -> None:

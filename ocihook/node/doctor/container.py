@@ -15,6 +15,7 @@ from ocihook.gpu.processes import find_gpu_processes, states
 from ocihook.linux.open_files import Mount, mounts, namespaces, resolve_inside
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
+from ocihook.memory.parasite_room import HINT, lacking_for_criu
 from ocihook.node.doctor.finding import Finding, Repair, Status
 from ocihook.node.doctor.machine import REMOVE_LOCK, image_set_places, left_network_locks
 from ocihook.node.doctor.workload import Workload
@@ -162,8 +163,14 @@ def _settings() -> Settings:
         return Settings()
 
 
+def _check_memory_limit(workload: Workload) -> Iterator[Finding]:
+    if reason := lacking_for_criu(workload.init_pid):
+        yield Finding("memory-limit", Status.FAIL, reason, HINT)
+
+
 CHECKS: tuple[Callable[[Workload], Iterator[Finding]], ...] = (
     _check_size,
+    _check_memory_limit,
     _check_policy,
     _check_mounts,
     _check_network,

@@ -1,0 +1,116 @@
+"""A CRIU that does not notice that its container was killed is ended; one that is about to end by itself is not."""
+
+import ctypes
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ocihook.linux.procfs import Process, descendants
+from ocihook.session.journal import Journal
+from ocihook.session.participant import CallFacts
+from ocihook.stages import lost_container
+from ocihook.stages.detached import KeptFromEnd
+from ocihook.stages.lost_container import LostContainer
+from tests.unit.test_ptrace import wait_until
+
+_PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17  # linux/ptrace.h
+
+
+@pytest.fixture
+def container() -> Iterator[Process]:
+    """The first process of a PID namespace, in which another one runs that this process traces, as CRIU would."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    command = ["unshare", "--pid", "--fork", "sh", "-c", "sleep 600 & wait"]
+    with subprocess.Popen(command) as outside:
+        wait_until(lambda: len(descendants(outside.pid)) == 3)
+        _, init, inner = descendants(outside.pid)
+        assert ctypes.CDLL(None, use_errno=True).ptrace(_PTRACE_SEIZE, inner, None, None) == 0
+        found = Process.find(init)
+        assert found is not None
+        try:
+            yield found
+        finally:
+            found.send(signal.SIGKILL)
+            os.waitpid(inner, 0x40000000)  # __WALL: its tracer waits for it first
+            outside.wait(60)
+    assert found.is_ending()
+
+
+@pytest.fixture
+def criu() -> Iterator[Process]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as program:
+        found = Process.find(program.pid)
+        assert found is not None
+        yield found
+        program.kill()
+
+
+def journal_of(tmp_path: Path, criu: Process, init: Process | None, *, leave_running: bool = False) -> Journal:
+    journal = Journal.create(tmp_path, criu)
+    journal.note(dataclasses.replace(CallFacts(), init=init, leave_running=leave_running))
+    return journal
+
+
+def test_it_ends_together_with_a_container_that_was_killed(
+    tmp_path: Path, container: Process, criu: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process cannot end before its tracer has waited for the others."""
+    lost = LostContainer(journal_of(tmp_path, criu, container))
+    monkeypatch.setattr(lost_container, "_NOTICES_S", 0.0)
+    assert lost.may_be()
+    assert lost.end_criu() is None
+    container.send(signal.SIGKILL)
+    wait_until(container.is_ending)
+    assert container.is_alive(), "it waits for the other one"
+    why = lost.end_criu()
+    assert why is not None
+    assert f"process {container.pid} of the container was killed" in str(why)
+    wait_until(lambda: not criu.is_alive())
+
+
+def test_it_has_time_to_notice(tmp_path: Path, container: Process, criu: Process) -> None:
+    lost = LostContainer(journal_of(tmp_path, criu, container))
+    container.send(signal.SIGKILL)
+    wait_until(container.is_ending)
+    assert lost.end_criu() is None
+    assert criu.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("leave_running", "verdict", "is_kept", "may_be"),
+    [
+        (False, None, False, True),
+        (True, None, True, True),
+        (False, 0, False, False),  # CRIU kills it by itself
+        (False, 1, False, True),
+        (True, 0, False, True),
+        (True, 0, True, False),  # CRIU waits for us
+        (True, 1, True, True),
+    ],
+)
+def test_when_it_could_happen(
+    tmp_path: Path, *, leave_running: bool, verdict: int | None, is_kept: bool, may_be: bool
+) -> None:
+    me = Process.find(os.getpid())
+    assert me is not None
+    journal = journal_of(tmp_path, me, me, leave_running=leave_running)
+    if is_kept:
+        journal.add(KeptFromEnd(init=me, work_directory=tmp_path, work_identity=[], image_identity=[]))
+    if verdict is not None:
+        journal.begin_stage("post-dump")
+        journal.end_stage("post-dump", verdict, "")
+    assert LostContainer(journal).may_be() == may_be
+
+
+def test_nothing_is_looked_at_in_a_restore(tmp_path: Path, criu: Process) -> None:
+    lost = LostContainer(journal_of(tmp_path, criu, None))
+    assert not lost.may_be()
+    assert lost.end_criu() is None
+    assert criu.is_alive()
