@@ -123,7 +123,11 @@ class Machine:
     def wait_to_count(self, name: str) -> list[tuple[int, str]]:
         """Wait until a workload counts on; return all of it."""
         there = len(self.counts(name))
-        wait_for(f"{name} to count", lambda: len(self.counts(name)) > there + 1, WAIT_S)
+        try:
+            wait_for(f"{name} to count", lambda: len(self.counts(name)) > there + 1, WAIT_S)
+        except AssertionError as error:
+            said = self.run(f"tail -n 30 /tmp/{name}; ps -eo pid,stat,wchan:30,args", check=False)
+            raise AssertionError(f"{error}\n{said}\n{self.agent_log()}") from error
         return self.counts(name)
 
     def last_session(self) -> dict[str, Any]:
