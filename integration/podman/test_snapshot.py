@@ -16,6 +16,7 @@ from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.podman.engine import Podman, image_names
 from integration.podman.test_clean_pages import assert_runs_on, start
+from integration.podman.test_direct import pss_bytes
 from integration.podman.test_faults import (
     end_agent,
     end_dying_agent,
@@ -100,7 +101,7 @@ def test_the_job_goes_on_while_its_memory_is_read(store_podman: Podman) -> None:
     podman = store_podman
     archives = [podman.scratch / f"{number}.tar" for number in range(2)]
     start(podman, f"{MIB}+5", mode="store")
-    before = podman.count("c")
+    before, memory = podman.count("c"), pss_bytes(podman, "c")
     with snapshot_held(podman, archives[0]) as forks:
         assert len(forks) == 3, "of those with enough memory"
         podman.assert_goes_on("c", before)
@@ -126,6 +127,7 @@ def test_the_job_goes_on_while_its_memory_is_read(store_podman: Podman) -> None:
     assert all("ocihook.thin" in image_names(archive) for archive in archives)
     podman.restore(archives[0])
     podman.assert_goes_on("c", (1, before[1]))
+    assert pss_bytes(podman, "c") <= memory * 1.1, "what is shared since a fork is shared again"
     podman.ocihook("wait")
     assert states(podman) == ["complete", "complete"]
 

@@ -266,9 +266,8 @@ def _move_out(
     discard_regions(directory)
     size = sum(part.size_bytes for one in checkpointed for part in one.spans)
     room = dump.call().memory_room_bytes
-    whole = (
-        max(size, readable_bytes(dump.init_pid)) if dump.reads_memory else size
-    )  # host memory comes to the same place
+    # Host memory comes to the same place.
+    whole = max(size, readable_bytes(dump.init_pid)) if dump.reads_memory else size
     if dump.memory and room and any(stage_in_memory(dump.memory, wanted, room) for wanted in (whole, size)):
         directory = name = dump.memory
         facts = journal.facts(GpuFacts)

@@ -29,7 +29,8 @@ from ocihook.packs.packing import pack
 from ocihook.packs.pages import ImageFile, Source
 from ocihook.session import history
 from ocihook.session.journal import Journal
-from ocihook.session.participant import Restore
+from ocihook.session.participant import CallFacts, Dump, Restore, SizeFacts
+from ocihook.stages.awaited_memory import AwaitsMemory, read_snapshot
 from ocihook.stages.stored_pages import StoredPages
 from ocihook.store.thin import Thin, read_thin
 from tests.fakes.images import make_image_set
@@ -156,6 +157,26 @@ def test_it_is_complete_once_its_memory_was_read(node: Node, tmp_path: Path, mon
     lose(node.store, place, WHY)
     with pytest.raises(IntegrityError, match=rf"checkpoint {checkpoint_id} .* was removed meanwhile"):
         supply(node.store, place, moved, CONTAINER, durable=False)
+    node.assert_clean()
+
+
+def test_an_agent_that_is_killed_once_all_is_read_has_lost_nothing(node: Node) -> None:
+    """It has not said so yet: the next one finds that the checkpoint has its memory."""
+    place, me = begin(node), Process.find(os.getpid())
+    assert me is not None
+    with reading(place):
+        take(node, place)
+        supplied(node)(place, read(node, place))
+    journal = Journal.create(node.root / "run", me)
+    journal.identify(CONTAINER, str(node.images))
+    journal.note(CallFacts(store=(str(node.store_dir), "", "")))
+    journal.add(AwaitsMemory(init=me, place=place))
+    journal = Journal.load(journal.path)
+    dump = Dump(journal, Patience(), 0, me.pid, str(node.images), node.images)
+    assert f"all of its memory is read, {len(node.new) + 3 * PAGE_BYTES} bytes" in read_snapshot(dump)
+    assert journal.effects == []
+    assert journal.facts(SizeFacts).checkpoint == place.pending.name
+    assert ops.complete(node.domain, place.pending.name, workers=1)
     node.assert_clean()
 
 

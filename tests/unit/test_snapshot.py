@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from ocihook.linux import cgroup, forked, memory, ptrace
 from ocihook.linux.hold import Hold
 from ocihook.linux.memory import ProcessMemory, Span
 from ocihook.linux.patience import ENDLESS
-from ocihook.linux.procfs import Process, children, descendants, tracer_pid
+from ocihook.linux.procfs import Child, Process, children, descendants, tracer_pid
 from ocihook.memory import snapshot
 from ocihook.memory.clean_pages import MOST_WORKERS
 from ocihook.memory.snapshot import Area, Copied, Snapshotted, lacking
@@ -490,6 +491,47 @@ def test_a_child_of_its_own_is_not_taken_for_a_fork(
     effect.undo(journal, ENDLESS)
     assert child.is_alive()
     child.send(signal.SIGKILL)
+
+
+def test_a_fork_that_is_gone_costs_its_parent_no_other_child(start: Callable[..., Versions]) -> None:
+    """A wait for pid 0 would be one for any child: of those the application is told itself."""
+    one = start()
+    child, gone = (Process.find(int(one.do("child"))) for _ in range(2))
+    assert child is not None
+    assert gone is not None
+    child.send(signal.SIGKILL)
+    forked.end(gone)
+    forked.reap(gone, [one.process])
+    forked._wait_for(one.process, gone)  # as if somebody had waited for it since it was seen
+    wait_for(lambda: has_ended(child))
+    assert children(one.process.pid) == [child.pid]
+    forked.reap(child, [one.process])
+    one.check()
+
+
+def has_ended(process: Process) -> bool:
+    found = Child.find(process.pid)
+    return found is not None and found.has_ended
+
+
+def test_one_thread_that_can_stop_waits_for_a_fork(
+    start: Callable[..., Versions], journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on: one that waits for a disk holds up nothing."""
+    one, taken = start(), []
+
+    class Noted(ptrace.HeldThread):
+        def __init__(self, tid: int, *arguments: Any, **options: Any) -> None:
+            taken.append(tid)
+            super().__init__(tid, *arguments, **options)
+
+    monkeypatch.setattr(forked, "HeldThread", Noted)
+    monkeypatch.setattr(forked, "can_be_interrupted", lambda tid: tid != one.process.pid)
+    copied = take(journal, tmp_path / "packs", one)
+    assert copied.was_forked
+    assert len(taken) == 1
+    assert one.process.pid not in taken
+    one.check()
 
 
 def test_a_process_of_another_machine_is_read_while_it_stands_still(
