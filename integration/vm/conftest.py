@@ -16,6 +16,8 @@ def machine() -> Iterator[Machine]:
     """Debian's kernel, without ocihook."""
     directory = Path(tempfile.mkdtemp(prefix="ocihook-vm-"))
     started = Machine(Path(os.environ["OCIHOOK_VM_ROOT"]), directory)
+    # What a test does between two dumps may take minutes here.
+    started.run("printf '[agent]\\nidle_timeout_s = 3600\\n' >/etc/ocihook/config.toml")
     yield started
     started.close()
     shutil.rmtree(directory)

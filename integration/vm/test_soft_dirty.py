@@ -106,6 +106,36 @@ def test_an_earlier_dump_of_the_engine_stays_its_own(tracking: Machine, workload
     machine.run(f"{PODMAN} rm --force --time 0 job")
 
 
+@pytest.mark.parametrize("between", ["", "--with-previous"])
+def test_pages_that_another_dump_has_marked_as_clean_are_not_missing(
+    tracking: Machine, workload: Path, between: str
+) -> None:
+    """They are written between an earlier dump of the engine and another one, after which they are clean."""
+    machine = tracking
+    image = machine.put("image.tar", program_layer(workload))
+    machine.run(f"{PODMAN} import {image} localhost/job")
+    options = "--detach --name job --network host --pids-limit 0"
+    machine.run(f"{PODMAN} run {options} localhost/job:latest /workload {MIB}")
+    wait_for("the workload to count", lambda: len(podman_counts(machine)) > 2)
+    checkpoint = f"{PODMAN} container checkpoint --compress none"
+    machine.run(f"{checkpoint} --pre-checkpoint --export /tmp/first.tar job")
+    earlier = podman_counts(machine)[-1][1]
+    overwrite = Path(__file__).parents[1] / "overwrite.py"
+    machine.run(f"{sys.executable} {overwrite} $({PODMAN} inspect --format '{{{{.State.Pid}}}}' job)")
+    wait_for("it to have other memory", lambda: podman_counts(machine)[-1][1] != earlier)
+    machine.run(f"{checkpoint} --leave-running {between} --export /tmp/between.tar job; rm /tmp/between.tar")
+    machine.run(f"{checkpoint} --with-previous --export /tmp/second.tar job")
+    before = podman_counts(machine)[-1]
+    record = machine.last_session()
+    machine.run(f"{PODMAN} rm --force --time 0 job")
+    machine.run(f"{PODMAN} container restore --import-previous /tmp/first.tar --import /tmp/second.tar")
+    wait_for("it to count on", lambda: podman_counts(machine)[-1][0] > before[0] + 1)
+    assert podman_counts(machine)[-1][1] == before[1]
+    assert "All of its memory is dumped" in record["stages"]["pre-dump"]["message"]
+    assert record["facts"]["raw_bytes"] >= MIB << 20
+    machine.run(f"{PODMAN} rm --force --time 0 job; rm /tmp/first.tar /tmp/second.tar")
+
+
 def podman_counts(machine: Machine) -> list[tuple[int, str]]:
     text = machine.run(f"{PODMAN} logs job")
     return [(int(count), total) for count, total in re.findall(r"^count (\d+) checksum (\w+)", text, re.MULTILINE)]

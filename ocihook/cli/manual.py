@@ -24,7 +24,7 @@ _EDITION = "2026-11-21"  # of the pages; with today's date every build would dif
 _FILES = {
     "/etc/ocihook/config.toml, /etc/ocihook/config.d/*.toml": "Settings of the node: see ocihook.toml(5).",
     "/etc/criu/runc.conf, crun.conf, default.conf": "CRIU's configuration; `ocihook install` writes a block into it.",
-    "/run/ocihook": "The agent's socket, lock and log, and the journals of sessions that go on.",
+    "/run/ocihook": "The agent's socket, lock and log, journals of open sessions, and when memory was marked as clean.",
     "/var/lib/ocihook/store": "Checkpoints of mode store.",
     "/var/lib/ocihook/history": "The last sessions, and totals of all: see ocihook-timeline(1), ocihook-metrics(1).",
 }

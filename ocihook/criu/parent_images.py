@@ -8,10 +8,12 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ocihook.criu.images import INVENTORY_NAME
+from ocihook.criu.images import INVENTORY_NAME, decode, read_bounded
+from ocihook.criu.proto import message_class
+from ocihook.errors import ImageError
 
 LINK_NAME = "parent"
 PARENT_NAME = "ocihook-parent"  # what the link names: a directory beside it
@@ -19,6 +21,7 @@ PAGES_ID = 1
 _NO_PARENT = "/"  # what configurations name that have CRIU track memory in every dump: nobody's earlier dump is there
 _INVENTORY_MAGIC = 0x58313116  # criu/include/magic.h
 _TWO_NUMBERS = struct.Struct("<II")
+_MAX_INVENTORY_BYTES = 1 << 20
 
 
 def has_parent(directory: Path) -> bool:
@@ -65,19 +68,56 @@ def remove_parent(directory: Path) -> None:
         shutil.rmtree(directory / PARENT_NAME)
 
 
+def earlier_dumps(directory: Path) -> Iterator[int | None]:
+    """Yield when each dump was made that the one in a directory is compared with, the latest first.
+
+    Yields:
+        The time as `dumped_us` returns it. Where that is None, what else there is cannot be known.
+    """
+    for earlier in _earlier(directory):
+        made_us = dumped_us(earlier)
+        yield made_us
+        if made_us is None:
+            return
+
+
+def lacks_pages(directory: Path) -> bool:
+    """Return whether a dump that the one in a directory is compared with has no page images any more."""
+    return not all(any(earlier.glob("pages-*.img")) for earlier in _earlier(directory))
+
+
+def _earlier(directory: Path) -> Iterator[Path]:
+    while has_parent(directory):
+        directory = directory / LINK_NAME  # a circle of them ends as well: at the fortieth link (path_resolution(7))
+        yield directory
+
+
+def dumped_us(directory: Path) -> int | None:
+    """Return when the dump in a directory was made, in microseconds since the boot; None if it does not say.
+
+    It does where CRIU tracks memory (criu/image.c, inventory_save_uptime): in hundredths of a second, after all was
+    marked as clean and while nothing runs.
+    """
+    try:
+        data = read_bounded(directory / INVENTORY_NAME, _MAX_INVENTORY_BYTES)
+        head, body = data[: _TWO_NUMBERS.size], data[_TWO_NUMBERS.size :]
+        if head != _TWO_NUMBERS.pack(_INVENTORY_MAGIC, len(body)):
+            return None
+        entry = decode("inventory_entry", body, INVENTORY_NAME, len(head))
+    except (OSError, ImageError):
+        return None
+    return entry.dump_uptime if entry.HasField("dump_uptime") else None  # type: ignore[attr-defined]
+
+
+def now_us() -> int:
+    """Return the time as `dumped_us` does."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+
+
 def _inventory() -> bytes:
-    """Return an inventory (images/inventory.proto): its version, and when it was made, in microseconds since the boot.
+    """Return an inventory: its version, and when it was made.
 
     A process that has begun later is another one with the same pid, and dumped whole.
     """
-    made_us = time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
-    body = bytes([1 << 3, 2, 8 << 3]) + _varint(made_us)  # img_version = 1, dump_uptime = 8
+    body = message_class("inventory_entry")(img_version=2, dump_uptime=now_us()).SerializeToString()
     return _TWO_NUMBERS.pack(_INVENTORY_MAGIC, len(body)) + body
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])

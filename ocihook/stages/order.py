@@ -3,6 +3,7 @@
 from ocihook.gang.participant import Membership
 from ocihook.gpu.participant import Gpu
 from ocihook.memory.clean_pages import MergedPages, ReadPages
+from ocihook.memory.earlier_dumps import EarlierDumps
 from ocihook.memory.host_memory import HostMemory
 from ocihook.memory.parasite_room import ParasiteRoom
 from ocihook.memory.pre_copy import PreCopy
@@ -20,6 +21,7 @@ _ORDER: tuple[type[Participant], ...] = (
     ParasiteRoom,  # a container at its memory limit is not dumped
     UntilStarted,  # freezes what is restored, and not started yet
     Membership,  # the other containers of the job come to the same moment, or none does
+    EarlierDumps,  # an engine's own dumps build on each other only where no page can be missing
     ReadPages,  # most host memory is read, once all stand still and CRIU is about to begin
     Standstill,  # thaws what the engine has frozen, so that the others can work; freezes it again
     EarlierSnapshot,  # processes that are copied for an earlier dump are their own again

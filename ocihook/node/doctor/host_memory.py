@@ -23,7 +23,7 @@ from ocihook.memory.pre_copy import why_not
 from ocihook.memory.snapshot import lacking
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.doctor.workload import Workload
-from ocihook.runtime import containers, tracking
+from ocihook.runtime import containers
 from ocihook.stages.dump import pack_workers
 
 HOST_MEMORY = "host-memory"
@@ -105,21 +105,17 @@ def _not_in_a_dump(workload: Workload, policy: Policy, *, marks_writes: bool) ->
         return "this kernel does not mark what is written to (soft-dirty bits), so CRIU cannot track it", ""
     if find_freezer(workload.init_pid) is None:
         return "it has no cgroup of its own that can be frozen", ""
-    name = _handled(workload)  # if so, each call of the runtime has CRIU track memory
-    if clean_pages.is_asked_to_track(workload.options) or (name and not tracking.has_earlier_dumps(name)):
+    if clean_pages.is_asked_to_track(workload.options) or _is_handled(workload):
         return "", ""
-    if name:
-        return "its engine has made an earlier dump, and what CRIU compares with that is the engine's", ""
     return f"CRIU is not asked to track memory, by {workload.options.file} or before", _TRACK
 
 
-def _handled(workload: Workload) -> str:
-    """Return the container's id if the runtime handler stands before its runtime, else ""."""
-    name = workload.container.id if workload.container else ""
+def _is_handled(workload: Workload) -> bool:
+    """Return whether the runtime handler stands before its runtime: each call of that has CRIU track memory."""
     try:
-        return name if name and containers.read(name) else ""
+        return workload.container is not None and containers.read(workload.container.id) is not None
     except OcihookError:
-        return ""
+        return False
 
 
 def _said(way: _Way, pid: int, mappings: list[DetailedMapping], all_bytes: int) -> str:
