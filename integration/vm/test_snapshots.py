@@ -44,9 +44,16 @@ def make_bundle(machine: Machine, directory: Path, program: Path, *arguments: st
 
 
 def start(machine: Machine, output: str, verb: str = "run", options: str = "") -> list[tuple[int, str]]:
-    """Run or restore it until it counts; return its counts."""
-    machine.run(f"cd /tmp/snap; (runc {verb} --detach {options} job </dev/null 2>&1 | cat >/tmp/{output}) &")
-    return machine.wait_to_count(output)
+    """Run or restore it until it counts; return its counts.
+
+    The runtime has ended then: one that has not may still make the container that `remove` no longer finds.
+    """
+    runtime = f"runc {verb} --detach {options} job </dev/null"
+    machine.run(f"cd /tmp/snap; (({runtime}; touch /tmp/{output}-made) 2>&1 | cat >/tmp/{output}) &")
+    counts = machine.wait_to_count(output)
+    has_ended = f"test -e /tmp/{output}-made && echo yes || echo no"
+    wait_for("the runtime to end", lambda: machine.run(has_ended).strip() == "yes", WAIT_S)
+    return counts
 
 
 def remove(machine: Machine) -> None:

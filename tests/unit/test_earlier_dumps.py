@@ -228,7 +228,6 @@ def test_a_dump_that_would_be_compared_with_one_that_is_packed_is_whole(dumped: 
     """A runtime may be told to: CRIU finds no page images there, when it restores."""
     make_dump(dumped.path / "first")
     make_dump(dumped.path / "second", "../first")
-    assert dumped.begin("../second") == (0, "")
     (dumped.path / "first" / "pages-1.img").unlink()
     status, message = dumped.begin("../second")
     assert (status, "was packed" in message) == (0, True)
