@@ -13,9 +13,8 @@ from typing import NoReturn
 from ocihook.linux import soft_dirty
 from ocihook.runtime.call import Call
 
-_PASSED_ON = frozenset(
-    ("--pre-dump", "--parent-path", "--lazy-pages", "--page-server")
-)  # the last: memory goes elsewhere
+# A call with an earlier dump of the engine's own, or whose memory goes elsewhere.
+_PASSED_ON = frozenset(("--pre-dump", "--parent-path", "--lazy-pages", "--page-server"))
 
 
 def checkpoint(call: Call) -> NoReturn:
