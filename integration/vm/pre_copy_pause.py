@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from integration.namespace import wait_for
 from integration.vm.machine import OCIHOOK, WAIT_S, Machine
@@ -45,24 +46,29 @@ def _start(machine: Machine, directory: Path, way: str) -> None:
     wait_for(f"{way} to run", lambda: bool(_gaps(machine, way)), WAIT_S)
 
 
-def _pause_ms(machine: Machine, way: str, number: int) -> int:
+class _Pause(NamedTuple):
+    all_s: float  # as the program sees it: most of it CRIU, and programs that start, which emulation makes slow
+    read_s: float  # of that, reading memory
+
+
+def _dump(machine: Machine, way: str, number: int) -> _Pause:
     """Dump one, left running; return how long it stood still."""
     before = len(_gaps(machine, way))
     images = f"/tmp/images-{way}-{number}"
     machine.run(f"runc checkpoint --leave-running --image-path {images} --work-path {images}-log {way}")
     record = machine.last_session()
-    names = [phase["name"] for phase in record["phases"]]
-    assert ("pre-copy" in names) == (way == "with"), (names, record["facts"]["policy"], machine.agent_log())
+    seconds = {phase["name"]: phase["seconds"] for phase in record["phases"]}
+    assert ("pre-copy" in seconds) == (way == "with"), machine.agent_log()
     wait_for("the pause to be seen", lambda: len(_gaps(machine, way)) > before, WAIT_S)
     machine.run(f"rm -r {images}")
-    return max(_gaps(machine, way)[before:])
+    return _Pause(max(_gaps(machine, way)[before:]) / 1000, seconds["memory read"])
 
 
 def main() -> None:
     """Print the median pauses, and the median of the rounds' ratios."""
     mib = int(sys.argv[1]) if len(sys.argv) > 1 else 128
-    with tempfile.TemporaryDirectory(prefix="ocihook-vm-") as name:
-        directory = Path(name)
+    with tempfile.TemporaryDirectory(prefix="ocihook-vm-") as made:
+        directory = Path(made)
         machine = Machine(Path(os.environ["OCIHOOK_VM_ROOT"]) / "newer", directory)
         program = directory / "workload"
         subprocess.run(["gcc", "-O2", "-static", "-s", "-o", program, _WORKLOAD], check=True, timeout=120)
@@ -72,10 +78,11 @@ def main() -> None:
         machine.run(f"cp {put} /tmp/rootfs/workload; head -c {mib}M /dev/urandom >/tmp/rootfs/memory")
         for way in _WAYS:
             _start(machine, directory, way)
-        rows = [{way: _pause_ms(machine, way, number) for way in _WAYS} for number in range(_ROUNDS + 1)][1:]
-        for way in _WAYS:
-            print(f"{way:8} {statistics.median(row[way] for row in rows) / 1000:.2f} s")
-        print(f"ratio    {statistics.median(row['with'] / row['without'] for row in rows):.2f}")
+        rows = [{way: _dump(machine, way, number) for way in _WAYS} for number in range(_ROUNDS + 1)][1:]
+        for name in _Pause._fields:
+            seen = [{way: getattr(row[way], name) for way in _WAYS} for row in rows]
+            medians = "  ".join(f"{way} {statistics.median(one[way] for one in seen):.2f}" for way in _WAYS)
+            print(f"{name:6}  {medians}  ratio {statistics.median(one['with'] / one['without'] for one in seen):.2f}")
         machine.close()
 
 

@@ -28,8 +28,11 @@ class Process(NamedTuple):
 
     def is_ending(self) -> bool:
         """Return whether it is gone, or none of its threads runs any more: it may still wait for other processes."""
-        flags = [int(fields[6]) for tid in thread_ids(self.pid) if (fields := _stat_fields(tid))]
-        return not self.is_alive() or all(each & _EXITING for each in flags)
+        fields = _stat_fields(self.pid)
+        if not fields or int(fields[19]) != self.start_ticks:
+            return True
+        threads = filter(None, map(_stat_fields, thread_ids(self.pid)))
+        return all(int(each[6]) & _EXITING for each in threads)
 
     def open(self) -> int | None:
         """Return a pidfd, or None when it is gone."""

@@ -19,7 +19,8 @@ from ocihook.stages.detached import KeptFromEnd
 from ocihook.stages.lost_container import LostContainer
 from tests.unit.test_ptrace import wait_until
 
-_PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17  # linux/ptrace.h
+_PTRACE_SEIZE = 0x4206  # linux/ptrace.h
+_EXIT = {"x86_64": 60, "aarch64": 93}  # of one thread alone
 
 
 @pytest.fixture
@@ -81,6 +82,22 @@ def test_it_has_time_to_notice(tmp_path: Path, container: Process, criu: Process
     wait_until(container.is_ending)
     assert lost.end_criu() is None
     assert criu.is_alive()
+
+
+def test_a_process_whose_first_thread_has_ended_is_not_ending() -> None:
+    script = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        f"ctypes.CDLL(None).syscall({_EXIT[os.uname().machine]}, 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as program:
+        process = Process.find(program.pid)
+        assert process is not None
+        wait_until(lambda: not process.is_alive())
+        assert not process.is_ending()
+        program.kill()
+        wait_until(process.is_ending)
+    assert process.is_ending()
 
 
 @pytest.mark.parametrize(
