@@ -5,7 +5,6 @@ traces. CRIU, in turn, waits for the first process alone while that makes a call
 (seen with CRIU 4.1.1, when the kernel ended a container at its memory limit as CRIU put its parasite there).
 """
 
-import logging
 import signal
 import time
 
@@ -15,8 +14,6 @@ from ocihook.session.participant import CallFacts
 from ocihook.stages.detached import is_kept_from_end
 
 _NOTICES_S = 10.0  # it does so at once, or never
-
-log = logging.getLogger(__name__)
 
 
 class LostContainer:
