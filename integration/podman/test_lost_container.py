@@ -31,7 +31,7 @@ def workload(mappings: Path) -> Path:
 @pytest.fixture
 def limited_podman(podman: Podman) -> Podman:
     """One with a container whose groups a test can change."""
-    options = ["--network", "host", "--pids-limit", "0", "--cgroupns", "host"]  # CRIU looks for its groups there
+    options = ["--network", "none", "--pids-limit", "0", "--cgroupns", "host"]  # CRIU looks for its groups there
     podman("run", "--detach", "--name", "c", *options, IMAGE, "/workload", "28+5!")
     wait_for("the children to have answered", lambda: podman.count("c")[0] > 4)
     return podman
