@@ -21,6 +21,7 @@ PODMAN = (
     "podman --root /tmp/podman --runroot /run/podman-test --tmpdir /run/podman-test/tmp --storage-driver vfs"
     " --cgroup-manager cgroupfs --runtime /usr/sbin/runc"
 )
+CHECKPOINT = f"{PODMAN} container checkpoint --compress none"
 
 
 def config_of(directory: Path, limit_bytes: int) -> bytes:
@@ -82,16 +83,10 @@ def test_memory_is_tracked_dumped_and_restored_within_its_limit(
 def test_an_earlier_dump_of_the_engine_stays_its_own(tracking: Machine, workload: Path) -> None:
     """podman's --pre-checkpoint and --with-previous: CRIU leaves out what it has dumped; nothing goes past it."""
     machine = tracking
-    image = machine.put("image.tar", program_layer(workload))
-    machine.run(f"{PODMAN} import {image} localhost/job")
-    options = "--detach --name job --network host --pids-limit 0"
-    machine.run(f"{PODMAN} run {options} localhost/job:latest /workload {MIB}")
-    wait_for("the workload to count", lambda: len(podman_counts(machine)) > 2)
-    checkpoint = f"{PODMAN} container checkpoint --compress none"
-    machine.run(f"{checkpoint} --pre-checkpoint --export /tmp/first.tar job")
+    make_earlier_dump(machine, workload)
     there = len(podman_counts(machine))
     wait_for("it to count on", lambda: len(podman_counts(machine)) > there)
-    machine.run(f"{checkpoint} --with-previous --export /tmp/second.tar job")
+    machine.run(f"{CHECKPOINT} --with-previous --export /tmp/second.tar job")
     before = podman_counts(machine)[-1]
     listed = machine.run("tar -tvf /tmp/second.tar")
     assert re.search(r" checkpoint/parent -> \.\./pre-checkpoint$", listed, re.MULTILINE)
@@ -99,11 +94,7 @@ def test_an_earlier_dump_of_the_engine_stays_its_own(tracking: Machine, workload
     record = machine.last_session()
     assert [phase["name"] for phase in record["phases"]] == ["pack"]
     assert 0 < record["facts"]["raw_bytes"] < MIB << 16, "CRIU has left out what it had"
-    machine.run(f"{PODMAN} rm --force --time 0 job")
-    machine.run(f"{PODMAN} container restore --import-previous /tmp/first.tar --import /tmp/second.tar")
-    wait_for("it to count on", lambda: podman_counts(machine)[-1][0] > before[0] + 1)
-    assert podman_counts(machine)[-1][1] == before[1]
-    machine.run(f"{PODMAN} rm --force --time 0 job")
+    assert_restored(machine, before)
 
 
 @pytest.mark.parametrize("between", ["", "--with-previous"])
@@ -112,27 +103,36 @@ def test_pages_that_another_dump_has_marked_as_clean_are_not_missing(
 ) -> None:
     """They are written between an earlier dump of the engine and another one, after which they are clean."""
     machine = tracking
+    make_earlier_dump(machine, workload)
+    earlier = podman_counts(machine)[-1][1]
+    overwrite = Path(__file__).parents[1] / "overwrite.py"
+    machine.run(f"{sys.executable} {overwrite} $({PODMAN} inspect --format '{{{{.State.Pid}}}}' job)")
+    wait_for("it to have other memory", lambda: podman_counts(machine)[-1][1] != earlier)
+    machine.run(f"{CHECKPOINT} --leave-running {between} --export /tmp/between.tar job; rm /tmp/between.tar")
+    machine.run(f"{CHECKPOINT} --with-previous --export /tmp/second.tar job")
+    before = podman_counts(machine)[-1]
+    record = machine.last_session()
+    assert "All of its memory is dumped" in record["stages"]["pre-dump"]["message"]
+    assert record["facts"]["raw_bytes"] >= MIB << 20
+    assert_restored(machine, before)
+
+
+def make_earlier_dump(machine: Machine, workload: Path) -> None:
+    """Run a container, and have podman make an earlier dump of it, /tmp/first.tar."""
     image = machine.put("image.tar", program_layer(workload))
     machine.run(f"{PODMAN} import {image} localhost/job")
     options = "--detach --name job --network host --pids-limit 0"
     machine.run(f"{PODMAN} run {options} localhost/job:latest /workload {MIB}")
     wait_for("the workload to count", lambda: len(podman_counts(machine)) > 2)
-    checkpoint = f"{PODMAN} container checkpoint --compress none"
-    machine.run(f"{checkpoint} --pre-checkpoint --export /tmp/first.tar job")
-    earlier = podman_counts(machine)[-1][1]
-    overwrite = Path(__file__).parents[1] / "overwrite.py"
-    machine.run(f"{sys.executable} {overwrite} $({PODMAN} inspect --format '{{{{.State.Pid}}}}' job)")
-    wait_for("it to have other memory", lambda: podman_counts(machine)[-1][1] != earlier)
-    machine.run(f"{checkpoint} --leave-running {between} --export /tmp/between.tar job; rm /tmp/between.tar")
-    machine.run(f"{checkpoint} --with-previous --export /tmp/second.tar job")
-    before = podman_counts(machine)[-1]
-    record = machine.last_session()
+    machine.run(f"{CHECKPOINT} --pre-checkpoint --export /tmp/first.tar job")
+
+
+def assert_restored(machine: Machine, before: tuple[int, str]) -> None:
+    """Check that the container goes on from /tmp/second.tar, which was compared with that, and remove all."""
     machine.run(f"{PODMAN} rm --force --time 0 job")
     machine.run(f"{PODMAN} container restore --import-previous /tmp/first.tar --import /tmp/second.tar")
     wait_for("it to count on", lambda: podman_counts(machine)[-1][0] > before[0] + 1)
     assert podman_counts(machine)[-1][1] == before[1]
-    assert "All of its memory is dumped" in record["stages"]["pre-dump"]["message"]
-    assert record["facts"]["raw_bytes"] >= MIB << 20
     machine.run(f"{PODMAN} rm --force --time 0 job; rm /tmp/first.tar /tmp/second.tar")
 
 
