@@ -28,6 +28,7 @@ from integration.podman.test_faults import (
     start_dying_agent,
 )
 from integration.soft_dirty import track_memory
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants, parent_pid
 
 DRIVER_CALL = Path(__file__).parents[1] / "gpu/driver_contract.py"
@@ -201,6 +202,32 @@ def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
     gpu_podman.start_cuda("c", 16, "uffd", options=NO_SECCOMP)
     act_at_pre_dump(gpu_podman, 'rm -f "$CRTOOLS_IMAGE_DIR"/ocihook*')
     dump_fails(gpu_podman)
+
+
+@pytest.mark.parametrize("words", [[], ["uffd"]], ids=["left running", "a dump that fails"])
+def test_somebody_else_has_taken_the_gpu_meanwhile(gpu_podman: Podman, words: list[str]) -> None:
+    """The container waits for room, and the driver is not asked before: its restore without room is final."""
+    gpu_podman.start_cuda("c", 16, "children=1", *words, options=NO_SECCOMP)
+    fake_driver.script(gpu_podman.namespace, f"total {48 << 20}", f"taken {32 << 20}")  # room for one of two
+    archive = gpu_podman.scratch / "c.tar"
+    dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, "--leave-running", check=not words))
+    dump.start()
+    try:
+        wait_for("the container to wait", lambda: "waits for room on a GPU" in gpu_podman.ocihook("ps"))
+        shown = gpu_podman.ocihook("ps")
+        assert re.search("stands\\s+still until.*room: GPU.*bytes free, 33554432 are\\s+needed", shown, re.DOTALL), (
+            shown
+        )
+        before = gpu_podman.count("c")
+        Patience().sleep(1)
+        assert gpu_podman.count("c") == before
+    finally:
+        fake_driver.script(gpu_podman.namespace)
+        dump.join()
+    gpu_podman.assert_goes_on("c", before)
+    count = len(locked_children(gpu_podman))
+    wait_for("the other process to go on", lambda: len(locked_children(gpu_podman)) > count + 1)
+    assert_nothing_is_left(gpu_podman)
 
 
 def act_at_pre_dump(podman: Podman, command: str) -> None:

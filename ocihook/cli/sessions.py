@@ -41,8 +41,8 @@ def ps(*, show_all: bool, as_json: bool) -> None:
     columns = ["SESSION", "BEGAN", "CONTAINER", "ACT", "STATE", "RAW", "STORED", "TIME"]
     print_table(columns, [_row(record) for record in found], width=_WIDTH, folded=("CONTAINER", "STATE"))
     for record in found:
-        if cause := history.error_of(record)[1]:
-            _print_wrapped(f"{record['id']}: {cause}")
+        for sentence in filter(None, (history.error_of(record)[1], record["facts"].get("waits_for"))):
+            _print_wrapped(f"{record['id']}: {sentence}")
     if pending:
         rows = [
             [row.id, row.container, row.domain, row.state, format_bytes(row.raw_bytes), percent(row)] for row in pending
@@ -73,6 +73,8 @@ def _row(record: dict[str, Any]) -> list[str]:
 
 
 def _state(record: dict[str, Any]) -> str:
+    if "waits_for" in record["facts"]:
+        return "waits for room on a GPU"
     if code := history.error_of(record)[0]:
         return f"{history.outcome_of(record)}: {code}"
     if "ended" in record:

@@ -5,6 +5,7 @@ that process does the work, and the call never returns.
 """
 
 import ctypes
+import logging
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +31,13 @@ _REMEDIES: Mapping[str, str] = {
     "all-reduce does: --disable-custom-all-reduce), which drivers before 610 cannot restore",
     "CUDA_ERROR_OPERATING_SYSTEM": "the process is gone or lost to CUDA; end the container, restore its checkpoint",
 }
+# Of cuda-bindings, for a restore above all: 13.3.0 has no CUcheckpointRestoreArgs.
+_NEEDED = (
+    *("cuDriverGetVersion", "cuCheckpointProcessGetState", "cuCheckpointProcessGetRestoreThreadId"),
+    *(f"cuCheckpointProcess{verb}" for verb in ("Lock", "Checkpoint", "Restore", "Unlock")),
+    *("CUcheckpointLockArgs", "CUcheckpointRestoreArgs", "CUcheckpointGpuPair", "CUuuid"),
+)
+_REMEDY_OF_BINDINGS = "install ocihook's package, or pip install 'cuda-bindings>=13.0.2,<14,!=13.3.0'"
 _REMEDY_OF_A_MAP = "the GPU map (ocihook.io/gpu-map) must name every GPU that the process has open"
 
 GpuMap = Sequence[tuple[str, str]]
@@ -44,6 +52,8 @@ class CudaState(StrEnum):
     FAILED = "failed"
 
 
+log = logging.getLogger(__name__)
+
 _CONTROL_DEVICE = Path("/dev/nvidiactl")
 _STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED, CudaState.FAILED)  # CUprocessState
 
@@ -56,7 +66,10 @@ def load_bindings() -> None:
     if _CONTROL_DEVICE.exists():
         import pynvml  # noqa: F401 - for gpu/nvml.py
 
-        _load_bindings()
+        try:
+            _load_bindings()
+        except CudaUnsupported as error:  # containers without a GPU need none
+            log.error("GPUs cannot be checkpointed: %s", error)
 
 
 def has_driver() -> bool:
@@ -166,7 +179,12 @@ class CudaDriver:
 
 def _load_bindings() -> ModuleType:
     # Late, since it is slow to import and there are nodes without a GPU.
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CudaUnsupported(f"cuda-bindings cannot be loaded: {error}", hint=_REMEDY_OF_BINDINGS) from error
     module: ModuleType = driver
+    if missing := [name for name in _NEEDED if not hasattr(module, name)]:
+        what = f"the installed cuda-bindings have no {', '.join(missing)}, without which GPUs cannot be restored"
+        raise CudaUnsupported(what, hint=_REMEDY_OF_BINDINGS)
     return module

@@ -1,8 +1,9 @@
 """The GPU part of a dump: lock, checkpoint and move out before CRIU begins, give back and resume when it is done."""
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from ocihook.gpu.processes import (
     lock_all,
     resume_all,
     states,
-    wait_for_room,
 )
+from ocihook.gpu.room import room
 from ocihook.gpu.signs import Signs
 from ocihook.images.image_set import MovedRegions, discard_packs, discard_regions
 from ocihook.linux.cgroup import wait_until_let_go, wait_until_thawed
@@ -69,12 +70,21 @@ class Taken(NamedTuple):
     held: dict[str, int]  # bytes on each GPU that it gets back, by UUID
 
 
-def needed(processes: Iterable[Taken], known: Mapping[Process, CudaState | None]) -> dict[str, int]:
-    """Return by UUID what those processes need that are still checkpointed."""
+@dataclass(frozen=True, kw_only=True)
+class RoomFacts(Facts):
+    """What a container waits for that has no room on a GPU."""
+
+    waits_for: str | None = None
+
+
+def needed(processes: Iterable[Taken], gpus: Iterable[Device]) -> dict[str, int]:
+    """Return by UUID the bytes that processes which live need beside what they hold: a checkpointed one holds none."""
+    held = {gpu.uuid: gpu.held_bytes for gpu in gpus}
     need: Counter[str] = Counter()
     for taken in processes:
-        if known.get(taken.process) is CudaState.CHECKPOINTED:
-            need.update(taken.held)
+        if taken.process.is_alive():
+            for uuid, size in taken.held.items():
+                need[uuid] += max(0, size - held.get(uuid, {}).get(taken.process.pid, 0))
     return dict(need)
 
 
@@ -93,7 +103,9 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
         return {taken.name: taken.process for taken in self.processes if taken.process.is_alive()}
 
     def undo(self, journal: Journal, patience: Patience) -> None:
-        """Give the processes their memory and their GPU back.
+        """Give the processes their memory and their GPU back, and wait until there is room for it.
+
+        A deadline of zero is for CRIU, which waits for this stage: without room the processes stay held.
 
         Raises:
             OcihookError: if a process stands still, or a GPU is full; it can be tried again.
@@ -101,8 +113,27 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
         for process in self.alive.values():
             wait_until_let_go(process, patience)
         threads = {taken.process: taken.thread for taken in self.processes if taken.thread and taken.process.is_alive()}
-        with standing_still(journal, threads, patience):
+
+        def find_room() -> None:
+            with self._room(journal, patience if patience.left_s else ENDLESS):
+                pass
+
+        with standing_still(journal, threads, patience, find_room):
             self._bring_back(journal, patience)
+
+    @contextlib.contextmanager
+    def _room(self, journal: Journal, patience: Patience) -> Iterator[None]:
+        """Wait for room on the GPUs, and show in the journal that the container waits for it."""
+
+        def tell(missing: CudaError) -> None:
+            sentence = f"the container stands still until there is room: {missing}"
+            log.warning("container %s: %s", journal.container, sentence)
+            journal.note(RoomFacts(waits_for=sentence))
+
+        uuids = {uuid for taken in self.processes for uuid in taken.held if self.progress != RESUMED}
+        with room(uuids, lambda gpus: needed(self.processes, gpus), journal.runtime_dir, patience, tell):
+            journal.note(RoomFacts())
+            yield
 
     def _bring_back(self, journal: Journal, patience: Patience) -> None:
         alive = self.alive
@@ -135,8 +166,7 @@ class GpuCheckpointed(Effect, kind="gpu-checkpointed"):
         for process in alive.values():
             wait_until_thawed(process, patience)
         left = [process for process in alive.values() if process.is_alive()]
-        with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
-            wait_for_room(needed(self.processes, states(driver, left, ENDLESS)), ENDLESS)
+        with journal.phase("gpu resume") as phase, journal.spans(phase) as spans, self._room(journal, ENDLESS):
             resume_all(driver, left, spans=spans)
 
     def _tell_of_the_dead(self, journal: Journal) -> None:

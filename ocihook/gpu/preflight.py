@@ -228,7 +228,9 @@ def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
         if missing:
             yield (
                 f"{who} has an NCCL communicator that may use P2P, NVLS or cuMem; the checkpoint would succeed, its "
-                f"restore fail: start the container with {' '.join(missing)}"
+                "restore fail: end the process group before a checkpoint and make it again after "
+                "(torch.distributed.destroy_process_group, init_process_group; ocihook.io/quiesce-signal asks for it), "
+                f"or start the container with {' '.join(missing)}"
             )
     if signs.has_ipc and driver_major(situation.driver_version) < FIRST_DRIVER_WITH_IPC:
         yield (

@@ -26,15 +26,15 @@ from ocihook.memory.regions import COPY_TIMEOUT_S, CheckpointedProcess
 from ocihook.session.timing import Spans, measured
 
 CALL_TIMEOUT_S = 20.0  # for what takes milliseconds
-ROOM_TIMEOUT_S = 60.0  # for memory on a GPU that was just left to come free
 _FIRST_LOCK_S = 0.5
 _LONGEST_LOCK_S = 5.0
 _GANG_PAUSE_S = 0.05
 # Smaller mappings are left to CRIU. The driver's own is larger than any context, which takes 300 MiB and more.
 _MIN_REGION_BYTES = 1 << 20
 _MADV_HUGEPAGE = 14
-_POLL_S = 0.2
 _LARGE_BYTES = 32 << 20
+# NVML counts whole pages of 2 MiB, of which a piece fills half or more (integration/gpu/results/odd-sizes-580.json).
+_LARGEST_NVML_EXCESS = 2
 
 log = logging.getLogger(__name__)
 
@@ -254,14 +254,14 @@ def check_contents(checkpointed: Sequence[CheckpointedProcess], held_bytes: Mapp
 
     Args:
         checkpointed: what the driver was seen to allocate.
-        held_bytes: GPU memory by pid, as it was before.
+        held_bytes: GPU memory by pid, as NVML counted it before.
 
     Raises:
-        CudaError: if there is less; such a checkpoint would be restored without GPU memory.
+        CudaError: if there is less than half; such a checkpoint would be restored without GPU memory.
     """
     for process, _, spans in checkpointed:
         found = sum(span.size_bytes for span in spans)
-        if found < held_bytes.get(process.pid, 0):
+        if found * _LARGEST_NVML_EXCESS < held_bytes.get(process.pid, 0):
             raise CudaError(
                 f"the checkpoint of process {process.pid} has {found} bytes of the {held_bytes[process.pid]} that it "
                 "held on the GPU"
@@ -271,31 +271,6 @@ def check_contents(checkpointed: Sequence[CheckpointedProcess], held_bytes: Mapp
 def held_by(gpus: Sequence[Gpu], pids: Sequence[int]) -> dict[int, int]:
     """Return how many bytes each process holds on all GPUs together."""
     return {pid: sum(gpu.held_bytes.get(pid, 0) for gpu in gpus) for pid in pids}
-
-
-def wait_for_room(need_bytes: Mapping[str, int], patience: Patience) -> None:
-    """Wait until every GPU has so much memory free, by UUID.
-
-    A process whose restore does not find enough is lost to CUDA for ever, so it is not even tried.
-
-    Raises:
-        CudaError: if there is not enough in time; nothing has been done then.
-        GivenUp: if nobody waits for it any more; likewise.
-    """
-    within = patience.within(ROOM_TIMEOUT_S)
-    while True:
-        gpus = {gpu.uuid: gpu for gpu in read_node(patience)[1]}
-        short = [uuid for uuid, need in need_bytes.items() if uuid in gpus and gpus[uuid].free_bytes < need]
-        if not short:
-            return
-        if within.is_over:
-            gpu = gpus[short[0]]
-            others = ", ".join(str(pid) for pid in gpu.held_bytes) or "none that NVML shows"
-            raise CudaError(
-                f"GPU {gpu.uuid} has {gpu.free_bytes} bytes free, {need_bytes[gpu.uuid]} are needed",
-                hint=f"end what uses it: processes {others}",
-            )
-        within.sleep(_POLL_S)
 
 
 def resume_all(

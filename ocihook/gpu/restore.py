@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ from ocihook.gpu.driver import CudaDriver, CudaState
 from ocihook.gpu.dump import GpuFacts, Taken, needed
 from ocihook.gpu.mapping import check_gpus, choose_gpu_map
 from ocihook.gpu.preflight import heed, restore_refusals
-from ocihook.gpu.processes import find_gpu_processes, read_node, resume_all, states, wait_for_room
+from ocihook.gpu.processes import find_gpu_processes, read_node, resume_all, states
+from ocihook.gpu.room import ROOM_TIMEOUT_S, room
 from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import make_device
 from ocihook.linux.memory import available_bytes
@@ -78,9 +80,15 @@ class GpuRestored(Effect, kind="gpu-restored"):
             if not waiting:
                 return
             with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
-                if CudaState.CHECKPOINTED in found.values():  # a checkpoint of an earlier version: all of it
-                    wait_for_room(needed(self.processes, found) or targets.need, ENDLESS)
-                resume_all(driver, waiting, targets.gpu_map, spans)
+                is_away = CudaState.CHECKPOINTED in found.values()
+                with self._room(journal, targets) if is_away else contextlib.nullcontext():
+                    resume_all(driver, waiting, targets.gpu_map, spans)
+
+    def _room(self, journal: Journal, targets: TargetFacts) -> AbstractContextManager[None]:
+        uuids = {uuid for taken in self.processes for uuid in taken.held} or set(targets.need)
+        within = ENDLESS.within(ROOM_TIMEOUT_S)
+        # Checkpoints of earlier versions do not know what each process held.
+        return room(uuids, lambda gpus: needed(self.processes, gpus) or targets.need, journal.runtime_dir, within)
 
     def give_up(self, error: CudaError, journal: Journal) -> CudaError:
         """Do with the container what its policy says, and return the error that reports it."""

@@ -10,7 +10,7 @@ CRIU leaves a container as frozen as it found it. So after an engine gave up nob
 """
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,13 +203,19 @@ def _note_thawed(frozen: Paused | Frozen, journal: Journal, *, is_thawed: bool) 
 
 
 @contextlib.contextmanager
-def standing_still(journal: Journal, threads: Mapping[Process, int], patience: Patience) -> Iterator[None]:
+def standing_still(
+    journal: Journal,
+    threads: Mapping[Process, int],
+    patience: Patience,
+    before_thaw: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Hold the threads of processes once CRIU has released them; what nobody else will thaw is thawed.
 
     Args:
         journal: of the session.
         threads: of processes that are alive: the one that goes on.
         patience: how long to wait for CRIU.
+        before_thaw: is called while all is held; if it raises, what is frozen stays frozen.
 
     Raises:
         FreezeError: if CRIU does not release them in time, or what was frozen here cannot be thawed.
@@ -221,6 +227,7 @@ def standing_still(journal: Journal, threads: Mapping[Process, int], patience: P
     try:
         alive = {process: able for process, able in threads.items() if process.is_alive()}
         hold.add(alive, None)
+        before_thaw()
         _thaw(journal, patience)
         yield
     finally:

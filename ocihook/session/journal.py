@@ -117,6 +117,11 @@ class Journal:
         return self._data["image_dir"] or ""
 
     @property
+    def runtime_dir(self) -> Path:
+        """The agent's directory."""
+        return self.path.parents[1]
+
+    @property
     def pins(self) -> Path:
         """Where files that this session still needs are pinned, in case they are removed elsewhere."""
         return self.path.with_suffix(".pins")

@@ -15,6 +15,7 @@ import pytest
 
 from ocihook.errors import CudaError, CudaLockTimeout, GivenUp, StoreError
 from ocihook.gpu import processes as gpu
+from ocihook.gpu import room
 from ocihook.gpu.driver import CudaDriver, CudaState
 from ocihook.gpu.nvml import Gpu
 from ocihook.linux.files import try_lock
@@ -276,7 +277,7 @@ def test_locks_that_are_tried_again(runtime: Waiting, tmp_path: Path) -> None:
         gpu.lock_all(cast("CudaDriver", Driver()), processes, runtime.patience(), LONG_S)
 
 
-def test_room_on_a_gpu(runtime: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_on_a_gpu(runtime: Waiting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     full = Gpu(uuid="GPU-0", name="", minor=0, total_bytes=8, free_bytes=1)
 
@@ -284,11 +285,15 @@ def test_room_on_a_gpu(runtime: Waiting, monkeypatch: pytest.MonkeyPatch) -> Non
         looks.append(1)
         return "580", [full]
 
-    monkeypatch.setattr(gpu, "read_node", read_node)
+    def take_room(patience: Patience) -> None:
+        with room.room(["GPU-0"], lambda _gpus: {"GPU-0": 2}, tmp_path, patience):
+            raise AssertionError("there is no room")
+
+    monkeypatch.setattr(room, "read_node", read_node)
     with runtime.ends_when(lambda: len(looks) > 1):
-        gpu.wait_for_room({"GPU-0": 2}, runtime.patience())
+        take_room(runtime.patience())
     with pytest.raises(CudaError, match="1 bytes free, 2 are needed"):
-        gpu.wait_for_room({"GPU-0": 2}, Patience(timeout_s=0))
+        take_room(Patience(timeout_s=0))
 
 
 def test_locks_of_a_store(runtime: Waiting, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@
  * - no memory for the mapping: OUT_OF_MEMORY, then UNKNOWN, and it can be unlocked. No memory on the GPU for a restore:
  *   OUT_OF_MEMORY, then OPERATING_SYSTEM: the process is lost;
  * - a GPU map must name every GPU that the process has open;
- * - cuEventQuery waits for nothing, and ends a process that is checkpointed.
+ * - cuEventQuery waits for nothing, and ends a process that is checkpointed;
+ * - NVML counts whole pages of 2 MiB: each piece above 1 MiB has its own, smaller ones share them. The mapping of a
+ *   checkpoint holds the pieces as they are.
  *
  * Device memory is a memfd that is mapped. The caller and that thread talk through a block in the process's memory
  * (process_vm_readv and _writev), which needs no file and so survives CRIU. A GPU is known by the minor of its device
@@ -57,6 +59,7 @@ static const char *const verbs[] = { "state", "thread", "lock", "checkpoint", "r
 #define UVM "/dev/nvidia-uvm"
 #define OWN_UVM ((char *)0x204a00000)
 #define OWN_UVM_SIZE (2u << 20)
+#define PAGE_OF_GPU (2ul << 20)
 #define MAPPING_EXTRA (2u << 20) /* the real driver keeps more than the program's memory there, too */
 
 /* How a caller in another process asks the thread below; `asked` differs from `answered` while it works. */
@@ -68,8 +71,8 @@ struct request {
     int32_t result, value, thread;
     uint32_t gpus, minors[MAX_GPUS]; /* that it has open */
     uint32_t is_running;
-    uint64_t held[MAX_GPUS];         /* bytes on each of them; 0 while checkpointed */
-    uint64_t saved[MAX_GPUS];        /* bytes that a restore will take */
+    uint64_t held[MAX_GPUS];         /* bytes on each of them, as NVML counts them; 0 while checkpointed */
+    uint64_t saved[MAX_GPUS];        /* bytes that a restore will take, likewise */
 };
 __attribute__((visibility("default"))) volatile struct request ocihook_fake_cuda_control;
 #define control ocihook_fake_cuda_control
@@ -249,7 +252,7 @@ static int restore(void)
         for (uint32_t i = 0; i < control.gpus; i++)
             control.minors[i] = minors[i];
     }
-    if (!control.has_room) {
+    if (!control.has_room) { /* final */
         is_lost = 1;
         return OUT_OF_MEMORY;
     }
@@ -350,6 +353,22 @@ int ocihook_fake_cuda_kernel(int ms)
 }
 int ocihook_fake_cuda_use_p2p(void) { is_p2p = 1; return SUCCESS; }
 
+static uint64_t whole_pages(uint64_t size) { return (size + PAGE_OF_GPU - 1) & ~(PAGE_OF_GPU - 1); }
+
+/* Count anew what is held on a GPU. */
+static void count_held(int gpu)
+{
+    uint64_t large = 0, small = 0;
+    for (int i = 0; i < MAX_ALLOCATIONS; i++)
+        if (allocations[i].size && allocations[i].gpu == gpu) {
+            if (allocations[i].size > PAGE_OF_GPU / 2)
+                large += whole_pages(allocations[i].size);
+            else
+                small += allocations[i].size;
+        }
+    control.held[gpu] = large + whole_pages(small);
+}
+
 int cuMemAlloc_v2(uint64_t *pointer, size_t size)
 {
     enter();
@@ -362,7 +381,7 @@ int cuMemAlloc_v2(uint64_t *pointer, size_t size)
             if (address != MAP_FAILED) {
                 allocations[i].address = address, allocations[i].size = size, allocations[i].fd = fd;
                 allocations[i].gpu = current_gpu;
-                control.held[current_gpu] += size;
+                count_held(current_gpu);
                 *pointer = (uint64_t)(uintptr_t)address;
                 result = SUCCESS;
             }
@@ -390,8 +409,8 @@ int cuMemFree_v2(uint64_t pointer)
         if (allocations[i].size && (uint64_t)(uintptr_t)allocations[i].address == pointer) {
             munmap(allocations[i].address, allocations[i].size);
             close(allocations[i].fd);
-            control.held[allocations[i].gpu] -= allocations[i].size;
             allocations[i].size = 0;
+            count_held(allocations[i].gpu);
             result = SUCCESS;
         }
     pthread_mutex_unlock(&allocating);
