@@ -8,11 +8,11 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ocihook.errors import CudaError, CudaLockTimeout, CudaStateError, CudaUnsupported
+from ocihook.gpu import library
 
 FIRST_DRIVER_VERSION = 12080  # as cuDriverGetVersion returns it: the first with this API, driver 570
 
@@ -54,16 +54,15 @@ class CudaState(StrEnum):
 
 log = logging.getLogger(__name__)
 
-_CONTROL_DEVICE = Path("/dev/nvidiactl")
 _STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED, CudaState.FAILED)  # CUprocessState
 
 
 def load_bindings() -> None:
-    """Import what is otherwise imported late, where it may be needed: on a node with the driver's device.
+    """Import what is otherwise imported late, where it may be needed: on a node with the driver.
 
     For a process that outlives the files it was started from, as an agent does when its package is upgraded.
     """
-    if _CONTROL_DEVICE.exists():
+    if library.has_kernel_driver():
         import pynvml  # noqa: F401 - for gpu/nvml.py
 
         try:
@@ -74,11 +73,18 @@ def load_bindings() -> None:
 
 def has_driver() -> bool:
     """Return whether there is a driver library on this node."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    return library.load(library.CUDA)
+
+
+def no_driver() -> CudaUnsupported:
+    """Return why there is no driver to be called: none is installed, or its library is not found."""
+    if not library.has_kernel_driver():
+        return CudaUnsupported(f"there is no {library.CUDA}", hint="install NVIDIA's driver 570 or later")
+    looked = ", ".join(map(str, [*library.driver_roots(), *library.CDI_DIRS]))
+    return CudaUnsupported(
+        f"NVIDIA's driver is loaded, but its {library.CUDA} is neither where the loader looks nor by {looked}",
+        hint="name its directory in a file of /etc/ld.so.conf.d and run ldconfig",
+    )
 
 
 class CudaDriver:
@@ -90,7 +96,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         if not has_driver():
-            raise CudaUnsupported("there is no libcuda.so.1", hint="install NVIDIA's driver 570 or later")
+            raise no_driver()
         self._api: ModuleType = _load_bindings()
         self.version = int(self._call("cuDriverGetVersion"))
         if self.version < FIRST_DRIVER_VERSION:

@@ -6,10 +6,12 @@ NVML starts a thread and opens device files in its caller, so call it in a proce
 import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ocihook.errors import CudaUnsupported
+from ocihook.gpu import library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +42,20 @@ def read_gpus() -> tuple[str, list[Gpu]]:
     # Late, since there are nodes without a GPU.
     import pynvml
 
+    library.load(library.NVML)
     try:
         pynvml.nvmlInit()
         version = str(pynvml.nvmlSystemGetDriverVersion())
         return version, [_read(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
-        raise CudaUnsupported(
-            f"NVML does not answer: {error}", hint="see that nvidia-smi works on this node"
-        ) from error
+        raise CudaUnsupported(f"NVML does not answer: {error}", hint=_remedy()) from error
+
+
+def _remedy() -> str:
+    for root in library.driver_roots():
+        if (root / "dev/nvidiactl").exists() and not Path("/dev/nvidiactl").exists():
+            return f"the driver's device files are in its container alone: cp -a {root}/dev/nvidia* /dev/"
+    return "see that nvidia-smi works on this node"
 
 
 def _read(nvml: ModuleType, number: int) -> Gpu:

@@ -23,7 +23,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("cuda")
     options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     source = PROJECT / "tests/fakes/cuda/libcuda.c"
-    subprocess.run(["gcc", *options, "-o", directory / "libcuda.so.1", source, "-lpthread"], check=True, timeout=60)
+    cuda, nvml = str(directory / "libcuda.so.1"), str(directory / "libnvidia-ml.so.1")
+    subprocess.run(["gcc", *options, "-o", cuda, source, "-lpthread"], check=True, timeout=60)
+    wrap = ["gcc", "-shared", "-Wl,-soname,libnvidia-ml.so.1,--no-as-needed", "-o", nvml, cuda]
+    subprocess.run(wrap, check=True, timeout=60)
     return {**os.environ, "LD_LIBRARY_PATH": str(directory), "VRAM_BYTES": str(VRAM_BYTES)}
 
 
@@ -144,3 +147,72 @@ def test_what_is_asked_of_a_real_driver_about_forks_can_be_asked(environment: di
         assert way["goes on"], way
         assert way["children"] == 0, way
         assert way.get("child is equal", way["way"] == "plain"), way
+
+
+WITHOUT_ROOM = """
+import sys
+from pathlib import Path
+from ocihook.gpu.driver import CudaDriver
+from ocihook.errors import CudaError
+
+driver, pid, script = CudaDriver(), int(sys.argv[1]), Path(sys.argv[2])
+driver.lock(pid, 5)
+driver.checkpoint(pid)
+for content in (f"total {1 << 30}\\ntaken {1 << 30}\\n", ""):
+    script.write_text(content)
+    try:
+        driver.restore(pid)
+        raise AssertionError("it has its GPU back")
+    except CudaError as error:
+        print(error.result)
+"""
+
+
+def test_a_restore_without_room_is_final(
+    environment: dict[str, str], program: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Recorded in driver-limits-580.json: the process is lost, though there is room by then."""
+    script = tmp_path / "script"
+    env = {**environment, "OCIHOOK_FAKE_CUDA": str(script)}
+    command = [sys.executable, "-c", WITHOUT_ROOM, str(program.pid), str(script)]
+    done = subprocess.run(command, env=env, timeout=60, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"]
+
+
+IN_A_NODE = """
+mount -t tmpfs tmpfs /run
+mkdir -p "$1"
+cp "$2/libcuda.so.1" "$1/libcuda.so.580.159.04"
+cp "$2/libnvidia-ml.so.1" "$1/libnvidia-ml.so.580.159.04"
+if [ -n "$3" ]; then
+    mkdir -p /run/cdi
+    mount -t tmpfs tmpfs /var/run/cdi 2>/dev/null || true
+    printf '%s' "$3" > /var/run/cdi/nvidia.yaml
+fi
+exec "$4" -m ocihook doctor --json
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+@pytest.mark.parametrize(
+    ("place", "specification"),
+    [
+        ("/run/nvidia/driver/usr/lib/x86_64-linux-gnu", ""),
+        ("/run/nvidia/driver/usr/lib64", ""),
+        (
+            "/run/elsewhere",
+            (
+                "mounts:\n- hostPath: /run/elsewhere/libcuda.so.580.159.04\n  containerPath: /usr/lib\n"
+                "- hostPath: /run/elsewhere/libnvidia-ml.so.580.159.04\n"
+            ),
+        ),
+    ],
+)
+def test_a_driver_in_a_container_is_found(environment: dict[str, str], place: str, specification: str) -> None:
+    """As the GPU Operator installs it, or as CDI names it."""
+    built = environment["LD_LIBRARY_PATH"]
+    command = ["unshare", "--mount", "sh", "-ec", IN_A_NODE, "sh", place, built, specification, sys.executable]
+    done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    findings = {f["check"]: f for f in json.loads(done.stdout)["findings"]}
+    assert findings["cuda"]["status"] == "ok", done.stderr
+    assert "driver 580.159.04: Stand-in" in findings["gpus"]["detail"]

@@ -14,7 +14,7 @@ from ocihook.container.running import RunningContainer
 from ocihook.criu import files as criu_files
 from ocihook.criu import plugin, version
 from ocihook.criu.version import Program
-from ocihook.gpu import preflight
+from ocihook.gpu import library, preflight
 from ocihook.gpu.driver import CudaState
 from ocihook.gpu.signs import Signs
 from ocihook.linux.open_files import Mount
@@ -560,7 +560,7 @@ def test_nvidias_hook_mounts_where_there_is_no_cdi(
     (tmp_path / "nvidia-container-runtime").mkdir()
     (tmp_path / "nvidia-container-runtime/config.toml").write_text(config)
     (tmp_path / "cdi").mkdir()
-    monkeypatch.setattr(node, "_CDI_DIRS", (tmp_path / "cdi",))
+    monkeypatch.setattr(node, "CDI_DIRS", (tmp_path / "cdi",))
     if has_cdi:
         (tmp_path / "cdi/nvidia.yaml").touch()
     assert only(node._check_nvidia_runtime()).status is status
@@ -675,6 +675,21 @@ def test_a_container_is_told_what_the_preflight_refuses(monkeypatch: pytest.Monk
     assert [f"{f.detail}: {f.remedy}" for f in refused] == preflight.refusals(situation)
     assert [f.remedy.partition(" ")[0] for f in refused] == ["install", "have"]
     assert "cudaMallocManaged" in refused[1].detail
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_libcuda_without_a_driver_is_no_good(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_loaded: bool
+) -> None:
+    """A dump of that process is refused; also where the driver is there and its library is not found."""
+    monkeypatch.setattr(library, "KERNEL_DRIVER", (tmp_path if is_loaded else tmp_path / "none",))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(container, "find_gpu_processes", lambda pid: [Signs(pid=pid, has_driver=True)])
+    monkeypatch.setattr(container, "has_driver", lambda: False)
+    (finding,) = container._check_gpu(read_workload(os.getpid()))
+    assert finding.status is Status.FAIL
+    assert f"processes {os.getpid()} use NVIDIA's driver" in finding.detail
+    assert finding.remedy.startswith("name its directory" if is_loaded else "install NVIDIA's driver")
 
 
 @pytest.mark.parametrize(("manager", "is_named"), [("libpod", True), ("cri-o", False), ("", False)])

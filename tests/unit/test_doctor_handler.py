@@ -30,7 +30,7 @@ class Node:
         monkeypatch.setattr(handler, "load_settings", lambda: self.settings)
         for name in ("_KUBELET_CONFIG", "_NVIDIA"):
             monkeypatch.setattr(handler, name, root / name)
-        monkeypatch.setattr(handler, "_CDI_DIRS", (root / "cdi",))
+        monkeypatch.setattr(handler, "CDI_DIRS", (root / "cdi",))
 
     def add(self, engine: str, *, is_known: bool = True) -> None:
         self.programs[engine] = Program(engine, f"/usr/bin/{engine}", (1,))

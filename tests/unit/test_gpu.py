@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ocihook.errors import CudaError, CudaLockTimeout, CudaUnsupported
 from ocihook.gpu import driver as driver_module
-from ocihook.gpu import room
+from ocihook.gpu import library, room
 from ocihook.gpu.driver import CudaDriver, CudaState, GpuMap
 from ocihook.gpu.dump import Taken, needed
 from ocihook.gpu.nvml import Gpu
@@ -188,5 +188,5 @@ def test_bindings_that_cannot_restore_are_refused_when_they_are_loaded(monkeypat
     monkeypatch.setattr(driver_module, "has_driver", lambda: True)
     with pytest.raises(CudaUnsupported, match=r"have no CUcheckpointRestoreArgs.*!=13\.3\.0"):
         CudaDriver()
-    monkeypatch.setattr(driver_module, "_CONTROL_DEVICE", Path("/"))
+    monkeypatch.setattr(library, "KERNEL_DRIVER", (Path("/"),))
     driver_module.load_bindings()  # an agent serves containers without a GPU all the same

@@ -9,7 +9,7 @@ from ocihook.config import Settings, apply_annotations, load_settings
 from ocihook.container.identity import container_ref, engine_of
 from ocihook.criu.files import loaded_plugin
 from ocihook.errors import ConfigError, IdentificationError, OcihookError
-from ocihook.gpu.driver import CudaDriver, CudaState, has_driver
+from ocihook.gpu.driver import CudaDriver, CudaState, has_driver, no_driver
 from ocihook.gpu.preflight import Situation, refusals
 from ocihook.gpu.processes import find_gpu_processes, states
 from ocihook.linux.open_files import Mount, mounts, namespaces, resolve_inside
@@ -87,7 +87,12 @@ def _check_network(workload: Workload) -> Iterator[Finding]:
 def _check_gpu(workload: Workload) -> Iterator[Finding]:
     """What ocihook's own preflight would say."""
     signs = find_gpu_processes(workload.init_pid)
-    if not signs or not has_driver():
+    if not signs:
+        return
+    if not has_driver():
+        who = ", ".join(str(one.pid) for one in signs)
+        detail = f"processes {who} use NVIDIA's driver, which cannot be asked: {no_driver().args[0]}"
+        yield Finding("gpu", Status.FAIL, detail, no_driver().hint)
         return
     try:
         driver = CudaDriver()

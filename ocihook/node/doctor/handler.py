@@ -8,6 +8,7 @@ from pathlib import Path
 from ocihook.config import load_settings
 from ocihook.criu.version import find_program, run_output
 from ocihook.errors import ConfigError, OcihookError
+from ocihook.gpu.library import CDI_DIRS
 from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.handlers import DROP_INS, HANDLER, RUNTIMES, program_of, read_containerd
 from ocihook.node.install import NODE, PACKAGE_LIBEXEC, default_libexec
@@ -17,7 +18,6 @@ _CHECK = "runtime handler"
 _INSTALL = "ocihook install --runtime"
 _KUBELET_CONFIG = Path("/var/lib/kubelet/config.yaml")
 _NVIDIA = Path("/proc/driver/nvidia")
-_CDI_DIRS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 _TIMEOUT_S = 10
 _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
@@ -86,7 +86,7 @@ def _check_gpus() -> Iterator[Finding]:
     """NVIDIA's own runtime edits what `create` gets, which a restore is not."""
     if not _NVIDIA.exists() or not any(path.exists() for path in DROP_INS.values()):
         return
-    if not any(directory.is_dir() and any(directory.iterdir()) for directory in _CDI_DIRS):
+    if not any(directory.is_dir() and any(directory.iterdir()) for directory in CDI_DIRS):
         detail = "no CDI specification: a container that is restored has none of its GPU's devices"
         remedy = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, and have the device plugin use CDI"
         yield Finding(_CHECK, Status.WARN, detail, remedy)

@@ -13,7 +13,8 @@ from ocihook.criu.conf import options
 from ocihook.criu.files import content
 from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program, run_output
 from ocihook.errors import ConfigError, CudaError, OcihookError
-from ocihook.gpu.driver import CudaDriver, has_driver
+from ocihook.gpu.driver import CudaDriver, has_driver, no_driver
+from ocihook.gpu.library import driver_roots, has_kernel_driver
 from ocihook.gpu.preflight import FIRST_DRIVER, FIRST_DRIVER_ON_ARM, driver_major
 from ocihook.gpu.processes import read_node
 from ocihook.linux.patience import ENDLESS
@@ -28,7 +29,7 @@ _SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 _SELINUX = Path("/sys/fs/selinux/enforce")
 _STATUS = Path("/proc/self/status")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_PERSISTENCED = Path("/run/nvidia-persistenced/socket")
+_PERSISTENCED = Path("run/nvidia-persistenced/socket")  # in the driver's root
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}  # bits of CapEff
 _ENGINES = ("podman", "crio", "containerd")
 _KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
@@ -113,7 +114,10 @@ def _check_selinux() -> Iterator[Finding]:
 
 def _check_cuda() -> Iterator[Finding]:
     if not has_driver():
-        yield Finding("cuda", Status.SKIP, "no NVIDIA driver; containers without a GPU need none")
+        if has_kernel_driver():
+            yield Finding("cuda", Status.FAIL, str(no_driver().args[0]), no_driver().hint)
+        else:
+            yield Finding("cuda", Status.SKIP, "no NVIDIA driver; containers without a GPU need none")
         return
     try:
         version = CudaDriver().version
@@ -142,7 +146,7 @@ def _check_gpus() -> Iterator[Finding]:
     if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
         detail = f"{_HUGE_PAGES} is `never`; a dump and a restore of GPU memory take a third longer"
         yield Finding("huge pages", Status.WARN, detail, f"echo madvise > {_HUGE_PAGES}")
-    if not _PERSISTENCED.exists():
+    if not any((root / _PERSISTENCED).exists() for root in (Path("/"), *driver_roots())):
         detail = "nvidia-persistenced does not run: each first use of an idle GPU, so each restore, takes seconds more"
         yield Finding("persistence", Status.WARN, detail, "systemctl enable --now nvidia-persistenced")
 

@@ -18,6 +18,7 @@ from ocihook.criu.options import Known, Script, faults, scripts
 from ocihook.criu.plugin import find_plugin
 from ocihook.criu.version import Program, find_program, libcriu_reads_conf, run_output
 from ocihook.errors import ConfigError, OcihookError, reason
+from ocihook.gpu.library import CDI_DIRS
 from ocihook.gpu.preflight import KEEP_PLUGIN_OUT
 from ocihook.linux.procfs import Process, status_fields
 from ocihook.model import ContainerRef
@@ -43,7 +44,6 @@ _KUBELET_CONFIG = Path("/var/lib/kubelet/config.yaml")
 _KUBELET_TIMEOUT_S = 120  # kubelet's runtimeRequestTimeout, if nothing else is set
 _NVIDIA = Path("/proc/driver/nvidia")
 _NVIDIA_RUNTIME = "nvidia-container-runtime/config.toml"
-_CDI_DIRS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 _PLUGIN_SYMBOL = b"check_and_remove_inventory_plugin"  # of CRIU 4.1 and later (criu#2521)
 _RECENT_S = 24 * 3600.0
 # Options of a CRIU configuration file that break checkpoints made through a runtime.
@@ -474,7 +474,7 @@ def _check_nvidia_runtime() -> Iterator[Finding]:
         return
     found = re.search(r'^\s*mode\s*=\s*"(\w+)"', text, re.MULTILINE)
     mode = found[1] if found else "auto"
-    has_cdi = any(directory.is_dir() and any(directory.iterdir()) for directory in _CDI_DIRS)
+    has_cdi = any(directory.is_dir() and any(directory.iterdir()) for directory in CDI_DIRS)
     remedy = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
     if mode == "legacy":
         detail = f"{_ETC / _NVIDIA_RUNTIME}: mode legacy mounts by a hook; CRIU cannot dump such mounts"
