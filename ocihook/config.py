@@ -123,6 +123,7 @@ class Settings:
     max_rootfs_bytes: int = 10 << 30  # of changes in a rootfs that are saved when a container is stopped
     max_volumes_bytes: int = 64 << 30  # of its volumes that end with its pod, likewise
     stop_timeout_s: float = 600.0  # for the checkpoint of a container that is stopped; then it is stopped without
+    suspend_before_kill: str = "595"  # drivers that need a restored container's GPU back before it is killed; "": none
     max_archive_bytes: int = 0  # of all archives in archive_dir: the oldest go; 0: no bound
     remote_keep_last: int = 0  # checkpoints of each container at the remote; 0 and remote_keep_within_s 0: all
     remote_keep_within_s: float = 0.0  # what is younger stays at the remote, too
@@ -181,6 +182,10 @@ _PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
     ),
     **dict.fromkeys(("store_dir", "archive_dir", "history_dir", "gang_dir", "tls_dir", "key_file"), _ABSOLUTE),
     "coordinator": (_COORDINATOR, "https://HOST:PORT"),
+    "suspend_before_kill": (
+        re.compile(r"|[0-9]+(?:\.[0-9]+)*(?:,[0-9]+(?:\.[0-9]+)*)*"),
+        "versions of NVIDIA's driver, as 595 or 595.71,600",
+    ),
     "remote": (
         re.compile(r"|(?:/|s3://[^/?#]|oci://[^/?#]).*", re.DOTALL),
         "/DIRECTORY, s3://BUCKET/PREFIX or oci://REGISTRY/REPOSITORY",

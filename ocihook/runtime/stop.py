@@ -40,12 +40,29 @@ def kill(call: Call, ask: Ask) -> int:
     is_to_stop = name not in _KILL and _is_wanted(name, kept)
     is_joined = _is_under_way(call.container_id)
     if not is_to_stop and not (name in _KILL and is_joined):
+        _suspend_gpus(call, kept, name)
         call.pass_on()
     if not is_joined:
         write_stop(call.container_id, Stop(words=call.words))
     if _is_gone(call, ask) or not is_joined:
         return 0  # if it is not gone the agent has delivered the signal
+    _suspend_gpus(call, kept, name)
     return call.pass_on()
+
+
+def _suspend_gpus(call: Call, kept: containers.Kept, name: str) -> None:
+    """Take the GPUs of a restored container before a signal that ends it, where the driver needs that."""
+    if kept.init is None:
+        return
+    from ocihook.runtime.suspending import suspend_gpus  # takes long to load
+
+    try:
+        if (name in _KILL or is_stop_signal(name, read_config(kept))) and (why := suspend_gpus(kept, load_settings())):
+            call.say(
+                f"container {kept.container} is stopped with its GPU, which the node may not survive: {why}", "warning"
+            )
+    except (OcihookError, OSError) as error:
+        call.say(plain(error), "warning")
 
 
 def _is_under_way(container_id: str) -> bool:
@@ -118,6 +135,9 @@ def delete(call: Call, ask: Ask) -> int:
     if _is_under_way(call.container_id):
         _is_gone(call, ask)
     is_ended = (containers.directory_of(call.container_id) / containers.ENDED_NAME).exists()
+    kept = containers.read(call.container_id)
+    if kept is not None and not is_ended and {"--force", "-f"} & call.options.keys():
+        _suspend_gpus(call, kept, "KILL")
     words = ["delete", "--force", call.container_id] if is_ended else call.words[len(call.prefix) :]
     done = call.run(*words)
     if done.returncode == 0 or is_ended:

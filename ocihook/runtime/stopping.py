@@ -21,7 +21,7 @@ from ocihook.checkpoints.pending import claimed, directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings
 from ocihook.criu.explain import explain
-from ocihook.errors import OcihookError, UnsupportedError, plain, printable
+from ocihook.errors import ConfigError, OcihookError, UnsupportedError, plain, printable
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants
 from ocihook.runtime import containers, dumping
@@ -33,6 +33,7 @@ from ocihook.runtime.stop_record import (
     read_stop,
     write_stop,
 )
+from ocihook.runtime.suspending import suspend_gpus
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin, read_thin
@@ -196,6 +197,9 @@ class Stopping:
         message = f"container {self._kept.container} is stopped without a checkpoint: {why}"
         log.error("%s", message)
         self._wait_for_end([])
+        with contextlib.suppress(ConfigError):
+            if unsafe := suspend_gpus(self._kept, self._load()):
+                log.warning("container %s is stopped with its GPU: %s", self._kept.container, unsafe)
         call = Call.parse(self._kept.program, self._stop.words)
         done = self._call(*call.words[len(call.prefix) :])
         self._note(outcome=SIGNALLED, message=message)

@@ -216,3 +216,35 @@ def test_a_driver_in_a_container_is_found(environment: dict[str, str], place: st
     findings = {f["check"]: f for f in json.loads(done.stdout)["findings"]}
     assert findings["cuda"]["status"] == "ok", done.stderr
     assert "driver 580.159.04: Stand-in" in findings["gpus"]["detail"]
+
+
+SUSPENDS = """
+import sys
+from pathlib import Path
+from ocihook.config import Settings
+from ocihook.gpu.driver import CudaDriver
+from ocihook.linux.procfs import Process
+from ocihook.model import ContainerRef
+from ocihook.runtime.containers import Kept
+from ocihook.runtime.suspending import suspend_gpus
+
+pid, script = int(sys.argv[1]), Path(sys.argv[2])
+root, init = Path("/"), Process.find(pid)
+kept = Kept(container=ContainerRef(id="a"), bundle=root, program=root, prefix=(), domain="", init=init)
+for line in ("", "driver 595.71.05\\nlock 600", "driver 595.71.05", "driver 595.71.05"):
+    script.write_text(line + "\\n")
+    why = suspend_gpus(kept, Settings())
+    print(CudaDriver().state(pid), "NOT_READY" in why or why)
+"""
+
+
+def test_gpus_are_suspended_where_the_driver_is_on_the_list(
+    environment: dict[str, str], program: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """A driver that refuses does not keep a container from its signal."""
+    script = tmp_path / "script"
+    env = {**environment, "OCIHOOK_FAKE_CUDA": str(script)}
+    command = [sys.executable, "-c", SUSPENDS, str(program.pid), str(script)]
+    done = subprocess.run(command, env=env, timeout=60, check=False, capture_output=True, text=True)
+    expected = ["running", "running True", "checkpointed", "checkpointed"]
+    assert [line.strip() for line in done.stdout.splitlines()] == expected, done.stderr

@@ -1,5 +1,6 @@
 """`kill`, `state` and `delete` of containers that the handler stops, and the agent's part in it."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,8 +17,9 @@ from ocihook.checkpoints.belongings import note_call, read_call, stopping_dir
 from ocihook.checkpoints.complete import wait_complete
 from ocihook.config import Settings
 from ocihook.errors import OcihookError
+from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
-from ocihook.runtime import containers, dumping, stop
+from ocihook.runtime import containers, dumping, stop, suspending
 from ocihook.runtime.call import Call
 from ocihook.runtime.gang_call import Listening
 from ocihook.runtime.stop_record import (
@@ -371,3 +373,57 @@ def test_whoever_shares_a_volume_that_is_saved_is_named(node: Path) -> None:
     now = containers.read(ID)
     assert now is not None
     assert dumping.sharers(now) == {"/job/cache": ["beside"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "notes", "is_suspended"),
+    [
+        (("kill", ID, "KILL"), {}, True),
+        (("kill", ID, "TERM"), {}, True),
+        (("kill", ID, "HUP"), {}, False),
+        (("delete", "--force", ID), {}, True),
+        (("delete", ID), {}, False),
+    ],
+)
+def test_what_ends_a_restored_container_takes_its_gpus_first(
+    node: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], notes: dict[str, str], *, is_suspended: bool
+) -> None:
+    """Where the driver is on the list; a container that was not restored is the runtime's at once."""
+    suspended: list[Process | None] = []
+
+    def suspend(kept: containers.Kept, _settings: Settings) -> str:
+        suspended.append(kept.init)
+        return "no room"
+
+    monkeypatch.setattr(suspending, "suspend_gpus", suspend)
+    (node / "bundle/config.json").write_text(json.dumps({"annotations": notes}))
+    kept = containers.read(ID)
+    assert kept is not None
+    log, made = node / "log", call(node, f"--log={node / 'log'}", *words)
+
+    def act(kept: containers.Kept) -> None:
+        containers.keep(kept)
+        with contextlib.suppress(PassedOn):
+            stop.delete(made, never) if words[0] == "delete" else stop.kill(made, never)
+
+    act(kept)
+    assert suspended == []
+    restored = replace(kept, init=Process(os.getpid(), 1))
+    act(restored)
+    assert suspended == ([restored.init] if is_suspended else [])
+    if is_suspended and words[0] == "kill":  # the runtime writes the same log
+        assert "is stopped with its GPU, which the node may not survive: no room" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "listed", "expected"),
+    [
+        ("595.71.05", "595", True),
+        ("595.71.05", "580.1,595.71", True),
+        ("595.71.05", "595.7", False),
+        ("580.159.04", "595", False),
+        ("580.159.04", "", False),
+    ],
+)
+def test_drivers_on_a_list(version: str, listed: str, *, expected: bool) -> None:
+    assert suspending.is_on_list(version, listed) is expected
