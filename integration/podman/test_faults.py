@@ -117,6 +117,21 @@ def test_wrong_annotation_refuses_the_dump(podman: Podman) -> None:
     assert "annotation ocihook.io/mode: mode must be one of 'inline', 'store', 'off', not 'inlien'" in message
 
 
+@pytest.mark.parametrize("loss", [["rm", "/run/ocihook/agent.sock"], ["mount", "-t", "tmpfs", "tmpfs", "/run/ocihook"]])
+def test_an_agent_that_cannot_be_found_fails_no_dump(podman: Podman, loss: list[str]) -> None:
+    podman.configure("[agent]\nidle_timeout_s = 30\n")
+    podman.start("c")
+    podman.checkpoint("c", podman.scratch / "first.tar", "--leave-running")
+    podman.namespace.run(*loss)
+    archive = podman.scratch / "c.tar"
+    before = podman.count("c")
+    podman.checkpoint("c", archive)
+    assert_packed(archive)
+    podman.remove("c")
+    podman.restore(archive)
+    podman.assert_goes_on("c", before)
+
+
 def test_silent_application_refuses_the_dump(podman: Podman) -> None:
     podman.start("c", quiesce_signal="USR1", quiesce_ack="/tmp/never", quiesce_timeout_s="0.5", resume_signal="USR2")
     podman.checkpoint("c", podman.scratch / "c.tar", check=False)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook import wire
+from ocihook.agent.listening import Listener, is_passed_by_systemd, turn_away, waiting
 from ocihook.agent.session import Session
 from ocihook.checkpoints.complete import complete_all, has_pending
 from ocihook.checkpoints.prune import prune_by_policy
@@ -42,7 +43,7 @@ from ocihook.runtime.gang_call import listen, members_that_listen
 from ocihook.runtime.stop_record import stops_under_way
 from ocihook.runtime.stopping import Stopping, remove_stale
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
-from ocihook.session.lock import lock_agent
+from ocihook.session.lock import is_locked_by, lock_agent
 from ocihook.store.store import Store
 
 REQUEST_TIMEOUT_S = 5.0  # a hook sends its request at once
@@ -54,7 +55,6 @@ _ASK_AGAIN_S = 10.0  # members of a gang that wait ask every 2 s (gang/coordinat
 _SCRAPE_TIMEOUT_S = 30
 _LEAST_WAIT_S = 1.0  # from one attempt to push, or to be an agent, to the next, whatever becomes of it
 _STOP = "stop of "  # what a child that stops a container is called, with the container's id
-_FIRST_SYSTEMD_FD = 3  # sd_listen_fds(3)
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +96,15 @@ class Agent:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Listener,
         runtime_dir: Path,
         load: Callable[[], Settings],
         metrics: socket.socket | None = None,
-        gangs: socket.socket | None = None,
+        gangs: Listener | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._listener = listener
+        self._is_ours = is_ours  # the place where clients look for an agent
         self._runtime_dir = runtime_dir
         self._load = load
         self._controls: dict[str, socket.socket] = {}  # by session id
@@ -110,7 +112,7 @@ class Agent:
         self._background: dict[int, tuple[_Background, int]] = {}  # pidfd -> what is done, pid
         self._again: set[_Background] = set()  # there may be checkpoints that these have not seen
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(listener.socket, selectors.EVENT_READ)
         self._metrics = metrics
         self._scrapes: dict[int, int] = {}  # pidfd -> pid of what answers one
         if metrics is not None:
@@ -118,7 +120,7 @@ class Agent:
         self._gangs = gangs
         self._coordinator: tuple[int, int] | None = None  # pidfd and pid of what answers members of gangs
         if gangs is not None:
-            self._selector.register(gangs, selectors.EVENT_READ)
+            self._selector.register(gangs.socket, selectors.EVENT_READ)
         self._asked: int | None = None  # a pipe with a byte for each of their requests
         self._asked_until_s = 0.0  # by the monotonic clock: whoever has asked may ask again
         self._push_at_s: float | None = None  # by the monotonic clock: what could not be pushed is tried again
@@ -139,6 +141,8 @@ class Agent:
         self._start_background()
         idle_since = time.monotonic()
         while self._is_needed(time.monotonic() - idle_since < idle_timeout_s):
+            if not self._is_stopping or self._children:
+                self._see_to_be_found()
             if self._push_at_s is not None and time.monotonic() >= self._push_at_s and not self._is_running(_PUSH):
                 self._start_background(_PUSH)
             if self._store_dir is not None and has_due_claims(self._store_dir) and not self._is_running(_CLAIMS):
@@ -152,11 +156,11 @@ class Agent:
 
     def _serve(self, key: selectors.SelectorKey) -> None:
         """Do what a descriptor is ready for."""
-        if key.fileobj is self._listener:
-            self._accept()
+        if key.fileobj is self._listener.socket:
+            self._take(self._listener.socket.accept()[0])
         elif key.fileobj is self._metrics:
             self._accept_scrape()
-        elif key.fileobj is self._gangs:
+        elif self._gangs is not None and key.fileobj is self._gangs.socket:
             self._start_coordinator()
         elif key.fd == self._asked:
             if os.read(key.fd, wire.PACKET_BYTES):
@@ -191,8 +195,50 @@ class Agent:
         log.info("stopping; %d sessions will end first", len(self._children))
         self._is_stopping = True
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+    def _see_to_be_found(self) -> None:
+        """Make sure that clients find this agent, or leave so that they start another one: two looks a second or so."""
+        listeners = [self._listener, *filter(None, [self._gangs])]
+        if all(listener.is_found for listener in listeners):
+            return
+        if not self._is_ours():
+            self._leave(f"{self._listener.path.parent} was removed, or another file system covers it")
+        elif self._listener.is_replaced and not self._children:  # as by systemd, which now listens there
+            self._leave(f"{self._listener.path} leads to another process")
+        else:
+            self._bind_again()
+
+    def _leave(self, why: str) -> None:
+        if not self._is_stopping:
+            log.warning("%s: this agent leaves once its %d sessions have ended", why, len(self._children))
+        self._is_stopping = True
+
+    def _bind_again(self) -> None:
+        try:
+            if not self._listener.is_found:
+                former = self._listener.bind_again()
+                log.warning("%s was removed or replaced; made again", self._listener.path)
+                self._selector.register(self._listener.socket, selectors.EVENT_READ)
+                self._selector.unregister(former)
+                with former:
+                    for connection in waiting(former):
+                        self._take(connection)
+            if self._gangs is not None and not self._gangs.is_found:
+                self._bind_gangs_again(self._gangs)
+        except OSError as error:
+            self._leave(f"{self._listener.path} is missing and cannot be made again ({error})")
+
+    def _bind_gangs_again(self, gangs: Listener) -> None:
+        former = gangs.bind_again()
+        log.warning("%s was removed or replaced; made again", gangs.path)
+        if self._coordinator is None:
+            self._selector.unregister(former)
+            self._selector.register(gangs.socket, selectors.EVENT_READ)
+        else:  # it listens where no member finds it
+            signal.pidfd_send_signal(self._coordinator[0], signal.SIGKILL)
+        former.close()
+
+    def _take(self, connection: socket.socket) -> None:
+        """Hand a request to the process of its session."""
         with connection:
             try:
                 request = self._read_request(connection)
@@ -319,13 +365,13 @@ class Agent:
     def _start_coordinator(self) -> None:
         """Have members of gangs answered by a process of its own, from the first of them on."""
         assert self._gangs is not None
-        self._selector.unregister(self._gangs)
+        self._selector.unregister(self._gangs.socket)
         parent = os.getpid()
         asked, asking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
             os.close(asked)
-            self._be_coordinator(self._gangs, parent, asking)
+            self._be_coordinator(self._gangs.socket, parent, asking)
         os.close(asking)
         self._asked = asked
         self._selector.register(asked, selectors.EVENT_READ)
@@ -369,18 +415,18 @@ class Agent:
             os.close(self._asked)
             self._asked = None
         log.error("the coordinator of gangs has ended; open dumps and restores of gangs end, too")
-        self._selector.register(self._gangs, selectors.EVENT_READ)
+        self._selector.register(self._gangs.socket, selectors.EVENT_READ)
 
     def _let_go(self) -> None:
         """Close in a child what is the agent's."""
         self._selector.close()
-        self._listener.close()
+        self._listener.socket.close()
         for control in self._controls.values():
             control.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._gangs is not None:
-            self._gangs.close()
+            self._gangs.socket.close()
         if self._asked is not None:
             os.close(self._asked)
         if self._coordinator is not None:
@@ -556,6 +602,8 @@ def _serve(runtime_dir: Path, *, detached: bool) -> None:
     lock = lock_agent(runtime_dir)
     if lock is None:
         log.info("another agent runs in %s", runtime_dir)
+        if is_passed_by_systemd():
+            turn_away()
         return
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())  # for people
@@ -564,21 +612,19 @@ def _serve(runtime_dir: Path, *, detached: bool) -> None:
     settings = _settings()
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # until `run` heeds them: else sockets would stay behind
     metrics = _metrics_listener(settings.metrics_address)
-    listener, is_ours = _listener(runtime_dir)  # last: a client that reaches it can read metrics, too
+    listener = _listener(runtime_dir)  # last: a client that reaches it can read metrics, too
     if metrics is not None:
         importlib.import_module("ocihook.agent.metrics")  # its files may be another version's when it is asked
-    gangs = _gang_listener(runtime_dir)
+    gangs = Listener(runtime_dir / wire.GANG_SOCKET_NAME, socket.SOCK_STREAM, 1024)
     load_for_members(settings)
     load_bindings()  # while the files that this agent was started from are still there
+    is_ours = partial(is_locked_by, runtime_dir, lock)
     try:
-        Agent(listener, runtime_dir, load_settings, metrics, gangs).run(settings.idle_timeout_s)
+        Agent(listener, runtime_dir, load_settings, metrics, gangs, is_ours).run(settings.idle_timeout_s)
     finally:
         gangs.close()
-        (runtime_dir / wire.GANG_SOCKET_NAME).unlink(missing_ok=True)
         if metrics is not None:
             metrics.close()
-        if is_ours:
-            (runtime_dir / wire.SOCKET_NAME).unlink(missing_ok=True)
         listener.close()
         os.close(lock)
 
@@ -590,26 +636,10 @@ def load_for_members(settings: Settings) -> None:
         load_messages()
 
 
-def _listener(runtime_dir: Path) -> tuple[socket.socket, bool]:
-    """Return the socket to accept on, and whether it was made here."""
-    if os.environ.get("LISTEN_PID") == str(os.getpid()):
-        return socket.socket(fileno=_FIRST_SYSTEMD_FD), False
-    path = runtime_dir / wire.SOCKET_NAME
-    path.unlink(missing_ok=True)  # stale: whoever holds the lock is the only agent
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
-    listener.listen(64)
-    return listener, True
-
-
-def _gang_listener(runtime_dir: Path) -> socket.socket:
-    """Return the socket on which members of gangs are to ask."""
-    path = runtime_dir / wire.GANG_SOCKET_NAME
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen(1024)
-    return listener
+def _listener(runtime_dir: Path) -> Listener:
+    """Return the socket to accept requests on."""
+    make = Listener.of_systemd if is_passed_by_systemd() else Listener
+    return make(runtime_dir / wire.SOCKET_NAME, socket.SOCK_SEQPACKET, 64)
 
 
 def _metrics_listener(address: str) -> socket.socket | None:

@@ -11,7 +11,7 @@ from typing import Any
 from ocihook import wire
 from ocihook.config import Settings, load_settings
 from ocihook.criu.explain import Explanation
-from ocihook.errors import ConfigError, OcihookError, plain
+from ocihook.errors import AgentError, ConfigError, OcihookError, plain
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.memory.standstill import is_given_up
@@ -42,6 +42,13 @@ _STAGES: dict[str, _Stage] = {
     "post-restore": restore.post_restore,
     "pre-resume": restore.pre_resume,
     "post-resume": restore.post_resume,
+}
+# Stages that continue what an earlier one began, for which CRIU has called an agent in any case.
+_CONTINUES = {
+    "post-dump": "pre-dump",
+    wire.DETACHED_STAGE: "pre-dump",
+    "setup-namespaces": "pre-restore",
+    "post-restore": "pre-restore",
 }
 # What an error in a stage leaves behind, said after the error itself. CRIU ignores a veto in post-resume.
 _STATE_AFTER_ERROR = {
@@ -91,6 +98,7 @@ class Session:
     def _run(self, request: wire.Request, *, was_begun: bool) -> tuple[int, str]:
         stage = request.stage
         try:
+            self._check_known(stage)
             if was_begun:
                 log.warning("session %s: %s was interrupted, beginning again", self.journal.session_id, stage)
                 undo_interrupted(self.journal, Patience())
@@ -114,6 +122,15 @@ class Session:
         if message:
             log.info("%s: %s", stage, message)
         return 0, message
+
+    def _check_known(self, stage: str) -> None:
+        """Check that an earlier stage is on record: without it nobody knows which memory CRIU was made to leave out."""
+        earlier = _CONTINUES.get(stage)
+        if earlier is not None and self.journal.verdict_of(earlier) is None:
+            raise AgentError(
+                f"there is no record of {earlier}: {wire.RUNTIME_DIR} was removed, or covered by a mount, meanwhile",
+                hint="try again",
+            )
 
     def _open_images(self, request: wire.Request) -> int:
         kept = self.journal.find(KeptFromEnd) if request.stage == wire.DETACHED_STAGE else None

@@ -107,7 +107,7 @@ def _connect() -> socket:
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             if time.monotonic() > deadline:
-                raise
+                raise ConnectionError(_why_none_listens(path)) from None
             # One that leaves in peace has met another agent, which may have been leaving itself.
             if not agent or _has_left(agent):
                 agent = _start_agent()
@@ -145,6 +145,19 @@ def _has_left(agent: int) -> bool:
     return bool(pid)
 
 
+def _why_none_listens(path: str) -> str:
+    """Return what keeps an agent from listening, for an error."""
+    lock = f"{wire.RUNTIME_DIR}/{wire.LOCK_NAME}"
+    try:
+        with open(lock) as file:
+            holder = file.read().strip()
+    except OSError:
+        holder = ""
+    if holder and os.access(f"/proc/{holder}", os.F_OK):
+        return f"process {holder} holds {lock}, but does not listen at {path}: end it"
+    return f"no agent listens at {path} after {AGENT_START_S:g} s"
+
+
 def _without_agent(stage: str, image_dir: str, error: str, *, is_at_work: bool) -> tuple[int, str]:
     """Decide alone. Nothing may be half done: where nothing of ours is, CRIU's images are complete.
 
@@ -154,7 +167,7 @@ def _without_agent(stage: str, image_dir: str, error: str, *, is_at_work: bool) 
     names = os.listdir(image_dir) if stage in ("pre-restore", "post-dump") else []
     has_ours = is_at_work or any(name.startswith(OURS) for name in names)
     if stage == "pre-restore" and has_ours:
-        return 1, f"this checkpoint is packed and cannot be unpacked here ({error}); nothing was started"
+        return 1, f"no agent unpacks the checkpoint ({error}); nothing was started; see `ocihook doctor`"
     if stage == "pre-dump" and os.geteuid() == 0:
         return 1, f"no agent ({error}); the dump is refused, the container runs on; see `ocihook doctor`"
     if stage == "post-restore":

@@ -76,7 +76,7 @@ def _end_agent(runtime_dir: Path) -> bool:
     if lock is not None:
         os.close(lock)
         return True
-    written = (runtime_dir / "agent.lock").read_text().strip()
+    written = (runtime_dir / wire.LOCK_NAME).read_text().strip()
     agent = Process.find(int(written)) if written.isdigit() else None
     if agent and any("ocihook" in word for word in command_line(agent.pid)):
         agent.send(signal.SIGTERM)

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,29 @@ mkdir -p /etc/ocihook
 echo '[agent]' > /etc/ocihook/config.toml
 echo 'idle_timeout_s = 1' >> /etc/ocihook/config.toml
 """
+
+# What systemd does: it listens, and starts the agent for a client.
+_SYSTEMD = (
+    "import os, select, socket, sys\n"
+    "os.makedirs('/run/ocihook', 0o700, exist_ok=True)\n"
+    "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('/run/ocihook/new'); s.listen()\n"
+    "os.rename('/run/ocihook/new', '/run/ocihook/agent.sock')\n"
+)
+_EXECUTE = (
+    "os.dup2(s.fileno(), 3); os.set_inheritable(3, True)\n"
+    "os.environ |= {'LISTEN_FDS': '1', 'LISTEN_PID': str(os.getpid())}\n"
+    "os.execv(sys.executable, [sys.executable, '-m', 'ocihook', 'agent'])\n"
+)
+# Again and again, as long as there are clients.
+_ACTIVATE = (
+    "while True:\n"
+    "    select.select([s], [], [])\n"
+    "    if os.fork() == 0:\n"
+    "        os.dup2(s.fileno(), 3); os.set_inheritable(3, True)\n"
+    "        os.environ |= {'LISTEN_FDS': '1', 'LISTEN_PID': str(os.getpid())}\n"
+    "        os.execv(sys.executable, [sys.executable, '-m', 'ocihook', 'agent'])\n"
+    "    os.wait()\n"
+)
 
 
 class Node:
@@ -249,17 +272,112 @@ def test_criu_killed_after_pre_restore(node: Node) -> None:
     assert verify_image_set(node.images, workers=1) is not None
 
 
-def test_systemd_passes_its_socket(node: Node) -> None:
-    starter = (
-        "import os, select, socket, sys\n"
-        "os.makedirs('/run/ocihook', 0o700)\n"
-        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('/run/ocihook/new'); s.listen()\n"
-        "os.rename('/run/ocihook/new', '/run/ocihook/agent.sock')\n"
-        "select.select([s], [], [])\n"  # it starts the agent for whoever comes
-        "os.dup2(s.fileno(), 3); os.set_inheritable(3, True)\n"
-        "os.environ |= {'LISTEN_FDS': '1', 'LISTEN_PID': str(os.getpid())}\n"
-        "os.execv(sys.executable, [sys.executable, '-m', 'ocihook', 'agent'])\n"
+def lose_socket(node: Node) -> None:
+    node.run_dir("agent.sock").unlink()
+
+
+def remove_directory(node: Node) -> None:
+    shutil.rmtree(node.run_dir(""))
+
+
+def cover(node: Node) -> None:
+    node.namespace.run("mount", "-t", "tmpfs", "tmpfs", "/run")
+
+
+LOSSES = pytest.mark.parametrize("lose", [lose_socket, remove_directory, cover])
+
+
+@LOSSES
+def test_an_agent_that_cannot_be_found(node: Node, lose: Callable[[Node], None]) -> None:
+    """It listens again, or leaves to another one; and its end takes nothing from that."""
+    agent = node.agent()
+    lose(node)
+    assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+    assert (agent.wait(60) == 0) if lose is not lose_socket else (agent.poll() is None)
+    assert "removed" in (node.scratch / "agent.log").read_text()
+    holder = int(node.run_dir("agent.lock").read_text())
+    assert node.run_dir("agent.sock").is_socket()
+    assert "pre-restore 0" in node.criu("restore", "pre-restore", "post-resume")
+    assert int(node.run_dir("agent.lock").read_text()) == holder
+    os.kill(holder, signal.SIGTERM)
+
+
+@LOSSES
+def test_an_agent_that_cannot_be_found_in_the_middle_of_a_dump(node: Node, lose: Callable[[Node], None]) -> None:
+    """The dump is completed by the agent that began it, or fails: another knows nothing of what CRIU left out."""
+    agent = node.agent()
+    log, go_on = node.scratch / "criu.log", node.scratch / "go-on"
+    stages = ["pre-dump", f"until={go_on}", "post-dump"]
+    criu = node.namespace.spawn(*node.criu_command("checkpoint", stages), log=log)
+    wait_for("the dump to begin", lambda: "waiting" in log.read_text())
+    lose(node)
+    go_on.touch()
+    assert criu.wait(60) == 0
+    if lose is lose_socket:
+        assert "post-dump 0" in log.read_text()
+        assert verify_image_set(node.images, workers=1) is not None
+        agent.terminate()
+    else:
+        assert "post-dump 1" in log.read_text()
+        assert "there is no record of pre-dump" in log.read_text()
+        assert agent.wait(60) == 0
+        os.kill(int(node.run_dir("agent.lock").read_text()), signal.SIGTERM)
+    assert all(record["effects"] == [] for record in node.history())
+
+
+def test_an_idle_agent_leaves_to_whatever_has_taken_its_path(node: Node) -> None:
+    """As systemd does when its socket is started while an agent of the hook's runs."""
+    agent = node.agent()
+    node.namespace.run(sys.executable, "-c", f"{_SYSTEMD}")
+    assert agent.wait(60) == 0
+    assert node.run_dir("agent.sock").is_socket()
+    node.run_dir("agent.sock").unlink()
+
+
+def test_an_agent_at_work_takes_its_path_back(node: Node) -> None:
+    node.agent()
+    log, go_on = node.scratch / "criu.log", node.scratch / "go-on"
+    stages = ["pre-dump", f"until={go_on}", "post-dump"]
+    criu = node.namespace.spawn(*node.criu_command("checkpoint", stages), log=log)
+    wait_for("the dump to begin", lambda: "waiting" in log.read_text())
+    starter = f"{_SYSTEMD}{_ACTIVATE}"
+    other = node.namespace.spawn(sys.executable, "-c", starter, log=node.scratch / "other.log")
+    go_on.touch()
+    assert criu.wait(60) == 0
+    assert "post-dump 0" in log.read_text()
+    assert verify_image_set(node.images, workers=1) is not None
+    other.terminate()
+
+
+def test_systemd_starts_an_agent_whose_socket_has_no_file(node: Node) -> None:
+    starter = f"{_SYSTEMD}os.unlink('/run/ocihook/agent.sock')\n{_EXECUTE}"
+    node.stay()
+    agent = node.namespace.spawn(sys.executable, "-c", starter, log=node.scratch / "agent.log")
+    node.agents.append(agent)
+    wait_for("the socket", node.run_dir("agent.sock").is_socket)
+    assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")
+    assert agent.poll() is None
+
+
+def test_a_process_that_holds_the_lock_and_does_not_listen(node: Node) -> None:
+    holder = node.namespace.spawn(
+        sys.executable,
+        "-c",
+        "import os, pathlib, time; from ocihook.session.lock import lock_agent\n"
+        "lock = lock_agent(pathlib.Path('/run/ocihook')); os.write(lock, b'%d' % os.getpid()); time.sleep(600)",
+        log=node.scratch / "holder.log",
     )
+    wait_for("the lock", lambda: node.run_dir("agent.lock").exists() and node.run_dir("agent.lock").read_text() != "")
+    environment = f"CRTOOLS_SCRIPT_ACTION=pre-dump CRTOOLS_IMAGE_DIR={node.images}"
+    output = node.namespace.run("sh", "-c", f"{environment} {node.script} 2>&1; echo status $?")
+    assert "status 1" in output
+    assert f"process {holder.pid} holds /run/ocihook/agent.lock, but does not listen" in output
+    holder.kill()
+    holder.wait(60)
+
+
+def test_systemd_passes_its_socket(node: Node) -> None:
+    starter = f"{_SYSTEMD}select.select([s], [], [])\n{_EXECUTE}"
     agent = node.namespace.spawn(sys.executable, "-c", starter, log=node.scratch / "agent.log")
     wait_for("the socket", node.run_dir("agent.sock").exists)
     assert "post-dump 0" in node.criu("checkpoint", "pre-dump", "post-dump")

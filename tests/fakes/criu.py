@@ -3,7 +3,8 @@
     criu.py ACTION_SCRIPT IMAGE_DIR INIT_PID STAGE...
 
 Prints `STAGE STATUS` and what the script printed. As CRIU <= 4.1.1 does, it runs the script twice a stage. The stage
-`pages?` prints whether page images are there, `wait` waits to be killed, `log=FILE` writes that as its log.
+`pages?` prints whether page images are there, `wait` waits to be killed, `until=FILE` waits for a file, `log=FILE`
+writes that as its log.
 """
 
 import os
@@ -20,6 +21,10 @@ for stage in stages:
     if stage == "wait":
         print("waiting", flush=True)
         time.sleep(600)
+    elif stage.startswith("until="):
+        print("waiting", flush=True)
+        while not Path(stage.removeprefix("until=")).exists():
+            time.sleep(0.01)
     elif stage.startswith("log="):
         log.write(Path(stage.removeprefix("log=")).read_text())
         log.flush()

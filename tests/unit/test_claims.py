@@ -160,6 +160,7 @@ def test_an_agent_renews_a_claim_while_its_container_runs(
 
 
 def test_an_agent_stays_as_long_as_there_is_a_claim(directory: str, tmp_path: Path) -> None:
+    from ocihook.agent.listening import Listener
     from ocihook.agent.server import Agent
 
     one = Site(tmp_path / "one", directory)
@@ -170,9 +171,8 @@ def test_an_agent_stays_as_long_as_there_is_a_claim(directory: str, tmp_path: Pa
     pid = os.fork()
     if pid == 0:
         status = 1
-        with contextlib.suppress(BaseException), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(str(run_dir / "agent.sock"))
-            listener.listen()
+        with contextlib.suppress(BaseException):
+            listener = Listener(run_dir / "agent.sock", socket.SOCK_SEQPACKET, backlog=1)
             Agent(listener, run_dir, lambda: one.settings).run(idle_timeout_s=0.1)
             status = 0
         os._exit(status)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ocihook import wire
 from ocihook.config import Settings
 from ocihook.container.running import RunningContainer
 from ocihook.criu import files as criu_files
@@ -266,6 +267,7 @@ def put_launcher(programs: dict[str, Program], conf_dir: Path, directory: Path, 
     [
         ({"socket": "active", "service": "inactive"}, Status.OK, "systemd starts it"),
         ({"socket": "active", "service": "active", "pid": "1"}, Status.OK, "systemd starts it"),
+        ({"socket": "active", "service": "inactive", "file": ""}, Status.WARN, "agent.sock is missing"),
         ({"socket": "active", "service": "active", "pid": "2"}, Status.WARN, "may not make all system calls"),
         ({"socket": "inactive", "service": "inactive", "loaded": "loaded"}, Status.WARN, "socket is inactive"),
         ({"socket": "failed", "service": "failed"}, Status.WARN, "service has failed"),
@@ -276,6 +278,9 @@ def test_agent_under_systemd(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, states: dict[str, str], status: Status, word: str
 ) -> None:
     monkeypatch.setattr(node, "_SYSTEMD", tmp_path)
+    monkeypatch.setattr(wire, "RUNTIME_DIR", str(tmp_path))
+    if "file" not in states:
+        (tmp_path / wire.SOCKET_NAME).touch()
 
     def systemctl(*command: str) -> str:
         if "--property=MainPID" in command:

@@ -618,6 +618,7 @@ def test_an_agent_pushes_again_and_leaves_when_all_is_pushed(
 ) -> None:
     """The remote is mounted only after the first attempt; nothing else makes the agent try again."""
     from integration.namespace import wait_for
+    from ocihook.agent.listening import Listener
     from ocihook.agent.server import Agent
     from ocihook.config import Settings
 
@@ -630,10 +631,8 @@ def test_an_agent_pushes_again_and_leaves_when_all_is_pushed(
     run_dir.mkdir()
 
     def agent() -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(str(run_dir / "agent.sock"))
-            listener.listen()
-            Agent(listener, run_dir, lambda: settings).run(idle_timeout_s=0.1)
+        listener = Listener(run_dir / "agent.sock", socket.SOCK_SEQPACKET, backlog=1)
+        Agent(listener, run_dir, lambda: settings).run(idle_timeout_s=0.1)
 
     pid = os.fork()
     if pid == 0:

@@ -263,6 +263,9 @@ def _check_agent() -> Iterator[Finding]:
     if service == "failed":
         detail = "ocihook.service has failed: dumps are refused while it cannot start"
         yield Finding("agent", Status.WARN, detail, "see `journalctl -u ocihook.service`")
+    elif socket == "active" and not (Path(wire.RUNTIME_DIR) / wire.SOCKET_NAME).exists():
+        detail = f"{SOCKET} is active, but {wire.RUNTIME_DIR}/{wire.SOCKET_NAME} is missing: the hook starts the agent"
+        yield Finding("agent", Status.WARN, detail, f"systemctl restart {SOCKET}")
     elif socket == "active" and _is_filtered():
         detail = "ocihook.service may not make all system calls: no container with a filter of its own is checkpointed"
         remedy = "remove SystemCallFilter, Restrict*, Lock* and Protect* from its drop-ins (`systemctl cat ocihook`)"
