@@ -161,6 +161,7 @@ static int make_unbound(void) { return socket(AF_INET, SOCK_STREAM, 0); }
 static int make_udp(void) { return make_socket(own, OWN_PORT, SOCK_DGRAM, BIND); }
 static int make_udp_connected(void) { return make_socket(peer, ECHO, SOCK_DGRAM, CONNECT); }
 static int make_mptcp(void) { return socket(AF_INET, SOCK_STREAM, IPPROTO_MPTCP); }
+static int make_raw_multipath(void) { return socket(AF_INET, SOCK_RAW, IPPROTO_MPTCP); } /* any protocol has raw sockets */
 static int make_raw_icmp(void) { return socket(AF_INET, SOCK_RAW, IPPROTO_ICMP); }
 
 static int make_ping(void) { return socket(AF_INET, SOCK_DGRAM, IPPROTO_ICMP); }
@@ -324,6 +325,29 @@ static int make_options(void)
     return fd;
 }
 
+static int segment_bytes(int fd)
+{
+    struct tcp_info info;
+    socklen_t length = sizeof info;
+    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) ? -1 : (int)info.tcpi_snd_mss;
+}
+
+static int segments_were, segments6_were;
+
+static int make_segments(void)
+{
+    int fd = connected(ECHO);
+    segments_were = segment_bytes(fd);
+    return fd;
+}
+
+static int make_segments6(void)
+{
+    int fd = make_established6();
+    segments6_were = segment_bytes(fd);
+    return fd;
+}
+
 /* ---- how each is used ---- */
 
 static void tell(const char *what, ssize_t result)
@@ -472,6 +496,9 @@ static void use_options(int fd)
     printf(" user_timeout=%d notsent_lowat=%d congestion=%s nodelay=%d", timeout_ms, lowat, congestion, no_delay);
 }
 
+static void use_segments(int fd) { printf(" same=%d", segment_bytes(fd) == segments_were); }
+static void use_segments6(int fd) { printf(" same=%d", segment_bytes(fd) == segments6_were); }
+
 static void use_ping(int fd)
 {
     struct sockaddr_storage address;
@@ -516,10 +543,13 @@ static const struct {
     {"netlink", make_netlink, use_netlink},
     {"netlink-groups", make_netlink_groups, use_nothing},
     {"raw-icmp", make_raw_icmp, use_name},
+    {"raw-multipath", make_raw_multipath, use_name},
     {"packet", make_packet, use_nothing},
     {"ping", make_ping, use_ping}, /* only if it is asked for: not everybody may have one */
     {"multicast", make_multicast, use_multicast},
     {"options", make_options, use_options},
+    {"segments", make_segments, use_segments},
+    {"segments6", make_segments6, use_segments6},
     {"mptcp", make_mptcp, use_nothing}, /* only if it is asked for: it cannot be dumped */
 };
 enum { ALL = sizeof table / sizeof *table };

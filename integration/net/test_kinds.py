@@ -24,6 +24,8 @@ _KEPT = {
     "receive-queue": r"received=200000 then=0",
     "send-queue": r"unsent=1 send=\S+",
     "options": r"user_timeout=30000 notsent_lowat=65536 congestion=reno nodelay=1",
+    "segments": r"same=1",
+    "segments6": r"same=1",
 }
 _CLOSED = {
     "established": r"\S+ \S+ send=ECONNRESET recv=0 again=EPIPE",
@@ -37,6 +39,8 @@ _CLOSED = {
     "receive-queue": r"received=1\d{5} then=ECONNRESET",
     "send-queue": r"\S+ send=ECONNRESET",
     "options": r".* nodelay=1",
+    "segments": r"same=\d",
+    "segments6": r"same=\d",
 }
 _ALWAYS = {
     "listen": r"name=OWN/9100 listens=1 waits=0",
@@ -56,6 +60,7 @@ _ALWAYS = {
     "netlink": r"send=20 recv=1",
     "netlink-groups": r"",
     "raw-icmp": r"name=0.0.0.0/1",
+    "raw-multipath": r"name=0.0.0.0/262",
     "packet": r"",
     "multicast": r"name=0.0.0.0/9102 member=0",  # CRIU does not restore it, which is said
 }

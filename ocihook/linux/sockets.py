@@ -21,6 +21,7 @@ _SOCKET = re.compile(r"socket:\[([0-9]+)\]")
 _IP = (socket.AF_INET, socket.AF_INET6)
 
 _UDP_CORK = 1  # linux/udp.h
+_MPTCP = 262  # IPPROTO_MPTCP; Python has it from 3.12 on
 
 
 class Socket(NamedTuple):
@@ -36,6 +37,11 @@ class Socket(NamedTuple):
     waiting: int  # connections that nobody has accepted yet
     address: str  # where it is bound; "" if nowhere, or not on an IP
     is_corked: bool = False  # UDP: it delays what is sent
+
+    @property
+    def is_multipath(self) -> bool:
+        """Return whether it is of multipath TCP: a raw socket may have the same protocol."""
+        return self.family in _IP and self.kind == socket.SOCK_STREAM and self.protocol == _MPTCP
 
 
 def sockets(pid: int) -> Iterator[Socket]:

@@ -18,6 +18,7 @@ from ocihook.linux.sockets import copies
 _SO_PROTOCOL = 38
 _USER_TIMEOUT, _NOTSENT_LOWAT = 18, 25  # linux/tcp.h
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
+_IP_OPTIONS_BYTES = 40  # MAX_IPOPTLEN
 _IP = (socket.AF_INET, socket.AF_INET6)
 # Groups that every interface is in: all nodes (RFC 1112, RFC 4291), and the solicited-node addresses.
 _ALL_NODES = re.compile(r"010000e0|ff0[12]0{27}1|ff020{19}1ff[0-9a-f]{6}", re.IGNORECASE)
@@ -84,6 +85,19 @@ def put_back(sock: socket.socket, wanted: TcpOptions) -> list[str]:
         except (OSError, OverflowError):
             failed.append(f"{name} {value}")
     return failed
+
+
+def use_whole_segments(sock: socket.socket) -> None:
+    """Have a connection that CRIU has restored send segments as large as the path takes, as before the dump.
+
+    CRIU connects a socket first and sets the peer's segment size (TCPOPT_MAXSEG) after that, so the kernel goes on
+    with the size for a peer that has announced none: 536 bytes, of IPv6 1220. Segments that small also fill a receiver
+    beyond its window; Linux from 6.17 on then takes no acknowledgement from the sender, and both stand still. The
+    kernel computes the size again when IP options are set, here to what they are.
+    """
+    with contextlib.suppress(OSError):  # the connection is over
+        options = sock.getsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, _IP_OPTIONS_BYTES)
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, options)
 
 
 def multicast_groups(pid: int) -> list[str]:

@@ -22,7 +22,7 @@ from ocihook.linux.procfs import descendants
 from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_pairs
 from ocihook.net.hold import forget_hold, hold, release
 from ocihook.net.kick import Sender, wake
-from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets
+from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets, use_whole_segments
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket as NetlinkSocket
@@ -290,8 +290,10 @@ def _put_back(init_pid: int, wanted: Iterable[tuple[Place, TcpOptions]]) -> list
     """Give sockets of restored processes what they had; return what they cannot have here."""
     options = dict(wanted)
     lost = []
-    for _, sock in tcp_sockets(descendants(init_pid)) if options else ():
+    for _, sock in tcp_sockets(descendants(init_pid)):
         place = place_of(sock)
+        if place.remote_port:
+            use_whole_segments(sock)
         if place in options:
             lost += [
                 f"{name} of the connection from port {place.local_port}" for name in put_back(sock, options[place])

@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_interface
 
 from ocihook.linux.sockets import sockets
 from ocihook.net.namespace import NetNamespace
-from ocihook.net.netlink import MPTCP, InetSocket, Link, inet_sockets, links
+from ocihook.net.netlink import InetSocket, Link, inet_sockets, links
 
 IPAddress = IPv4Address | IPv6Address
 
@@ -37,7 +37,7 @@ class Survey:
             namespace = NetNamespace.of(next(iter(pids)))
         except FileNotFoundError:
             return None
-        return cls(namespace, found.keys(), any(sock.protocol == MPTCP for sock in found.values()))
+        return cls(namespace, found.keys(), any(sock.is_multipath for sock in found.values()))
 
     @cached_property
     def _in_network(self) -> list[InetSocket]:

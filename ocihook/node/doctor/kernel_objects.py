@@ -42,7 +42,6 @@ _MEMORY_MAJOR, _TTY_MAJORS, _MISC_MAJOR, _NVIDIA_MAJOR = 1, (4, 5, *range(136, 1
 _TUN_MINOR, _HPET_MINOR = 200, 228
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
 _PROTOCOLS = (socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_UDPLITE, 0)
-_MPTCP = 262
 _NOT_NESTED = ("pid", "ipc", "uts", "user", "time")  # CRIU has but one of these for a tree
 # Where CRIU looks for a watched file that its handle does not open (criu/irmap.c).
 _SCANNED = ("/etc", "/var/spool", "/var/log", "/usr/share/dbus-1/system-services", "/usr/share/polkit-1", "/lib/udev")
@@ -179,7 +178,7 @@ def _about_socket(sock: Socket, workload: Workload) -> Iterator[Finding]:
     if sock.family not in _FAMILIES:
         detail = f"{who} has a socket of family {sock.family}, which CRIU cannot dump"
         yield Finding("socket-kind", Status.FAIL, detail, "have the application close it before the dump")
-    elif is_ip and sock.protocol == _MPTCP:
+    elif sock.is_multipath:
         detail = f"{who} uses multipath TCP, which CRIU cannot dump"
         yield Finding(
             "mptcp", Status.FAIL, detail, "GODEBUG=multipathtcp=0 for Go programs; sysctl net.mptcp.enabled=0"
