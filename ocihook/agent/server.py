@@ -23,7 +23,7 @@ from ocihook import wire
 from ocihook.agent.listening import Listener, is_passed_by_systemd, turn_away, waiting
 from ocihook.agent.session import Session
 from ocihook.checkpoints.complete import complete_all, has_pending
-from ocihook.checkpoints.prune import prune_by_policy
+from ocihook.checkpoints.prune import prune_by_policy, prunes_archives
 from ocihook.checkpoints.pushing import has_due_pushes, next_push_s, push_due
 from ocihook.config import Settings, load_settings
 from ocihook.container.runtime_call import find_runtime
@@ -88,6 +88,7 @@ _CLAIMS = _Background(
     lambda settings: has_due_claims(Path(settings.store_dir)),
     lambda settings: tend_claims(Path(settings.store_dir)),
 )
+_ARCHIVES = _Background("retention of archives", prunes_archives, prune_by_policy)
 _CALLS = _Background("calls of gangs", _has_listeners, lambda _: listen(load_settings), is_waited_for=True)
 
 
@@ -175,7 +176,7 @@ class Agent:
             self._reap_background(key.fd)
         else:
             self._reap(key.fd)
-            self._start_background()
+            self._start_background(_STORE, _PUSH, _CALLS, _ARCHIVES)
             if not self._children:  # nobody waits; it may have been the first gang
                 with contextlib.suppress(ConfigError):  # each checkpoint reports it
                     load_for_members(self._load())

@@ -328,6 +328,11 @@ def _with_epochs(names: Collection[str], candidates: Iterable[_Candidate]) -> se
     return {*names, *(candidate.name for candidate in rows if candidate.epoch in epochs)}
 
 
+def prunes_archives(settings: Settings) -> bool:
+    """Return whether the node's configuration limits how many archives there are."""
+    return bool(settings.archive_dir) and any(Keep.of_archives(settings))
+
+
 def prune_by_policy(settings: Settings) -> None:
     """Prune as the node's configuration says, if it says anything."""
     done = []
