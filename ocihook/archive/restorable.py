@@ -22,7 +22,8 @@ from ocihook.belongings.filesystems import ROOTFS
 from ocihook.belongings.saving import OPAQUE, XATTR
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.checkpoints.origin import ORIGIN_NAME, Origin, decode_origin
-from ocihook.container.engine_archive import Member, compression_of, decompress, read_facts
+from ocihook.container.engine_archive import Member, compression_of, decompress, read_document, read_facts
+from ocihook.container.spec import SpecFacts, spec_facts
 from ocihook.errors import IntegrityError, OcihookError, UnsupportedError, plain
 from ocihook.session.record import to_json
 from ocihook.store.stored_manifest import BELONGINGS_NAME
@@ -111,8 +112,20 @@ def lay_out_archive(path: Path, checkpoint_id: str, directory: Path, max_bytes: 
         if compression_of(tree) != "none":
             by_prefix[prefix] = decompress(tree, tree.with_suffix(".plain"), max_bytes)
     write_belongings(directory / BELONGINGS_NAME, by_prefix, deleted)
-    (directory / FACTS_NAME).write_bytes(json.dumps(to_json(origin.spec)).encode())
+    (directory / FACTS_NAME).write_bytes(json.dumps(to_json(_facts(path, origin))).encode())
     return origin
+
+
+def _facts(path: Path, origin: Origin) -> SpecFacts:
+    """Return what an archive says of the bundle: a note of an earlier release lacks rights, and the engine has them."""
+    if origin.spec.rights is not None:
+        return origin.spec
+    try:
+        config = read_document(path, "spec.dump")
+        return origin.spec._replace(rights=spec_facts(config, Path(origin.container.bundle)).rights)
+    except OcihookError as error:
+        log.warning("%s does not say what its container was allowed: %s", path, plain(error))
+        return origin.spec
 
 
 def _prefix(name: str, volumes: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ All three keep CRIU's image set flat below `checkpoint/`, and beside it config.d
 import contextlib
 import gzip
 import hashlib
+import io
 import json
 import math
 import re
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
+from ocihook.container.descriptors import DESCRIPTORS, MAX_DESCRIPTORS_BYTES, check_descriptors
 from ocihook.container.identity import container_ref
-from ocihook.errors import ArchiveDamaged, ArchiveError, IdentificationError
+from ocihook.errors import ArchiveDamaged, ArchiveError, IdentificationError, IntegrityError
 from ocihook.model import ContainerRef
 from ocihook.tar import MAX_MEMBER_BYTES, READ_ERRORS, Tar, hole_bytes
 
@@ -109,7 +111,13 @@ class ArchiveFacts(NamedTuple):
 
 
 def compression_of(path: Path) -> str:
-    """Return which of COMPRESSIONS a file has, by its first bytes."""
+    """Return which of COMPRESSIONS a file has, by its first bytes.
+
+    Raises:
+        ArchiveError: if it is no file: a FIFO would keep its reader waiting.
+    """
+    if path.exists() and not path.is_file():
+        raise ArchiveError(f"{path} is not a file")
     with path.open("rb") as file:
         start = file.read(4)
     if start[:2] == b"\x1f\x8b":
@@ -139,6 +147,8 @@ def read_members(path: Path) -> Iterator[Member]:
                 raise ArchiveError(f"{path}: sparse files stand for more than {_MAX_HOLE_BYTES} bytes of zeros")
             file = tar.extractfile(info) if info.isreg() else None
             data = MemberData(file, info.size, f"{path}: {name!r}") if file is not None else None
+            if image_name == DESCRIPTORS and data is not None:
+                data = _checked_descriptors(data, path)
             offset = info.offset_data if is_plain and not info.issparse() else None
             _fill_holes(info)
             yield Member(info, name, image_name, offset, data)
@@ -183,6 +193,16 @@ def _check(info: tarfile.TarInfo, path: Path) -> str:
     if not all(key.isprintable() for key in info.pax_headers):
         raise ArchiveError(f"{path}: member {info.name!r} has an attribute without a proper name")
     return name
+
+
+def _checked_descriptors(data: MemberData, path: Path) -> MemberData:
+    """Return the content of `descriptors.json`, which the runtime reads before any script is called."""
+    content = data.read(MAX_DESCRIPTORS_BYTES + 1)
+    try:
+        check_descriptors(content)
+    except IntegrityError as error:
+        raise ArchiveError(f"{path}: {error.args[0]}", hint=error.hint) from error
+    return MemberData(io.BytesIO(content), len(content), f"{path}: {DESCRIPTORS}")
 
 
 def _fill_holes(info: tarfile.TarInfo) -> None:
@@ -247,16 +267,16 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
     )
 
 
-def read_config_dump(path: Path) -> Mapping[str, Any]:
-    """Return how an engine had configured the container, in its own words.
+def read_document(path: Path, name: str) -> Mapping[str, Any]:
+    """Return config.dump or spec.dump of an archive: how an engine had configured the container, in its own words.
 
     Raises:
         ArchiveError: if the archive is damaged, hostile, or does not have it.
     """
     for member in read_members(path):
-        if member.name == "config.dump" and member.data is not None:
+        if member.name == name and member.data is not None:
             return _document(member, path)
-    raise ArchiveError(f"{path} is not a checkpoint archive: it has no config.dump")
+    raise ArchiveError(f"{path} is not a checkpoint archive: it has no {name}")
 
 
 def _engine_by_members(names: set[str]) -> str:

@@ -19,7 +19,7 @@ from ocihook.archive.places import fetched_archives
 from ocihook.archive.repack import read_origin
 from ocihook.checkpoints.pending import is_here
 from ocihook.config import ANNOTATION_PREFIX, Settings
-from ocihook.container.engine_archive import read_config_dump
+from ocihook.container.engine_archive import read_document
 from ocihook.errors import ConfigError, NoCheckpoint, OcihookError, RestoreError, UnsupportedError, printable
 from ocihook.linux.files import make_directory
 from ocihook.linux.patience import Patience
@@ -213,7 +213,7 @@ def _check_ready(runtime: str, name: str) -> Path:
 def _recipe(known: Known) -> Recipe:
     """Return how the container was made that was checkpointed: its archive has that, or podman, if it is still here."""
     if known.archive is not None:
-        return parse_recipe(read_config_dump(known.archive), str(known.container))
+        return parse_recipe(read_document(known.archive, "config.dump"), str(known.container))
     found = _inspect(known.container.id)
     if found is None:
         raise UnsupportedError(

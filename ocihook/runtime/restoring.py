@@ -25,6 +25,7 @@ from ocihook.belongings.filesystems import places_of
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
 from ocihook.checkpoints.origin import Origin
 from ocihook.config import Settings
+from ocihook.container.descriptors import check_image_files
 from ocihook.container.spec import SpecFacts, spec_facts
 from ocihook.criu.conf import options
 from ocihook.criu.files import content_at
@@ -45,6 +46,7 @@ from ocihook.runtime.cgroups import cgroup_to_be, cgroups_of, hold, mend, remove
 from ocihook.runtime.choice import Chosen, fetch
 from ocihook.runtime.claims import end_claim, make_claim, note_claim
 from ocihook.runtime.gate import check_spec
+from ocihook.runtime.unrestored import apply_unrestored
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.session.record import from_json, to_json
 from ocihook.session.undo import Recovery
@@ -180,7 +182,7 @@ def _restore(
     laid_out = (
         _lay_out_stored(*stored, place, settings) if stored else _lay_out_archived(chosen, place, settings, patience)
     )
-    _check(call, config, chosen.thin, laid_out, place)
+    then = _check(call, kept, config, chosen.thin, laid_out, place)
     patience.check()
     if settings.remote and (stored or read_thin(place / IMAGES_DIR)):  # other nodes can have it, too
         _claim(kept, chosen.thin, settings, patience)
@@ -192,6 +194,8 @@ def _restore(
     init = _run(call, config, place, patience)
     mend(init, cgroups_of(call))
     freezer = hold(call)
+    for missing in apply_unrestored(init, then.rights and then.rights.oom_score_adj, config, patience):
+        _warn(call, f"container {kept.container} is restored without {missing}")
     containers.keep(replace(kept, checkpoint=chosen.thin.checkpoint_id, init=init))
     directory = containers.directory_of(kept.container.id)
     mark = f"{init.pid} {init.start_ticks} {freezer.thawed} {freezer.switch}\n"  # hook/handler starts it by that
@@ -244,8 +248,10 @@ def _verify_stored(domain: Domain, manifest: StoredManifest) -> None:
         verify_checkpoint(domain, manifest)
 
 
-def _check(call: Call, config: Mapping[str, Any], chosen: Thin, laid_out: LaidOut, place: Path) -> None:
-    """Refuse what cannot be restored here, before anything of the container is changed.
+def _check(
+    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, laid_out: LaidOut, place: Path
+) -> SpecFacts:
+    """Refuse what cannot be restored here, before anything of the container is changed; return what was checkpointed.
 
     A runtime that was given a terminal has used its socket up when its restore fails, and the container cannot start
     from scratch: then every byte is read twice, first here.
@@ -255,12 +261,27 @@ def _check(call: Call, config: Mapping[str, Any], chosen: Thin, laid_out: LaidOu
             f"checkpoint {chosen.checkpoint_id} was made by {laid_out.container.runtime}, "
             f"this container is {call.runtime}'s"
         )
-    now = spec_facts(config, call.bundle)
-    check_spec(_read_facts(place / FACTS_NAME), now)
+    check_image_files(place / IMAGES_DIR)
+    then, now = _read_facts(place / FACTS_NAME), spec_facts(config, call.bundle)
+    kept_back = [difference.what for difference in check_spec(then, now)]
+    if kept_back:
+        _warn(call, f"container {kept.container} goes on with the rights it had: {'; '.join(kept_back)}")
+    if then.rights is None:
+        _warn(
+            call,
+            f"checkpoint {chosen.checkpoint_id} is of an earlier release, which did not record what its container "
+            f"was allowed: container {kept.container} has the rights that it had then",
+        )
     if laid_out.host:
         check_host(laid_out.host, "")
     if now.has_terminal:
         laid_out.verify()
+    return then
+
+
+def _warn(call: Call, text: str) -> None:
+    log.warning(text)
+    call.say(printable(text), "warning")
 
 
 def _read_facts(path: Path) -> SpecFacts:

@@ -26,6 +26,7 @@ from ocihook.errors import (
     StoreFull,
     UnsupportedError,
 )
+from ocihook.node.doctor.archive import check_archive
 from ocihook.packs.packed_manifest import PackedManifest
 from ocihook.registry.layout import is_layout, read_layout
 from ocihook.store.store import Store
@@ -170,6 +171,42 @@ def test_hostile_members_are_refused(
         act(hostile)
     assert [path.name for path in hostile.parent.iterdir()] == ["archive.tar"]
     assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'["pipe:[1]"' + b" " * (64 << 10) + b"]",
+        b"[" * 100_000,
+        b'["/dev/null", "pipe:[1]", "pipe:[2]", "pipe:[3]"]',  # the fourth is a descriptor of the runtime's own
+        b'{"0": "pipe:[1]"}',
+        b"[1, 2, 3]",
+        b"",
+    ],
+    ids=["huge", "deep", "four", "object", "numbers", "empty"],
+)
+@pytest.mark.parametrize("act", [read_facts, lambda p: ops.verify_archive(p, workers=1), ops.inspect_archive])
+def test_odd_descriptors_are_refused(
+    tmp_path: Path, image_set: Path, content: bytes, act: Callable[[Path], object]
+) -> None:
+    """The runtime reads them before it calls CRIU, and CRIU any script."""
+    (image_set / "descriptors.json").write_bytes(content)
+    make_archive(tmp_path / "a.tar", image_set)
+    with pytest.raises(ArchiveError, match=r"descriptors\.json is not (JSON|an array of at most 3 names)"):
+        act(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
+@pytest.mark.parametrize("act", [read_facts, lambda p: ops.verify_archive(p, workers=1), check_archive])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str, act: Callable[[Path], object]) -> None:
+    path = tmp_path / "a.tar"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    path = Path("/dev/zero") if kind == "device" else path
+    with pytest.raises(ArchiveError, match=r"is not a file|none of CRIU's images"):
+        act(path)
 
 
 def test_link_to_earlier_images_of_podman_is_allowed(tmp_path: Path, plain: Path) -> None:

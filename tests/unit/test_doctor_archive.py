@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import stat
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from ocihook.archive import repack as archives
 from ocihook.checkpoints.pushing import push
 from ocihook.config import Settings
 from ocihook.container import storage
+from ocihook.container.descriptors import check_image_files
 from ocihook.criu import files as criu_files
 from ocihook.criu.version import Program
-from ocihook.errors import ArchiveError, CudaUnsupported, OcihookError
+from ocihook.errors import ArchiveError, CudaUnsupported, IntegrityError, OcihookError
 from ocihook.gpu.nvml import Gpu
 from ocihook.images import compatibility
 from ocihook.node.doctor import archive as module
@@ -69,6 +72,40 @@ def test_an_image_directory(tmp_path: Path) -> None:
     assert f"; {directory} has" in of_directory["room"].detail
     with pytest.raises(ArchiveError, match="none of CRIU's images"):
         found(tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    "name", ["descriptors.json", "inventory.img", "pagemap-1.img", "core-1.img", "ocihook.manifest"]
+)
+@pytest.mark.parametrize("kind", ["fifo", "link", "device", "directory"])
+@pytest.mark.parametrize("where", ["", "earlier"])
+def test_a_file_that_no_runtime_should_open(tmp_path: Path, name: str, kind: str, where: str) -> None:
+    packed(tmp_path, HOST)
+    directory = tmp_path / "scratch/checkpoint"
+    target = directory / where
+    if where:
+        target.mkdir()
+        (directory / "parent").symlink_to(where)
+    odd = target / name
+    odd.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(odd)
+    elif kind == "device":
+        os.mknod(odd, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    elif kind == "link":
+        odd.symlink_to("/dev/zero")
+    else:
+        odd.mkdir()
+    with pytest.raises(OcihookError, match=r"is not a file|none of CRIU's images"):
+        found(directory)
+    with pytest.raises(IntegrityError, match=rf"{name} in {directory}\S* is not a file: a restore would wait for it"):
+        check_image_files(directory)
+
+
+def test_earlier_dumps_without_an_end(tmp_path: Path) -> None:
+    (tmp_path / "parent").symlink_to(".")
+    with pytest.raises(IntegrityError, match="needs more than 32 earlier dumps"):
+        check_image_files(tmp_path)
 
 
 def test_one_that_fits(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ocihook.archive.repack import inspect_archive
 from ocihook.checkpoints.pulling import find_stored
 from ocihook.config import Settings, load_settings
+from ocihook.container.descriptors import check_image_files
 from ocihook.criu.files import options_for
 from ocihook.criu.images import INVENTORY_NAME, PAGES_NAME, check_named, check_page_sizes, read_pagemaps
 from ocihook.criu.version import TIMEOUT_S, find_program
@@ -74,6 +75,7 @@ class _Checkpoint:
                 raise ArchiveError(
                     f"{path} has none of CRIU's images", hint="name an archive, or what CRIU has written"
                 )
+            check_image_files(path)
             self.unpacked_at, self.archive_bytes = path, 0
             self.engine = self.image = self.runtime = ""
             self.sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}

@@ -1,0 +1,80 @@
+"""A container that is created again with fewer rights than it had is never resumed with the old ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration.namespace import CommandError
+from integration.runtime.conftest import MakeHandled
+from integration.runtime.test_podman import AGAIN, STOPPED, assert_went_on
+
+STRICT = {"restore_from": "latest", "on_restore_error": "fail"}
+
+
+def profile(path: Path, *denied: str) -> str:
+    """Write a seccomp profile; return podman's option for it."""
+    rules = [{"names": [*denied], "action": "SCMP_ACT_ERRNO"}]
+    path.write_text(json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules}))
+    return f"--security-opt=seccomp={path}"
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_fewer_rights_are_refused_by_name(make_handled: MakeHandled, runtime: str) -> None:
+    podman = make_handled(runtime)
+    one, two = podman.scratch / "one", podman.scratch / "two"
+    for directory in (one, two):
+        directory.mkdir()
+    wide = {
+        "capability": "--cap-add=SYS_CHROOT",
+        "seccomp": profile(podman.scratch / "wide", "bpf"),
+        "limit": "--ulimit=nofile=500:600",
+        "volume": f"--volume={one}:/data",
+        "tmpfs": "--tmpfs=/small:size=2m",
+        "rule": "--device-cgroup-rule=c 10:* rw",
+        "sysctl": "--sysctl=kernel.msgmax=9000",
+    }
+    podman.make("run", "job", *wide.values(), **STOPPED)
+    podman.wait_to_count("job")
+    last = podman.stop("job")
+    narrowed = {
+        r"capabilities that are missing: CAP_SYS_CHROOT \(bounding\)": {"capability": "--cap-drop=SYS_CHROOT"},
+        "the seccomp profile allows less of mount": {"seccomp": profile(podman.scratch / "narrow", "bpf", "mount")},
+        "soft limit RLIMIT_NOFILE was 500, is 400": {"limit": "--ulimit=nofile=400:600"},
+        "restrictions of mount /data that are new: ro": {"volume": f"{wide['volume']}:ro"},
+        "source of mount /data was .*/one', is .*/two'": {"volume": f"--volume={two}:/data"},
+        "size of mount /small was 2097152, is 1048576": {"tmpfs": "--tmpfs=/small:size=1m"},
+        r"access to device c 10:\* that are missing: w": {"rule": "--device-cgroup-rule=c 10:* r"},
+        "sysctls that are missing: kernel.msgmax": {"sysctl": "--env=A=1"},
+        "no_new_privileges was False, is True": {"more": "--security-opt=no-new-privileges"},
+        "read-only root was False, is True": {"more": "--read-only"},
+        "user was '0:0.*', is '7:0": {"more": "--user=7"},
+        "masked paths that are new: /proc/version": {"more": "--security-opt=mask=/proc/version"},
+        "umask allows 700, allowed 755": {"more": "--umask=0077"},
+    }
+    for message, options in narrowed.items():
+        with pytest.raises(CommandError, match=rf"not configured as the one that was checkpointed: .*{message}"):
+            podman.make("run", "job", *(wide | options).values(), **STRICT)
+        assert not podman.workloads(), message
+        podman("rm", "--force", "job")
+    podman.make("run", "job", *(wide | {"more": "--read-only"}).values(), restore_from="latest")  # a cold start
+    podman.wait_to_count("job")
+    assert podman.counts("job")[0] == 1
+    assert "starts from scratch: the container is not configured as the one" in podman.agent_log()
+    podman.remove("job")
+    more = {
+        "capability": "--cap-add=SYS_CHROOT,SYS_NICE",
+        "limit": "--ulimit=nofile=700:800",
+        "sysctl": "--sysctl=kernel.msgmax=9001",
+    }
+    podman.make("run", "job", *(wide | more).values(), **AGAIN)
+    assert_went_on(podman, "job", last)
+    status = Path(f"/proc/{podman.init_pid('job')}/status").read_text()
+    bounding = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapBnd"))
+    assert bounding >> 18 & 1  # CAP_SYS_CHROOT
+    assert not bounding >> 23 & 1  # CAP_SYS_NICE
+    assert "goes on with the rights it had: capabilities that are new: CAP_SYS_NICE" in podman.agent_log()
+    msgmax = podman.namespace.run(
+        "nsenter", "--ipc", "--target", str(podman.init_pid("job")), "cat", "/proc/sys/kernel/msgmax"
+    )
+    assert msgmax.strip() == "9001"
