@@ -45,8 +45,8 @@ def build(node: Node, context: Path, tag: str) -> str:
     return image
 
 
-def installer(node: Node, image: str, verb: str) -> str:
-    return node(*INSTALLER.split(), image, verb)
+def installer(node: Node, image: str, *arguments: str) -> str:
+    return node(*INSTALLER.split(), image, *arguments)
 
 
 def test_image_comes_serves_is_exchanged_and_goes(image_contexts: tuple[Path, Path], make_node: MakeNode) -> None:
@@ -96,6 +96,56 @@ def test_image_comes_serves_is_exchanged_and_goes(image_contexts: tuple[Path, Pa
     assert node.files() - before == set()
     assert not node.namespace.path("/opt/ocihook").exists()
     installer(node, second, "remove")
+
+
+def test_image_installs_the_runtime_handler_and_takes_it_away(
+    image_contexts: tuple[Path, Path], make_node: MakeNode
+) -> None:
+    node = make_node("trixie")
+    make_base(node)
+    first, second = (build(node, context, context.name) for context in image_contexts)
+    node.put("/usr/local/bin/containerd", "#!/bin/sh\necho containerd containerd.io v2.1.4 0\n", 0o755)
+    node.put("/usr/local/bin/systemctl", '#!/bin/sh\necho "$@" >> /run/systemctl.log\n', 0o755)
+    node.put("/run/systemd/system/any", "")
+    before = node.files()
+    for _ in range(2):
+        installer(node, first, "install", "--runtime")
+    calls = node.namespace.path("/run/systemctl.log").read_text().splitlines()
+    assert [call for call in calls if "containerd" in call] == ["try-reload-or-restart containerd.service"]
+    handler = node.namespace.path("/opt/ocihook/libexec/ocihook/ocihook-runc")
+    (old,) = node.namespace.path("/opt/ocihook/lib/ocihook").iterdir()
+    assert old.name in handler.read_text()
+    # Another release, whose manifest does not ask for the handler: it stays, and runs that release.
+    installer(node, second, "install")
+    assert "0.2.0-later" in handler.read_text()
+    assert old.name not in handler.read_text()
+    assert not old.exists()
+    node(
+        "run",
+        "--runtime=ocihook",
+        "--rm",
+        "--pids-limit=0",
+        "--network=none",
+        "--annotation=ocihook.io/mode=store",
+        "localhost/base",
+        "true",
+    )
+    installer(node, second, "remove")
+    assert node.files() - before == set()
+    assert not node.namespace.path("/opt/ocihook").exists()
+
+
+def test_image_is_not_installed_where_no_python_can_run_it(
+    image_contexts: tuple[Path, Path], make_node: MakeNode
+) -> None:
+    node = make_node("trixie")
+    make_base(node)
+    image = build(node, image_contexts[0], "first")
+    before = node.files()
+    node.namespace.run("sh", "-c", "for python in /usr/bin/python3.1?; do mount --bind /dev/null $python; done")
+    output = node(*INSTALLER.split(), image, "serve", check=False)
+    assert "the host has no Python 3.11 or later in /usr/bin" in output
+    assert {name for name in node.files() - before if not name.startswith("opt/ocihook/.lock")} == set()
 
 
 def is_in_use(release: str) -> bool:

@@ -104,6 +104,11 @@ def _refresh(root: Path, libexec: Path, *, dry_run: bool, as_json: bool) -> None
     if not dry_run:
         _check_root(root)
         apply_refresh(changes, root)
+    handler = handlers.plan_refresh(root, libexec)
+    if not dry_run:
+        for change in handler:
+            apply_change(change)
+    changes += handler
     _report(changes, dry_run=dry_run, as_json=as_json, nothing="What is installed is in order; nothing to change.")
 
 

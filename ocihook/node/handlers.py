@@ -109,6 +109,16 @@ def plan_handlers(root: Path, libexec: Path) -> list[Change]:
     return [change for change in changes if change.is_needed()]
 
 
+def plan_refresh(root: Path, libexec: Path) -> list[Change]:
+    """Return what brings an installed handler in order: its programs name the release that they run; [] without one.
+
+    Raises:
+        OcihookError: as `plan_handlers` does.
+    """
+    programs = tuple(program_of(libexec, name) for name in RUNTIMES)
+    return plan_handlers(root, libexec) if any(_signed(root, (*DROP_INS.values(), *programs))) else []
+
+
 def plan_removal(root: Path, libexec: Path) -> list[Change]:
     """Return what removes the handler: drop-ins first, then its programs.
 

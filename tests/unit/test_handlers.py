@@ -62,6 +62,19 @@ def test_each_engine_gets_a_drop_in_and_gives_it_back(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+def test_a_refresh_makes_programs_name_the_release_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that installed them is removed; and nothing is installed where the handler is not."""
+    make(tmp_path, "runc", "podman")
+    assert handlers.plan_refresh(tmp_path, LIBEXEC) == []
+    install(tmp_path)
+    assert handlers.plan_refresh(tmp_path, LIBEXEC) == []
+    monkeypatch.setattr("ocihook.node.distribution.SITE", Path("/opt/ocihook/lib/ocihook/later/site-packages"))
+    for change in handlers.plan_refresh(tmp_path, LIBEXEC):
+        apply_change(change)
+    for name in ("ocihook-runc", "oci-hook"):
+        assert "/lib/ocihook/later/" in (tmp_path / LIBEXEC.relative_to("/") / name).read_text()
+
+
 def test_the_hook_of_a_package_stays_and_one_that_cannot_be_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
