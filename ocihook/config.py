@@ -7,6 +7,7 @@ releases can live in one cluster.
 
 import dataclasses
 import difflib
+import logging
 import os
 import re
 import tomllib
@@ -39,6 +40,9 @@ _DOMAIN = re.compile(r"\*|_node|[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # as pac
 LATEST = "latest"  # for restore_from
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What to do with a container. Every key is also an annotation: `quiesce_signal` as ocihook.io/quiesce-signal."""
@@ -53,7 +57,7 @@ class Policy:
     pre_copy: bool = False  # mode inline: host memory is read while the container runs, then only what has changed
     gpu_memory: str = "packs"  # packs: GPU memory goes straight into packs, in parallel; criu: through CRIU's images
     gpu_lock_timeout_s: float = 30.0  # for all CUDA calls that have begun to end, else the dump is refused
-    gpu_preflight: str = "refuse"  # refuse: no dump that could not be restored, no restore without room; warn: log it
+    preflight: str = "refuse"  # refuse: no dump that fails or cannot be restored, no restore without room; warn: log it
     gpu_map: str = ""  # on restore: OLD=NEW,... UUIDs as nvidia-smi -L prints them; "": the same GPUs, or those given
     address_map: str = ""  # on restore: OLD=NEW,... of containers that have moved, too: connections to them live on
     on_gpu_restore_error: str = "kill"  # kill: a container without its GPU state does not go on; keep: leave it stuck
@@ -87,7 +91,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "pre_copy": True,
         "gpu_memory": ("packs", "criu"),
         "gpu_lock_timeout_s": 60.0,
-        "gpu_preflight": ("refuse",),
+        "preflight": ("refuse",),
         "gpu_map": False,
         "address_map": False,
         "on_gpu_restore_error": ("kill", "keep"),
@@ -160,7 +164,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "host_memory": ("direct", "criu"),
     "snapshot": ("on", "off"),
     "gpu_memory": ("packs", "criu"),
-    "gpu_preflight": ("refuse", "warn"),
+    "preflight": ("refuse", "warn"),
     "on_gpu_restore_error": ("kill", "keep"),
     "push": ("never", "always"),
     "on_no_checkpoint": ("start", "fail"),
@@ -215,6 +219,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "history_kept": (1, 100000),
 }
 _POLICY_KEYS = {f.name: f.default for f in dataclasses.fields(Policy)}
+_RENAMED: Mapping[str, str] = {"gpu_preflight": "preflight"}  # keys of the release before this one, of [policy]
 TABLES = ("policy", "allowed", "restore_from")  # of Settings that are not in [agent]
 _AGENT_KEYS = {f.name: f.default for f in dataclasses.fields(Settings) if f.name not in TABLES}
 
@@ -263,9 +268,9 @@ def load_with_sources(root: Path = Path("/")) -> tuple[Settings, Mapping[str, So
         _check_keys(tables, ("policy", "agent", "restore_from"), str(file), "table")
         restore_from |= _read_rules(_table(tables, "restore_from", file), f"{file}: [restore_from]")
         sources |= _sources(file, "restore_from", _table(tables, "restore_from", file))
-        inner = dict(_table(tables, "policy", file))
+        inner = _as_now(_table(tables, "policy", file), file)
         tables["policy"] = inner
-        may_be = _table({"allowed": inner.pop("allowed", {})}, "allowed", file)
+        may_be = _as_now(_table({"allowed": inner.pop("allowed", {})}, "allowed", file), file)
         allowed |= _read_allowed(may_be, file)
         sources |= _sources(file, "policy.allowed", may_be)
         for name, known, values in (("policy", _POLICY_KEYS, policy), ("agent", _AGENT_KEYS, agent)):
@@ -282,6 +287,13 @@ def load_with_sources(root: Path = Path("/")) -> tuple[Settings, Mapping[str, So
     return settings, sources
 
 
+def _as_now(table: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return a table of the policy with keys as this release has them."""
+    for old in _RENAMED.keys() & table.keys():
+        log.warning("%s: %s is now called %s; the next release does not know the old name", file, old, _RENAMED[old])
+    return {_RENAMED.get(key, key): value for key, value in table.items()}
+
+
 def _sources(file: Path, table: str, keys: Mapping[str, object]) -> dict[str, Source]:
     """Return where the keys of a table stand in a file."""
     if not keys:
@@ -291,7 +303,7 @@ def _sources(file: Path, table: str, keys: Mapping[str, object]) -> dict[str, So
         if header := re.fullmatch(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?", line):
             inside = re.sub(r"[\s\"']", "", header[1])
         elif key := re.match(r"\s*[\"']?([^\s\"'=#]+)[\"']?\s*=", line):
-            lines[f"{inside}.{key[1]}".lstrip(".")] = number
+            lines[f"{inside}.{_RENAMED.get(key[1], key[1])}".lstrip(".")] = number
     return {f"{table}.{key}": Source(file, lines.get(f"{table}.{key}", 0)) for key in keys}
 
 
@@ -310,6 +322,9 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str], *, in_
         if not name.startswith(ANNOTATION_PREFIX) or name in IDENTITY_ANNOTATIONS:
             continue
         key = name.removeprefix(ANNOTATION_PREFIX).replace("-", "_")
+        if key in _RENAMED:
+            key = _RENAMED[key]
+            unknown.append(f"annotation {printable(name)} is now called {ANNOTATION_PREFIX}{key.replace('_', '-')}")
         if key not in _POLICY_KEYS:
             unknown.append(
                 f"annotation {printable(name)} is not known here and has no effect; {_unknown(key, _POLICY_KEYS)}"

@@ -8,8 +8,8 @@ from integration.criu.logs import record
 from integration.criu.process import hazard
 from ocihook.criu import files as criu_files
 from ocihook.criu.explain import explain
-from ocihook.node.doctor.finding import Status
 from ocihook.node.doctor.run import check_process
+from ocihook.preflight.finding import Status
 
 # What each hazard is found to be; None: nothing, CRIU dumps it. A kernel may have other causes besides (kernel-6.16).
 HAZARDS = {

@@ -143,7 +143,7 @@ def memory_limited(container: Container, image_dir: Path) -> str:
     return said
 
 
-_ANNOTATIONS = {no_room: {"gpu-preflight": "warn"}}  # else it is refused before anything is tried
+_ANNOTATIONS = {no_room: {"preflight": "warn"}}  # else it is refused before anything is tried
 FAULTS = (criu_killed, agent_killed, somebody_refuses, no_room, packs_damaged, memory_limited, gpu_taken)
 
 

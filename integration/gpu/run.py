@@ -331,7 +331,7 @@ def prepare(
         annotations = {"mode": "store"}
     configure(value(options, "ram"))
     if plugin(options) == "both":
-        annotations["gpu-preflight"] = "warn"
+        annotations["preflight"] = "warn"
     if "swap" in options:
         uuids = re.findall(r"UUID: (GPU-[0-9a-f-]+)", command("nvidia-smi", "-L", capture_output=True).stdout)
         first, second = uuids[:2]

@@ -24,7 +24,7 @@ HOLDING_AGENT = Path(__file__).parents[1] / "holding_agent.py"
 
 def start(podman: Podman, *, gpu: bool, on_pack_error: str = "keep") -> None:
     if gpu:
-        podman.start_cuda("c", 24, "children=1", "watch", on_pack_error=on_pack_error, gpu_preflight="warn")
+        podman.start_cuda("c", 24, "children=1", "watch", on_pack_error=on_pack_error, preflight="warn")
     else:
         podman.start("c", on_pack_error=on_pack_error, quiesce_signal="USR1", resume_signal="USR2")
 

@@ -24,7 +24,7 @@ from integration.podman.test_faults import (
 )
 from integration.podman.test_gpu_faults import assert_nothing_is_left, processes_with, start_killing_agent
 from ocihook.node.doctor.host_memory import check_host_memory
-from ocihook.node.doctor.workload import read_workload
+from ocihook.preflight.observation import predict
 from tests.damage import flip_bit
 
 MIB = 72  # of each of three mappings
@@ -74,7 +74,7 @@ def written_bytes(podman: Podman) -> int:
 
 def foretold_bytes(podman: Podman, name: str) -> int:
     """Return how much of a container's memory would go past CRIU, as doctor says."""
-    findings = check_host_memory(read_workload(first_pid(podman, name)))
+    findings = check_host_memory(predict(first_pid(podman, name)))
     found = re.findall(r"in a restore (\d+) MiB go past CRIU", " ".join(finding.detail for finding in findings))
     return sum(map(int, found)) << 20
 

@@ -91,7 +91,7 @@ def test_what_criu_will_refuse_costs_no_gpu(gpu_podman: Podman, words: list[str]
     assert re.search(message, refused(gpu_podman))
     assert phases(gpu_podman) == ["gpu preflight"]
     gpu_podman.remove("c")
-    gpu_podman.start_cuda("c", 16, *words, gpu_preflight="warn")
+    gpu_podman.start_cuda("c", 16, *words, preflight="warn")
     dump_fails(gpu_podman)
     configuration = gpu_podman.namespace.path("/etc/criu/runc.conf")
     configuration.write_text(f"{configuration.read_text()}{option}\n")
@@ -132,7 +132,7 @@ def test_a_driver_that_refuses_costs_nothing(gpu_podman: Podman, line: str, mess
 
 
 def test_the_preflight_can_be_overruled(gpu_podman: Podman) -> None:
-    gpu_podman.start_cuda("c", 16, "nccl", gpu_preflight="warn")
+    gpu_podman.start_cuda("c", 16, "nccl", preflight="warn")
     round_trip(gpu_podman)
 
 
@@ -156,7 +156,7 @@ def test_memory_that_grows_beyond_the_room(gpu_podman: Podman) -> None:
 
 
 def test_managed_memory_that_is_not_refused_the_driver_refuses(gpu_podman: Podman) -> None:
-    gpu_podman.start_cuda("c", 16, "managed", gpu_preflight="warn")
+    gpu_podman.start_cuda("c", 16, "managed", preflight="warn")
     assert re.search("CUDA checkpoint of process.*NOT_SUPPORTED.*managed memory", refused(gpu_podman))
 
 
@@ -711,7 +711,7 @@ def test_a_process_that_ends_after_its_memory_was_moved(gpu_podman: Podman) -> N
 def test_a_disk_that_is_full_while_gpu_memory_is_moved(make_podman: MakePodman, cuda_files: Path) -> None:
     podman = make_podman("runc", size="96m", cuda_files=cuda_files)
     podman.install()
-    podman.start_cuda("c", 16, "children=1", gpu_preflight="warn")
+    podman.start_cuda("c", 16, "children=1", preflight="warn")
     store = podman.namespace.path(str(podman.scratch / "podman"))
     (store / "filler").write_bytes(bytes(os.statvfs(store).f_bavail * 4096 - (4 << 20)))
     assert re.search("No space left on device", refused(podman))

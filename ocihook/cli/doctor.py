@@ -8,8 +8,8 @@ import click
 from ocihook.cli.render import json_option, print_json, print_table
 from ocihook.errors import UnsupportedError
 from ocihook.node.doctor.archive import check_archive
-from ocihook.node.doctor.finding import Finding, Repair, Status
 from ocihook.node.doctor.run import check_container, check_node, check_process, repair
+from ocihook.preflight.finding import Finding, Repair, Status
 from ocihook.stages.recover import recover
 
 

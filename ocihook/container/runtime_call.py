@@ -125,15 +125,24 @@ def read_annotations(criu_pid: int, bundle: str) -> dict[str, str]:
     Raises:
         IdentificationError: if its config.json cannot be read.
     """
-    if not bundle:
-        return {}
-    try:
-        annotations = _read_json(_seen_by(criu_pid, f"{bundle}/config.json")).get("annotations")
-    except FileNotFoundError as error:
-        raise IdentificationError(f"bundle {bundle} has no config.json") from error
+    annotations = read_config(criu_pid, bundle).get("annotations")
     if not isinstance(annotations, Mapping):
         return {}
     return {str(key): str(value) for key, value in annotations.items()}
+
+
+def read_config(criu_pid: int, bundle: str) -> Mapping[str, object]:
+    """Return the configuration of a bundle; {} without a bundle.
+
+    Raises:
+        IdentificationError: if its config.json cannot be read.
+    """
+    if not bundle:
+        return {}
+    try:
+        return _read_json(_seen_by(criu_pid, f"{bundle}/config.json"))
+    except FileNotFoundError as error:
+        raise IdentificationError(f"bundle {bundle} has no config.json") from error
 
 
 def find_network_namespace(criu_pid: int, bundle: str) -> str | None:

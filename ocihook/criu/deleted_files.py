@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ocihook.criu.files import CriuOptions
 from ocihook.errors import printable
-from ocihook.linux.open_files import OpenFile, deleted_files
-from ocihook.linux.procfs import descendants
+from ocihook.linux.open_files import OpenFile
 
 _MIB = 1 << 20
 
@@ -24,26 +23,6 @@ class RefusedFile(NamedTuple):
     pid: int
     what: str  # what the process does with it
     remedy: str
-
-
-def file_refusals(init_pid: int, options: CriuOptions) -> list[str]:
-    """Return why CRIU will refuse deleted files of a container, with what to do about it; [] if it will not.
-
-    Args:
-        init_pid: of the container.
-        options: that CRIU will have.
-    """
-    found: dict[str, list[RefusedFile]] = {}
-    files = (file for pid in descendants(init_pid) for file in deleted_files(pid))
-    for refused in refused_files(files, options):
-        found.setdefault(refused.check, []).append(refused)
-    return [_in_one_line(alike) for alike in found.values()]
-
-
-def _in_one_line(alike: list[RefusedFile]) -> str:
-    last = alike[-1]  # the largest
-    others = f" (and {len(alike) - 1} more such files)" if len(alike) > 1 else ""
-    return f"process {last.pid} {last.what}{others}: {last.remedy}"
 
 
 def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[RefusedFile]:

@@ -16,6 +16,10 @@ _GHOST_LIMIT_BYTES = 1 << 20  # criu/include/cr_options.h, DEFAULT_GHOST_LIMIT
 OVERRULED = {"runc": ("tcp-established", "skip-in-flight"), "crun": ("tcp-established",)}
 
 
+# Options of runtimes that CRIU knows by another name.
+_NAMES = {"tcp-skip-in-flight": "skip-in-flight"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriuOptions:
     """Those options of CRIU that decide what it can dump."""
@@ -79,7 +83,7 @@ def options_for(runtime: str, named: str = "", asked: frozenset[str] = frozenset
         asked: options that the engine gives the runtime.
     """
     paths = _paths(runtime, named)
-    names = set(asked)
+    names = {_NAMES.get(name, name) for name in asked}
     ghost_limit_bytes = _GHOST_LIMIT_BYTES
     scanned = []
     for path in paths:

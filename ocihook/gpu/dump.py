@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ocihook.checkpoints.stage import stage_in_memory
-from ocihook.criu.deleted_files import file_refusals
-from ocihook.criu.files import loaded_plugin, options_for
+from ocihook.criu.files import loaded_plugin
 from ocihook.errors import CudaError, IntegrityError, OcihookError, plain
 from ocihook.gpu.driver import CudaDriver, CudaState
 from ocihook.gpu.nvml import Gpu as Device
-from ocihook.gpu.preflight import Situation, heed, memory_refusals, refusals, trace_refusals
+from ocihook.gpu.preflight import Situation, heed, memory_refusals, refusals
 from ocihook.gpu.processes import (
     check_contents,
     checkpoint_all,
@@ -223,9 +222,7 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
         packs_dir = dump.place if policy.mode != "off" else None
         plugin = loaded_plugin(runtime, call.criu_config)
         situation = Situation.read(dump.init_pid, signs, known, dump.patience, packs_dir=packs_dir, plugin=plugin)
-        criu = options_for(runtime, call.criu_config, call.criu_asked)
-        others = [*file_refusals(dump.init_pid, criu), *trace_refusals(dump.init_pid)]
-        heed([*refusals(situation), *others], policy.gpu_preflight)
+        heed(refusals(situation), policy.preflight)
     # What others have locked or checkpointed is left to them: CRIU leaves it as it is, too.
     ours = [process for process, state in known.items() if state is CudaState.RUNNING]
     if not ours:
@@ -238,7 +235,7 @@ def lock_gpus(dump: Dump, signs: Sequence[Signs]) -> GpuCheckpointed | None:
         lock_all(driver, ours, dump.patience, policy.gpu_lock_timeout_s, spans, agree=agree)
     with journal.phase("gpu read again"):  # what they hold is what is restored from now on, and not before
         situation = situation.read_again(dump.patience)
-        heed(memory_refusals(situation), policy.gpu_preflight)
+        heed(memory_refusals(situation), policy.preflight)
     held = {process: held_on(situation.gpus, process.pid) for process in ours}
     threads = driver_threads(driver, ours, dump.patience)
     effect.processes = [Taken(process, names[process], threads[process], held[process]) for process in ours]

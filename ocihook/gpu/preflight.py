@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ocihook.criu.explain import IO_URING_REMEDY, TRACED_INSIDE_REMEDY
+from ocihook.criu.explain import IO_URING_REMEDY
 from ocihook.errors import PreflightError
 from ocihook.gpu.driver import CudaState
 from ocihook.gpu.nvml import Gpu
@@ -23,7 +23,7 @@ from ocihook.linux.cgroup import memory_headroom_bytes
 from ocihook.linux.memory import available_bytes
 from ocihook.linux.mounts import is_in_memory
 from ocihook.linux.patience import Patience
-from ocihook.linux.procfs import Process, descendants, thread_ids, tracer_pid
+from ocihook.linux.procfs import Process
 
 FIRST_DRIVER = 570
 FIRST_DRIVER_ON_ARM = 610
@@ -132,21 +132,6 @@ def memory_refusals(situation: Situation) -> list[str]:
     return [*_about_room(situation)]
 
 
-def trace_refusals(init_pid: int) -> list[str]:
-    """Return which processes of a container are traced and by whom, each tracer once, with what to do about it."""
-    pids = descendants(init_pid)
-    found: dict[int, int] = {}  # by the tracer, the first that it traces
-    for pid in pids:
-        for thread in thread_ids(pid):
-            if tracer := tracer_pid(thread):
-                found.setdefault(tracer, pid)
-    return [
-        f"process {pid} is traced by process {tracer}, so that CRIU cannot dump it: "
-        + (TRACED_INSIDE_REMEDY if tracer in pids else f"end that tracer, a debugger or strace: kill {tracer}")
-        for tracer, pid in found.items()
-    ]
-
-
 def restore_refusals(need_bytes: int, available_ram_bytes: int, cgroup_room_bytes: int | None) -> list[str]:
     """Return every reason not to begin a restore, each with what to do about it; [] if none is seen.
 
@@ -158,14 +143,14 @@ def restore_refusals(need_bytes: int, available_ram_bytes: int, cgroup_room_byte
     return [*_about_memory("a restore", need_bytes, available_ram_bytes, cgroup_room_bytes)]
 
 
-def heed(reasons: Sequence[str], gpu_preflight: str) -> None:
-    """Refuse for these reasons, if there are any; or log them where the policy takes the risk.
+def heed(reasons: Sequence[str], policy: str) -> None:
+    """Refuse for these reasons, if any; or log them where the policy (`preflight`) takes the risk.
 
     Raises:
         PreflightError: to refuse.
     """
-    if reasons and gpu_preflight == "refuse":
-        raise PreflightError("; ".join(reasons), hint="the annotation ocihook.io/gpu-preflight=warn takes the risk")
+    if reasons and policy == "refuse":
+        raise PreflightError("; ".join(reasons), hint="the annotation ocihook.io/preflight=warn takes the risk")
     for reason in reasons:
         log.warning("preflight: %s", reason)
 

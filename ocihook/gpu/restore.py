@@ -132,7 +132,7 @@ def check_memory(restore: Restore, need_bytes: int) -> None:
         PreflightError: to refuse it; nothing was started.
     """
     reasons = restore_refusals(need_bytes, available_bytes(), memory_headroom_bytes(restore.criu_pid))
-    heed(reasons if need_bytes else [], restore.policy.gpu_preflight)
+    heed(reasons if need_bytes else [], restore.policy.preflight)
 
 
 def fill_memory(restore: Restore, checkpoint: Checkpoint) -> int:

@@ -18,6 +18,7 @@ _WATCH = re.compile(
     re.MULTILINE,
 )
 _LOCK = re.compile(r"^lock:\s+\d+:\s+(?P<kind>\w+)", re.MULTILINE)
+_MOUNT_ID = re.compile(r"^mnt_id:\s+(\d+)", re.MULTILINE)
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _MAX_LINKS = 40  # the kernel's own limit
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +36,7 @@ class OpenFile(NamedTuple):
     inode: int
     links: int
     stored_bytes: int  # that it takes on disk; a sparse file less than its length
+    info: str = ""  # proc_pid_fdinfo(5); "" if it is a socket, or mapped
 
     @property
     def is_regular(self) -> bool:
@@ -45,6 +47,30 @@ class OpenFile(NamedTuple):
     def is_device(self) -> bool:
         """Return whether it is a character or block device."""
         return stat.S_ISCHR(self.mode) or stat.S_ISBLK(self.mode)
+
+    @property
+    def mount_id(self) -> int:
+        """Return the id of the mount through which it was opened, -1 if it is unknown."""
+        match = _MOUNT_ID.search(self.info)
+        return int(match[1]) if match else -1
+
+    @property
+    def locks(self) -> list[str]:
+        """Return the kinds of locks (FLOCK, POSIX, OFDLCK, LEASE) that are held through it."""
+        return _LOCK.findall(self.info)
+
+    @property
+    def watches(self) -> "list[Watch]":
+        """Return what an inotify descriptor watches."""
+        return [
+            Watch(
+                _device(int(match["device"], 16)),
+                int(match["ino"], 16),
+                int(match["type"], 16),
+                bytes.fromhex(match["handle"]),
+            )
+            for match in _WATCH.finditer(self.info)
+        ]
 
     def is_at(self, root: str) -> bool:
         """Return whether it is what its name leads to below a directory."""
@@ -79,17 +105,9 @@ def open_files(pid: int) -> Iterator[OpenFile]:
     """Yield the files that a process has open; none when it is gone."""
     for fd in _listed(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
-            yield _file(pid, int(fd), f"/proc/{pid}/fd/{fd}")
-
-
-def deleted_files(pid: int) -> Iterator[OpenFile]:
-    """Yield the files that a process has open or mapped whose names were removed; only these are examined."""
-    for fd in _listed(f"/proc/{pid}/fd"):
-        link = f"/proc/{pid}/fd/{fd}"
-        with contextlib.suppress(OSError):
-            if os.readlink(link).endswith(_DELETED):
-                yield _file(pid, int(fd), link)
-    yield from mapped_files(pid)
+            file = _file(pid, int(fd), f"/proc/{pid}/fd/{fd}")
+            has_info = not stat.S_ISSOCK(file.mode)
+            yield file._replace(info=_read(f"/proc/{pid}/fdinfo/{fd}")) if has_info else file
 
 
 def mapped_files(pid: int) -> Iterator[OpenFile]:
@@ -124,28 +142,9 @@ def _file(pid: int, fd: int, link: str) -> OpenFile:
     )
 
 
-def watches(pid: int, fd: int) -> list[Watch]:
-    """Return what an inotify descriptor watches."""
-    text = _read(f"/proc/{pid}/fdinfo/{fd}")
-    return [
-        Watch(
-            _device(int(match["device"], 16)),
-            int(match["ino"], 16),
-            int(match["type"], 16),
-            bytes.fromhex(match["handle"]),
-        )
-        for match in _WATCH.finditer(text)
-    ]
-
-
 def _device(number: int) -> int:
     """Return a device number of the kernel's (20 bits of minor) as stat(2) has it."""
     return os.makedev(number >> 20, number & 0xFFFFF)
-
-
-def locks(pid: int, fd: int) -> list[str]:
-    """Return the kinds of locks (FLOCK, POSIX, OFDLCK, LEASE) that are held through a descriptor."""
-    return _LOCK.findall(_read(f"/proc/{pid}/fdinfo/{fd}"))
 
 
 def can_open_handle(pid: int, watch: Watch) -> bool:
@@ -167,12 +166,6 @@ def can_open_handle(pid: int, watch: Watch) -> bool:
                 os.close(fd)
                 return True
     return False
-
-
-def mount_id(pid: int, fd: int) -> int:
-    """Return the id of the mount through which a file was opened, -1 when it is closed."""
-    lines = _read(f"/proc/{pid}/fdinfo/{fd}").splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("mnt_id:")), -1)
 
 
 def mounts(pid: int) -> list[Mount]:

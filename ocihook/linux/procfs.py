@@ -66,6 +66,27 @@ def _stat_fields(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()  # a command name may contain anything, ')' too
 
 
+class Stat(NamedTuple):
+    """Some fields of proc_pid_stat(5) of a process or thread."""
+
+    state: str = ""  # one letter; "": it has gone
+    parent: int = 0
+    group: int = 0
+    session: int = 0
+    terminal: int = 0  # its controlling one, as a device; 0: none
+    exit_signal: int = signal.SIGCHLD
+    policy: int = 0  # of scheduling: SCHED_OTHER
+
+
+def read_stat(pid: int) -> Stat:
+    """Return the fields of a process or thread; those of `Stat()` when it has gone."""
+    fields = _stat_fields(pid)
+    if not fields:
+        return Stat()
+    parent, group, session, terminal = map(int, fields[1:5])
+    return Stat(fields[0], parent, group, session, terminal, int(fields[35]), int(fields[38]))
+
+
 def status_fields(pid: int) -> dict[str, str]:
     """Return the lines of /proc/PID/status by their names; {} when there is no such process."""
     try:

@@ -143,8 +143,8 @@ def _check_room(restore: Restore) -> None:
     if not reason:
         return
     error = f"the restore takes {_gib(need)} of memory, {reason}"
-    if restore.policy.gpu_preflight == "refuse":
-        raise PreflightError(error, hint="the annotation ocihook.io/gpu-preflight=warn takes the risk")
+    if restore.policy.preflight == "refuse":
+        raise PreflightError(error, hint="the annotation ocihook.io/preflight=warn takes the risk")
     log.warning("preflight: %s", error)
 
 

@@ -1,21 +1,18 @@
-"""The network's part of a dump: what cannot be dumped is refused, traffic is held, and what CRIU loses is noted.
+"""The network's part of a dump: unwanted connections are refused, traffic is held, and what CRIU loses is noted.
 
 Before the images: packets in flight arrive, then no packet moves any more. After them the container is frozen: should
 CRIU be killed from there on, nothing uses a connection before it is out of repair mode.
 """
 
 import logging
-import platform
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address, ip_interface
 from typing import NamedTuple
 
 from ocihook.criu.socket_images import FilesImage, read_stream
-from ocihook.criu.version import FIRST_CRIU_FOR_6_16, parse_version
 from ocihook.errors import OcihookError, PreflightError, plain
 from ocihook.linux.procfs import Process, descendants
-from ocihook.linux.sockets import hides_socket_options
 from ocihook.net.hold import TrafficHeld, Waiting, hold
 from ocihook.net.lost_options import TcpOptions, multicast_groups, read_options, tcp_sockets
 from ocihook.net.netlink import InetSocket, links, routes
@@ -41,7 +38,7 @@ class Options(NamedTuple):
 
 
 def refuse(dump: Dump) -> None:
-    """Refuse sockets that CRIU cannot dump, and connections that the policy wants a dump to be refused for.
+    """Refuse connections that the policy wants a dump to be refused for.
 
     Raises:
         PreflightError: naming them.
@@ -49,12 +46,6 @@ def refuse(dump: Dump) -> None:
     survey = Survey.of(descendants(dump.init_pid))
     if survey is None:
         return
-    version = dump.call().criu_version
-    if (parsed := parse_version(version)) and parsed < FIRST_CRIU_FOR_6_16 and hides_socket_options():
-        detail = f"the container has Internet sockets, which CRIU {version} cannot dump on Linux {platform.release()}"
-        raise PreflightError(detail, hint="install CRIU 4.2 or later")
-    if survey.has_mptcp:
-        raise PreflightError("the container uses multipath TCP, which CRIU cannot dump", hint=MPTCP_REMEDY)
     gang = {ip_address(text) for text in dump.gang_addresses}
     unwanted = refused(survey.connections, policy_of(dump), survey.own, gang)
     if unwanted:
@@ -63,9 +54,6 @@ def refuse(dump: Dump) -> None:
             hint="end them, or set ocihook.io/tcp to what is to become of them",
         )
     dump.has_connections = bool(survey.connections)
-
-
-MPTCP_REMEDY = "GODEBUG=multipathtcp=0 for Go programs; sysctl net.mptcp.enabled=0"
 
 
 def policy_of(dump: Dump) -> TcpPolicy:

@@ -12,7 +12,7 @@ class Network(Participant):
         self._moving: Moving | None = None
 
     def refuse(self, dump: Dump) -> None:
-        """Refuse sockets that CRIU cannot dump, and connections that the policy does not want dumped."""
+        """Refuse connections that the policy does not want dumped."""
         refuse(dump)
 
     def hold(self, dump: Dump) -> None:

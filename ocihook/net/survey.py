@@ -1,12 +1,12 @@
 """What a container has of sockets, in the network namespace that it is in: read once, for a dump or for doctor."""
 
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, ip_interface
 
-from ocihook.linux.sockets import sockets
+from ocihook.linux.sockets import Socket, sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket, Link, inet_sockets, links
 
@@ -21,7 +21,6 @@ class Survey:
 
     namespace: NetNamespace
     inodes: Collection[int]  # of all that its processes have
-    has_mptcp: bool
 
     @classmethod
     def of(cls, pids: Collection[int]) -> "Survey | None":
@@ -30,14 +29,18 @@ class Survey:
         Args:
             pids: of its processes, the first of them first: its network is what counts.
         """
-        found = {s.inode: s for pid in pids for s in sockets(pid) if s.family in _IP}
-        if not found:
+        return cls.of_sockets(next(iter(pids)), (sock for pid in pids for sock in sockets(pid)))
+
+    @classmethod
+    def of_sockets(cls, init_pid: int, found: Iterable[Socket]) -> "Survey | None":
+        """Return the survey of a container whose sockets have been read; as `of`."""
+        inodes = frozenset(sock.inode for sock in found if sock.family in _IP)
+        if not inodes:
             return None
         try:
-            namespace = NetNamespace.of(next(iter(pids)))
+            return cls(NetNamespace.of(init_pid), inodes)
         except FileNotFoundError:
             return None
-        return cls(namespace, found.keys(), any(sock.is_multipath for sock in found.values()))
 
     @cached_property
     def _in_network(self) -> list[InetSocket]:

@@ -5,10 +5,10 @@ from ocihook.gpu.participant import Gpu
 from ocihook.memory.clean_pages import MergedPages, ReadPages
 from ocihook.memory.earlier_dumps import EarlierDumps
 from ocihook.memory.host_memory import HostMemory
-from ocihook.memory.parasite_room import ParasiteRoom
 from ocihook.memory.pre_copy import PreCopy
 from ocihook.memory.standstill import Standstill
 from ocihook.net.participant import Network
+from ocihook.preflight.participant import Preflight
 from ocihook.session.participant import Participant
 from ocihook.stages.awaited_memory import ChosenSnapshot, EarlierSnapshot
 from ocihook.stages.noted_origin import NotedOrigin
@@ -18,7 +18,6 @@ from ocihook.stages.stored_pages import StoredPages
 from ocihook.stages.until_started import UntilStarted
 
 _ORDER: tuple[type[Participant], ...] = (
-    ParasiteRoom,  # a container at its memory limit is not dumped
     UntilStarted,  # freezes what is restored, and not started yet
     Membership,  # the other containers of the job come to the same moment, or none does
     EarlierDumps,  # an engine's own dumps build on each other only where no page can be missing
@@ -27,6 +26,7 @@ _ORDER: tuple[type[Participant], ...] = (
     EarlierSnapshot,  # processes that are copied for an earlier dump are their own again
     PreCopy,  # memory is read that need not be read again once all stand still
     Quiesce,  # the application quiesces itself
+    Preflight,  # what CRIU would refuse, or could not restore, is refused before anything else is touched
     StoredPages,  # CRIU's page images go to the node's store
     PageImages,  # or become packs in the engine's archive
     Network,  # no packet moves any more; sockets move to where the container is restored

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from ocihook.cli.doctor import doctor
-from ocihook.node.doctor.finding import Finding, Status
+from ocihook.preflight.finding import Finding, Status
 
 
 @pytest.mark.parametrize(

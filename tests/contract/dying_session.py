@@ -55,7 +55,7 @@ PATIENCE_S = 60.0
 def identify(journal: Journal, request: wire.Request, call: RuntimeCall, settings: Settings) -> None:
     del call, settings
     journal.identify(ContainerRef(id="c" * 64, runtime="runc"), os.readlink(request.image_dir))
-    policy = Policy(gpu_preflight="warn")
+    policy = Policy(preflight="warn")
     journal.note(CallFacts(verb="checkpoint", leave_running=True, policy=policy, workers=2))
 
 

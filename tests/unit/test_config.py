@@ -142,7 +142,7 @@ def test_what_another_release_may_know_is_told_and_stops_nothing(name: str, mess
 
 REFUSED_BY_DEFAULT = {
     "push": "always",
-    "gpu_preflight": "warn",
+    "preflight": "warn",
     "gpu_map": "GPU-00000000-0000-0000-0000-000000000000=GPU-00000000-0000-0000-0000-000000000001",
     "quiesce_timeout_s": "61",
     "gpu_lock_timeout_s": "60.5",
@@ -161,7 +161,7 @@ def test_what_a_pod_may_not_set_unless_it_is_allowed(tmp_path: Path, key: str, v
     assert str(error).endswith(f"allow it in /etc/ocihook/config.toml: [policy.allowed] {key}")
     assert apply_annotations(Settings(), annotations, in_pod=False).refused == ()  # root's own container
 
-    allowed = {"push": '["always"]', "gpu_preflight": '["refuse", "warn"]', "gpu_map": "true"}.get(key, "600")
+    allowed = {"push": '["always"]', "preflight": '["refuse", "warn"]', "gpu_map": "true"}.get(key, "600")
     write(tmp_path, f"[policy.allowed]\n{key} = {allowed}\n")
     settings = load_settings(tmp_path)
     policy, refused, _ = apply_annotations(settings, annotations, in_pod=True)
@@ -179,8 +179,8 @@ def test_every_key_has_a_bound_for_pods() -> None:
 
 
 def test_what_holds_on_the_node_anyway_a_pod_may_set() -> None:
-    settings = Settings(policy=Policy(gpu_preflight="warn"))
-    assert apply_annotations(settings, {"ocihook.io/gpu-preflight": "warn"}, in_pod=True).refused == ()
+    settings = Settings(policy=Policy(preflight="warn"))
+    assert apply_annotations(settings, {"ocihook.io/preflight": "warn"}, in_pod=True).refused == ()
 
 
 def test_rules_of_several_files(tmp_path: Path) -> None:

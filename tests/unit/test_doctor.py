@@ -1,9 +1,7 @@
 """Each thing that would break a checkpoint is found, and comes with a remedy."""
 
-import dataclasses
 import os
 import re
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,16 +16,14 @@ from ocihook.criu.version import Program
 from ocihook.gpu import library, preflight
 from ocihook.gpu.driver import CudaState
 from ocihook.gpu.signs import Signs
-from ocihook.linux.open_files import Mount
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
-from ocihook.linux.sockets import Socket
 from ocihook.node import install
-from ocihook.node.doctor import container, kernel_objects, machine, node, run
-from ocihook.node.doctor.finding import Finding, Repair, Status
+from ocihook.node.doctor import container, machine, node, run
 from ocihook.node.doctor.run import check_node, repair, run_check
-from ocihook.node.doctor.workload import read_workload
 from ocihook.node.install import apply_install, plan_install
+from ocihook.preflight.finding import Finding, Repair, Status
+from ocihook.preflight.observation import Observation
 from ocihook.session.journal import Journal
 from ocihook.stages.recover import recover
 
@@ -485,7 +481,7 @@ def test_what_fails_on_the_node_fails_for_a_container(monkeypatch: pytest.Monkey
     broken = Finding("configuration", Status.FAIL, "config.toml is not TOML", "correct the file")
     monkeypatch.setattr(node, "CHECKS", (lambda: iter([broken]),))
     monkeypatch.setattr(machine, "CHECKS", ())
-    monkeypatch.setattr(kernel_objects, "CHECKS", ())
+    monkeypatch.setattr(run, "CHECKS", ())
     findings = run.check_container("0717")
     assert broken in findings
     assert "size" in {finding.check for finding in findings}
@@ -499,7 +495,7 @@ def test_a_process_cannot_be_dumped_without_criu(
     monkeypatch.setattr(run, "container_of", lambda _pid: found if is_container else None)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(run, "find_program", programs.get)
-    monkeypatch.setattr(kernel_objects, "CHECKS", ())
+    monkeypatch.setattr(run, "CHECKS", ())
     assert Finding(
         "criu", Status.FAIL, "not installed", "install CRIU 4.1.1 or later (Debian 13, Fedora 42)"
     ) in run.check_process(os.getpid())
@@ -674,7 +670,7 @@ def test_a_container_is_told_what_the_preflight_refuses(monkeypatch: pytest.Monk
     monkeypatch.setattr(container, "CudaDriver", lambda: None)
     monkeypatch.setattr(container, "states", lambda *_: {Process(pid, 1): CudaState.RUNNING})
     monkeypatch.setattr(preflight, "read_node", lambda _patience: ("580.1", []))
-    findings = list(container._check_gpu(read_workload(pid)))
+    findings = list(container._check_gpu(Observation(init_pid=pid)))
     refused = [finding for finding in findings if finding.status is Status.FAIL]
     situation = preflight.Situation.read(pid, [signs], {Process(pid, 1): CudaState.RUNNING}, ENDLESS)
     assert [f"{f.detail}: {f.remedy}" for f in refused] == preflight.refusals(situation)
@@ -691,42 +687,10 @@ def test_libcuda_without_a_driver_is_no_good(
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(container, "find_gpu_processes", lambda pid: [Signs(pid=pid, has_driver=True)])
     monkeypatch.setattr(container, "has_driver", lambda: False)
-    (finding,) = container._check_gpu(read_workload(os.getpid()))
+    (finding,) = container._check_gpu(Observation(init_pid=os.getpid()))
     assert finding.status is Status.FAIL
     assert f"processes {os.getpid()} use NVIDIA's driver" in finding.detail
     assert finding.remedy.startswith("name its directory" if is_loaded else "install NVIDIA's driver")
-
-
-@pytest.mark.parametrize(("manager", "is_named"), [("libpod", True), ("cri-o", False), ("", False)])
-def test_podmans_own_options_for_connections_are_named(
-    monkeypatch: pytest.MonkeyPatch, manager: str, *, is_named: bool
-) -> None:
-    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {"io.container.manager": manager}, {})
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    workload = read_workload(os.getpid(), found)
-    connected = Socket(1, 2, socket.AF_INET, socket.SOCK_STREAM, 6, False, True, 0, "10.0.0.1")
-    chosen = dataclasses.replace(workload, options=criu_files.CriuOptions(), sockets=(connected,))
-    remedy = only(kernel_objects._about_socket(connected, chosen)).remedy
-    assert remedy.startswith("ocihook install")
-    assert ("podman: `container checkpoint --tcp-established`" in remedy) is is_named
-    assert ("--tcp-close" in remedy) is is_named
-    established = criu_files.CriuOptions(names=frozenset({"tcp-established"}))
-    assert list(kernel_objects._about_socket(connected, dataclasses.replace(chosen, options=established))) == []
-
-
-def test_what_containers_name_gives_no_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither to a shell, in a remedy that is copied, nor to a terminal."""
-    mount = Mount(9, "8:1", "/x", "/a; rm -rf $HOME\n\x1b[2J", "ext4", "/dev/sda1")
-    config: dict[str, object] = {"mounts": []}
-    found = RunningContainer("0717d827f3ce", "runc", os.getpid(), "", {"org.criu.config": "/x;reboot"}, config)
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setattr(container, "mounts", lambda _pid: [mount])
-    workload = read_workload(os.getpid(), found)
-    monkeypatch.setattr(run, "_run_all", lambda _checks: list(container._check_mounts(workload)))
-    (finding,) = run._check_workload(workload)
-    assert finding.remedy.startswith(f"nsenter -t {os.getpid()} -m umount '/a; rm -rf $HOME\\n\\x1b[2J', or")
-    assert finding.detail.isprintable()
-    assert workload.options.add("tcp-close") == "echo tcp-close >> '/x;reboot'"
 
 
 @pytest.mark.parametrize(
@@ -747,15 +711,3 @@ def test_options_that_criu_would_have(
     assert (set(options.names), options.ghost_limit_bytes) == (names, limit_bytes)
     assert options.file == str(tmp_path / "runc.conf")
     assert criu_files.options_for("").names == set()  # a `criu dump` by hand does not read it
-
-
-def test_findings_of_one_kind_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike = [Finding("device", Status.FAIL, str(number), "close it") for number in range(5)]
-    monkeypatch.setattr(run, "_run_all", lambda _checks: [*alike, Finding("size", Status.OK, "small")])
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert [finding.detail for finding in run._check_workload(read_workload(os.getpid()))] == [
-        "0",
-        "1",
-        "2; and 2 more like it",
-        "small",
-    ]

@@ -22,8 +22,8 @@ from ocihook.gpu.nvml import Gpu
 from ocihook.images import compatibility
 from ocihook.node.doctor import archive as module
 from ocihook.node.doctor import machine
-from ocihook.node.doctor.finding import Finding, Status
 from ocihook.packs.packed_manifest import read_manifest, write_manifest
+from ocihook.preflight.finding import Finding, Status
 from ocihook.store.store import Store
 from tests.fakes.images import make_archive, make_image_set, mixed_pages
 

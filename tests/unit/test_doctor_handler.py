@@ -7,8 +7,8 @@ import pytest
 from ocihook.config import Settings
 from ocihook.criu.version import Program
 from ocihook.node.doctor import handler
-from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.handlers import DROP_INS, ContainerdConfig
+from ocihook.preflight.finding import Finding, Status
 from ocihook.session import history
 
 

@@ -9,7 +9,7 @@ from ocihook.criu.version import Program
 from ocihook.errors import UnsupportedError
 from ocihook.net import nftables
 from ocihook.node.doctor import network
-from ocihook.node.doctor.finding import Repair, Status
+from ocihook.preflight.finding import Repair, Status
 
 _STRICT = "table inet f {\n chain in {\n  ct state established accept\n  ct state invalid drop\n }\n}\n"
 

@@ -7,7 +7,7 @@ import pytest
 from ocihook.checkpoints.pending import Failure, write_failure
 from ocihook.config import Settings
 from ocihook.node.doctor import store as module
-from ocihook.node.doctor.finding import Status
+from ocihook.preflight.finding import Status
 from tests.fakes.keys import make_keys
 from tests.unit.test_store_crash import Node
 

@@ -19,9 +19,9 @@ from ocihook.linux.memory import DetailedMapping, Mapping, Span, read_detailed_m
 from ocihook.linux.ptrace import CallInstruction
 from ocihook.memory import host_memory, snapshot
 from ocihook.node.doctor import host_memory as doctor
-from ocihook.node.doctor.finding import Status
-from ocihook.node.doctor.workload import Workload
 from ocihook.packs.pages import Parts
+from ocihook.preflight.finding import Status
+from ocihook.preflight.observation import Observation
 from ocihook.runtime import containers
 from ocihook.session.participant import Restore
 
@@ -45,7 +45,7 @@ def restore(preflight: str) -> Restore:
     """Return a restore in which a GiB goes past CRIU, and two of a GPU's memory."""
     cut = Cut("pagemap-1.img", b"", Direct(1, "pages-1.img", Parts([(0, GIB, 0)]), Parts()))
     checkpoint = SimpleNamespace(region_bytes=2 * GIB)
-    policy = Policy(gpu_preflight=preflight)
+    policy = Policy(preflight=preflight)
     return cast("Restore", SimpleNamespace(cuts=[cut], checkpoint=checkpoint, criu_pid=1, policy=policy))
 
 
@@ -111,7 +111,7 @@ def test_which_way_memory_goes(
 ) -> None:
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: mappings)
     monkeypatch.setattr(doctor, "find_freezer", lambda _pid: True)
-    finding, _ = doctor.check_host_memory(workload(), marks_writes=True)
+    finding, _ = doctor.check_host_memory(seen(), marks_writes=True)
     said_of_dump, said_of_restore = finding.detail.split("; ")
     assert dump in said_of_dump
     assert restore in said_of_restore
@@ -122,7 +122,7 @@ def test_small_processes_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     mib = {OWN: 70, OWN + 1: 90, OWN + 2: 63, OWN + 3: 2}
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda pid: [mapping(pid, mib[pid])])
     monkeypatch.setattr(doctor, "_own_starts", lambda mapped: {pid: {pid * MIB} for pid in mapped})
-    facts = workload(pids=tuple(mib))
+    facts = seen(pids=tuple(mib))
     said = [finding.detail for finding in doctor.check_host_memory(facts)]
     assert "soft-dirty" in said[0]
     assert [detail.split(":")[0] for detail in said[1:]] == [
@@ -144,7 +144,7 @@ def test_small_processes_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_way_a_policy_has_memory_go(monkeypatch: pytest.MonkeyPatch, policy: Policy, said: list[str]) -> None:
     monkeypatch.setattr(doctor, "load_settings", lambda: Settings(workers=3))
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
-    findings = list(doctor.check_host_memory(workload(policy)))
+    findings = list(doctor.check_host_memory(seen(policy)))
     assert [words for words, finding in zip(said, findings, strict=True) if words not in finding.detail] == []
 
 
@@ -164,7 +164,7 @@ def test_who_has_criu_track_memory(
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
     monkeypatch.setattr(doctor, "find_freezer", lambda _pid: freezer)
     monkeypatch.setattr(containers, "read", lambda _id: kept)
-    first, *_ = doctor.check_host_memory(workload(names=names), marks_writes=True)
+    first, *_ = doctor.check_host_memory(seen(names=names), marks_writes=True)
     assert said in first.detail
     assert bool(first.remedy) == ("not asked" in said)
 
@@ -200,7 +200,7 @@ def test_whether_memory_is_read_from_a_snapshot(
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
     for name, fact in {"find_freezer": lambda _pid: True, **NOTHING_PREVENTS_IT, **facts}.items():
         monkeypatch.setattr(doctor if hasattr(doctor, name) else snapshot, name, fact)
-    *_, last = doctor.check_host_memory(workload(policy), marks_writes=True)
+    *_, last = doctor.check_host_memory(seen(policy), marks_writes=True)
     assert (last.check, last.status) == ("snapshot", Status.OK)
     assert said in last.detail
     assert remedy in last.remedy
@@ -213,15 +213,15 @@ def test_a_process_whose_children_are_in_another_namespace() -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert "would begin a new PID namespace" in doctor._not_forked(workload(), process.pid)
+        assert "would begin a new PID namespace" in doctor._not_forked(seen(), process.pid)
         process.kill()
-    assert doctor._not_forked(workload(), OWN) == ""
-    assert doctor._not_forked(workload(), process.pid) == "", "it has ended"
+    assert doctor._not_forked(seen(), OWN) == ""
+    assert doctor._not_forked(seen(), process.pid) == "", "it has ended"
 
 
 def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90), mapping(99, 1, flags="wf")])
-    first, *_ = doctor.check_host_memory(workload())
+    first, *_ = doctor.check_host_memory(seen())
     assert (first.check, first.status) == ("wipe-on-fork", Status.WARN)
     assert "children forked after a restore get a copy" in first.detail
 
@@ -230,19 +230,19 @@ def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch)
 def test_whether_memory_is_read_while_it_runs(monkeypatch: pytest.MonkeyPatch, reason: str, status: Status) -> None:
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])
     monkeypatch.setattr(doctor, "why_not", lambda _policy, _pids: reason)
-    first, *_ = doctor.check_host_memory(workload(Policy(pre_copy=True)))
+    first, *_ = doctor.check_host_memory(seen(Policy(pre_copy=True)))
     assert (first.check, first.status) == ("pre-copy", status)
     assert reason in first.detail
-    assert all(one.check != "pre-copy" for one in doctor.check_host_memory(workload()))
+    assert all(one.check != "pre-copy" for one in doctor.check_host_memory(seen()))
 
 
-def workload(
+def seen(
     policy: Policy | None = None,
     *,
     names: Collection[str] = ("track-mem", "prev-images-dir"),
     pids: Collection[int] = (OWN,),
-) -> Workload:
-    """Return this process, or others, as a workload."""
+) -> Observation:
+    """Return an observation of this process, or of others."""
     facts = SimpleNamespace(
         init_pid=OWN,
         pids=pids,
@@ -251,7 +251,7 @@ def workload(
         options=CriuOptions(names=frozenset(names)),
         container=SimpleNamespace(id="ab"),
     )
-    return cast("Workload", facts)
+    return cast("Observation", facts)
 
 
 def test_what_is_in_mappings_is_read() -> None:

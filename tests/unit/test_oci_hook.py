@@ -67,7 +67,7 @@ def test_wrong_ones_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         1,
         "ocihook: annotation ocihook.io/mode: mode must be one of 'inline', 'store', 'off', not 'shop'\n",
     )
-    in_pod = {"io.kubernetes.cri.sandbox-namespace": "team", "ocihook.io/gpu-preflight": "warn"}
+    in_pod = {"io.kubernetes.cri.sandbox-namespace": "team", "ocihook.io/preflight": "warn"}
     status, message = answer(in_pod, capsys)
     assert status == 1
     assert "a pod may not set 'warn'" in message

@@ -10,23 +10,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from ocihook.config import Policy, Settings
 from ocihook.errors import PreflightError
-from ocihook.gpu import dump as gpu_dump
 from ocihook.gpu import preflight
 from ocihook.gpu import restore as gpu_restore
 from ocihook.gpu import signs as signs_module
 from ocihook.gpu.nvml import Gpu
-from ocihook.gpu.preflight import Situation, driver_major, memory_refusals, refusals, restore_refusals, trace_refusals
+from ocihook.gpu.preflight import Situation, driver_major, memory_refusals, refusals, restore_refusals
 from ocihook.gpu.signs import Signs, count_device_files, read_signs
 from ocihook.linux.mounts import is_in_memory
-from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
-from ocihook.linux.ptrace import HeldThread
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts, Restore
 
@@ -57,32 +54,6 @@ FINE = Situation(
 
 def with_process(**changes: Any) -> dict[str, Any]:
     return {"processes": (dataclasses.replace(PROCESS, **changes),)}
-
-
-def test_who_is_traced_is_refused_with_who_traces() -> None:
-    with subprocess.Popen(["sleep", "60"]) as sleeper:
-        assert trace_refusals(sleeper.pid) == []
-        thread = HeldThread(sleeper.pid, ENDLESS)
-        try:
-            (outside,), (inside,) = trace_refusals(sleeper.pid), trace_refusals(os.getpid())
-        finally:
-            thread.release()
-            sleeper.kill()
-    traced = f"process {sleeper.pid} is traced by process {os.getpid()}, so that CRIU cannot dump it: "
-    assert outside == f"{traced}end that tracer, a debugger or strace: kill {os.getpid()}"
-    assert inside == f"{traced}have the application trace none of its own processes, as sandboxes and crash handlers do"
-
-
-def test_a_dump_that_a_debugger_spoils_is_refused_before_any_gpu_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_dump, "CudaDriver", object)
-    monkeypatch.setattr(gpu_dump, "states", lambda *_: {})
-    monkeypatch.setattr(gpu_dump, "loaded_plugin", lambda *_: None)
-    monkeypatch.setattr(Situation, "read", lambda *_, **__: FINE)
-    monkeypatch.setattr(gpu_dump, "trace_refusals", lambda pid: [f"{pid} is traced"])
-    dump: Any = MagicMock(policy=Policy(), init_pid=os.getpid())
-    dump.container.runtime, dump.call.return_value = "runc", CallFacts()
-    with pytest.raises(PreflightError, match=f"^{os.getpid()} is traced"):
-        gpu_dump.lock_gpus(dump, [])
 
 
 def test_nothing_is_refused_without_a_reason() -> None:
@@ -125,7 +96,7 @@ def test_a_restore_without_room_is_refused(
     gpu_restore.check_memory(restore, GIB)
     with pytest.raises(PreflightError, match="free memory on the node"):
         gpu_restore.check_memory(restore, 1 << 50)
-    restore.journal.note(CallFacts(policy=Policy(gpu_preflight="warn")))
+    restore.journal.note(CallFacts(policy=Policy(preflight="warn")))
     gpu_restore.check_memory(restore, 1 << 50)
     assert "free memory on the node" in caplog.text
 

@@ -30,6 +30,7 @@ from ocihook.memory.standstill import is_given_up
 from ocihook.model import ContainerRef
 from ocihook.packs.cipher import NO_KEYS
 from ocihook.packs.domain_names import NODE_DOMAIN
+from ocihook.preflight import participant
 from ocihook.session import criu_statistics, history
 from ocihook.session.effect import Effect
 from ocihook.session.journal import Journal, open_journals
@@ -66,6 +67,8 @@ class Node:
         monkeypatch.setattr(restore, "find_runtime_call", lambda _pid: dataclasses.replace(call, verb="restore"))
         monkeypatch.setattr(dump, "read_annotations", lambda _pid, _bundle: self.annotations)
         monkeypatch.setattr(dump, "criu_version", lambda _pid: "4.1.1")
+        monkeypatch.setattr(participant, "CHECKS", ())  # it is in the node's namespaces
+        monkeypatch.setattr(participant, "read_config", lambda _pid, _bundle: {"annotations": self.annotations})
         criu = Process.find(os.getpid())
         assert criu is not None
         self.journal = Journal.create(self.runtime_dir, criu)
@@ -113,7 +116,7 @@ def test_a_dump_and_a_restore(node: Node) -> None:
     assert open_journals(node.runtime_dir) == []
     (record,) = history.read(node.history_dir)
     assert record["id"] == node.journal.session_id
-    assert [phase["name"] for phase in record["phases"]] == ["pack", "unpack"]
+    assert [phase["name"] for phase in record["phases"]] == ["preflight", "pack", "unpack"]
 
 
 def test_the_same_stage_gets_the_same_verdict_and_is_done_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +302,7 @@ def test_a_store_that_cannot_take_a_dump(
     if on_pack_error == "fail":
         assert status == 1
         assert message.endswith("The dump is refused, the container runs on")
-        assert node.journal.to_json()["phases"] == []
+        assert [phase["name"] for phase in node.journal.to_json()["phases"]] == ["preflight"]
         return
     assert status == 0
     assert message.startswith("warning: container ")
@@ -339,19 +342,19 @@ def test_a_store_with_room_for_what_a_checkpoint_before_took(node: Node, monkeyp
 def test_what_a_pod_may_not_set_refuses_its_dump_and_not_its_restore(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node.annotations |= {"ocihook.io/gpu-preflight": "warn", "ocihook.io/of-next-year": "x"}
+    node.annotations |= {"ocihook.io/preflight": "warn", "ocihook.io/of-next-year": "x"}
     assert node.stage("pre-dump") == (0, "")  # podman's, root's own
     assert "annotation ocihook.io/of-next-year is not known here" in caplog.text
     assert node.stage("post-dump")[0] == 0
-    node.annotations = of_namespace("team") | {"ocihook.io/gpu-preflight": "warn", "ocihook.io/resume-signal": "USR1"}
+    node.annotations = of_namespace("team") | {"ocihook.io/preflight": "warn", "ocihook.io/resume-signal": "USR1"}
     assert node.stage("pre-restore")[0] == 0
-    assert "annotation ocihook.io/gpu-preflight: a pod may not set 'warn' on this node" in caplog.text
+    assert "annotation ocihook.io/preflight: a pod may not set 'warn' on this node" in caplog.text
     assert node.journal.facts(CallFacts).policy == Policy(resume_signal="USR1")
     node.journal._data["stages"].clear()
     status, message = node.stage("pre-dump")
     assert status == 1
-    assert message.startswith("pre-dump of container team/pod/efefefefefef: annotation ocihook.io/gpu-preflight")
-    assert message.endswith("[policy.allowed] gpu_preflight. The dump is refused, the container runs on")
+    assert message.startswith("pre-dump of container team/pod/efefefefefef: annotation ocihook.io/preflight")
+    assert message.endswith("[policy.allowed] preflight. The dump is refused, the container runs on")
 
 
 class Killed(BaseException):

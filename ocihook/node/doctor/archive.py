@@ -21,7 +21,6 @@ from ocihook.gpu.mapping import check_gpus, choose_gpu_map
 from ocihook.gpu.processes import read_node
 from ocihook.images.compatibility import check_criu, check_machine, missing_features
 from ocihook.linux.patience import ENDLESS
-from ocihook.node.doctor.finding import Finding, Status, without_commands
 from ocihook.node.doctor.machine import image_set_places
 from ocihook.packs.packed_manifest import (
     DESCRIPTORS_NAME,
@@ -30,6 +29,7 @@ from ocihook.packs.packed_manifest import (
     PackedManifest,
     read_manifest,
 )
+from ocihook.preflight.finding import Finding, Status, without_commands
 from ocihook.store.stored_manifest import StoredImage
 from ocihook.store.thin import Thin, read_thin
 

@@ -9,9 +9,9 @@ from ocihook.config import load_settings
 from ocihook.criu.version import find_program, run_output
 from ocihook.errors import ConfigError, OcihookError
 from ocihook.gpu.library import CDI_DIRS
-from ocihook.node.doctor.finding import Finding, Status
 from ocihook.node.handlers import DROP_INS, HANDLER, RUNTIMES, program_of, read_containerd
 from ocihook.node.install import NODE, PACKAGE_LIBEXEC, default_libexec
+from ocihook.preflight.finding import Finding, Status
 from ocihook.session import history
 
 _CHECK = "runtime handler"

@@ -1,4 +1,4 @@
-"""Which way the memory of a workload's processes would go in a dump and in a restore: past CRIU or through it, and why.
+"""Which way the memory of processes would go in a dump and in a restore: past CRIU or through it, and why.
 
 Each way is an entry of `_ways`; whatever else reads or writes memory past CRIU is one more.
 """
@@ -21,8 +21,8 @@ from ocihook.linux.ptrace import find_call_instruction
 from ocihook.memory import clean_pages, host_memory
 from ocihook.memory.pre_copy import why_not
 from ocihook.memory.snapshot import lacking
-from ocihook.node.doctor.finding import Finding, Status
-from ocihook.node.doctor.workload import Workload
+from ocihook.preflight.finding import Finding, Status
+from ocihook.preflight.observation import Observation
 from ocihook.runtime import containers
 from ocihook.stages.dump import pack_workers
 
@@ -47,28 +47,28 @@ class _Way(NamedTuple):
     too_little: Callable[[int, int], str]  # as `images.direct.too_little`
 
 
-def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iterator[Finding]:
+def check_host_memory(seen: Observation, *, marks_writes: bool = False) -> Iterator[Finding]:
     """Say which way each process's memory would go on this node, if it were dumped now and restored.
 
     By mappings: CRIU knows each page, and may find the memory in shorter runs.
 
     Args:
-        workload: the processes.
+        seen: the processes.
         marks_writes: whether the kernel marks what is written to (soft-dirty bits). It is asked before, since the
             answer takes a fork, and checks run in threads.
     """
     try:
-        policy = workload.policy()
+        policy = seen.policy()
     except OcihookError:  # reported by the check of the policy
         return
     mapped: dict[int, list[DetailedMapping]] = {}
-    for pid in workload.pids:
+    for pid in seen.pids:
         with contextlib.suppress(OSError):  # it has just ended
             mapped[pid] = read_detailed_mappings(pid)
-    yield from _about_wiping(workload, mapped)
+    yield from _about_wiping(seen, mapped)
     if policy.pre_copy:
-        yield _about_pre_copy(policy, workload)
-    ways = list(_ways(workload, policy, mapped, marks_writes=marks_writes))
+        yield _about_pre_copy(policy, seen)
+    ways = list(_ways(seen, policy, mapped, marks_writes=marks_writes))
     for way in ways:
         if way.all_left:
             yield Finding(HOST_MEMORY, Status.OK, f"{way.act}, all goes through CRIU: {way.all_left}", way.remedy)
@@ -78,9 +78,9 @@ def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iter
     if open_ways:
         for pid, size in sorted(large.items(), key=lambda one: -one[1]):
             said = "; ".join(_said(way, pid, mapped[pid], size) for way in open_ways)
-            yield Finding(HOST_MEMORY, Status.OK, f"{workload.who(pid)}, {size // _MIB} MiB: {said}")
+            yield Finding(HOST_MEMORY, Status.OK, f"{seen.who(pid)}, {size // _MIB} MiB: {said}")
         if large and ways[0] in open_ways:
-            yield _about_snapshot(policy, workload, large)
+            yield _about_snapshot(policy, seen, large)
     if open_ways and (small := len(sizes) - len(large)):
         size = (sum(sizes.values()) - sum(large.values())) // _MIB
         who = f"{small} {'process' if small == 1 else 'processes'}, {size} MiB in all"
@@ -89,31 +89,31 @@ def check_host_memory(workload: Workload, *, marks_writes: bool = False) -> Iter
 
 
 def _ways(
-    workload: Workload, policy: Policy, mapped: Mapping[int, list[DetailedMapping]], *, marks_writes: bool
+    seen: Observation, policy: Policy, mapped: Mapping[int, list[DetailedMapping]], *, marks_writes: bool
 ) -> Iterator[_Way]:
-    reason, remedy = _not_in_a_dump(workload, policy, marks_writes=marks_writes)
+    reason, remedy = _not_in_a_dump(seen, policy, marks_writes=marks_writes)
     yield _Way("in a dump", reason, remedy, lambda _, each: _left_in_dump(each), lambda _all, _past: "")
     reason = host_memory.left_to_criu(policy, pack_workers(_settings()), is_packed=policy.mode != "off")
     yield _Way("in a restore", reason, "", partial(_left_in_restore, _own_starts(mapped)), too_little)
 
 
-def _not_in_a_dump(workload: Workload, policy: Policy, *, marks_writes: bool) -> tuple[str, str]:
+def _not_in_a_dump(seen: Observation, policy: Policy, *, marks_writes: bool) -> tuple[str, str]:
     """Return why no memory is read past CRIU in a dump, and the remedy; both "" if it is."""
     if reason := clean_pages.left_to_criu(policy):
         return reason, ""
     if not marks_writes:
         return "this kernel does not mark what is written to (soft-dirty bits), so CRIU cannot track it", ""
-    if find_freezer(workload.init_pid) is None:
+    if find_freezer(seen.init_pid) is None:
         return "it has no cgroup of its own that can be frozen", ""
-    if clean_pages.is_asked_to_track(workload.options) or _is_handled(workload):
+    if clean_pages.is_asked_to_track(seen.options) or _is_handled(seen):
         return "", ""
-    return f"CRIU is not asked to track memory, by {workload.options.file} or before", _TRACK
+    return f"CRIU is not asked to track memory, by {seen.options.file} or before", _TRACK
 
 
-def _is_handled(workload: Workload) -> bool:
+def _is_handled(seen: Observation) -> bool:
     """Return whether the runtime handler stands before its runtime: each call of that has CRIU track memory."""
     try:
-        return workload.container is not None and containers.read(workload.container.id) is not None
+        return seen.container is not None and containers.read(seen.container.id) is not None
     except OcihookError:
         return False
 
@@ -184,40 +184,40 @@ def _size_bytes(each: DetailedMapping) -> int:
     return each.mapping.span.size_bytes if is_private_hugetlb else each.anonymous_bytes
 
 
-def _about_pre_copy(policy: Policy, workload: Workload) -> Finding:
-    reason = why_not(policy, workload.pids)
+def _about_pre_copy(policy: Policy, seen: Observation) -> Finding:
+    reason = why_not(policy, seen.pids)
     if not reason:
         return Finding("pre-copy", Status.OK, "memory that a dump reads past CRIU is read while the container runs")
     detail = f"ocihook.io/pre-copy has no effect, memory is read while the container stands still: {reason}"
     return Finding("pre-copy", Status.WARN, detail, "remove the annotation, or what prevents it")
 
 
-def _about_snapshot(policy: Policy, workload: Workload, sizes: Mapping[int, int]) -> Finding:
+def _about_snapshot(policy: Policy, seen: Observation, sizes: Mapping[int, int]) -> Finding:
     """Say whether the memory of processes, by their sizes, would be read while the container runs on."""
-    reason, remedy = _no_snapshot(policy, workload, sizes)
+    reason, remedy = _no_snapshot(policy, seen, sizes)
     if reason:
         detail = f"left running, it stands still while its memory is read: {reason}"
         return Finding("snapshot", Status.OK, detail, remedy)
     detail = "left running, it goes on while its memory is read from a snapshot"
-    if find_gpu_processes(workload.init_pid):
+    if find_gpu_processes(seen.init_pid):
         detail += ", if there is room for its GPU memory, too"  # how much that is, is known once it is locked
     return Finding("snapshot", Status.OK, detail)
 
 
-def _no_snapshot(policy: Policy, workload: Workload, sizes: Mapping[int, int]) -> tuple[str, str]:
+def _no_snapshot(policy: Policy, seen: Observation, sizes: Mapping[int, int]) -> tuple[str, str]:
     """Return why no snapshot would be taken, as far as it is known beforehand, and the remedy; both "" if one would."""
     if policy.mode != "store":
         return f'mode is "{policy.mode}"', ""
     if policy.snapshot != "on":
         return f'snapshot is "{policy.snapshot}"', ""
-    init_pid, share, size_bytes = workload.init_pid, _settings().snapshot_share, sum(sizes.values())
+    init_pid, share, size_bytes = seen.init_pid, _settings().snapshot_share, sum(sizes.values())
     if reason := lacking(init_pid, size_bytes, share):
         return reason, "raise its limits, or lower snapshot_share"
-    reasons = (reason for pid in sizes if (reason := _not_forked(workload, pid)))
+    reasons = (reason for pid in sizes if (reason := _not_forked(seen, pid)))
     return next(reasons, ""), ""
 
 
-def _not_forked(workload: Workload, pid: int) -> str:
+def _not_forked(seen: Observation, pid: int) -> str:
     """Return why a process cannot be forked, "" if nothing is known to prevent it."""
     try:
         own, next_own = os.readlink(f"/proc/{pid}/ns/pid"), ""
@@ -228,15 +228,15 @@ def _not_forked(workload: Workload, pid: int) -> str:
         return str(error.args[0])
     except OSError:  # it has just ended
         return ""
-    return "" if own == next_own else f"the next child of {workload.who(pid)} would begin a new PID namespace"
+    return "" if own == next_own else f"the next child of {seen.who(pid)} would begin a new PID namespace"
 
 
-def _about_wiping(workload: Workload, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
+def _about_wiping(seen: Observation, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
     """CRIU, up to 4.2 at least, takes no note of this advice (criu/proc_parse.c, parse_vmflags)."""
     for pid, mappings in mapped.items():
         if any("wf" in each.flags for each in mappings):
             detail = (
-                f"{workload.who(pid)} has memory that its children are to find empty (MADV_WIPEONFORK): libraries have "
+                f"{seen.who(pid)} has memory that its children are to find empty (MADV_WIPEONFORK): libraries have "
                 "keys and random numbers in it. CRIU does not restore that: children forked after a restore get a copy"
             )
             yield Finding("wipe-on-fork", Status.WARN, detail, "have such children run a program (execve)")

@@ -21,7 +21,7 @@ from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import command_line
 from ocihook.linux.sockets import hides_socket_options
 from ocihook.net.nftables import LIBRARY, has_nftables
-from ocihook.node.doctor.finding import Finding, Status
+from ocihook.preflight.finding import Finding, Status
 
 REMOVE_LOCK = "nft flush chain ip filter CRIU, or nft delete table inet CRIU-PID; no dump may be going on"
 _GIB = 1 << 30

@@ -22,8 +22,8 @@ from ocihook.gpu.library import CDI_DIRS
 from ocihook.gpu.preflight import KEEP_PLUGIN_OUT
 from ocihook.linux.procfs import Process, status_fields
 from ocihook.model import ContainerRef
-from ocihook.node.doctor.finding import Finding, Repair, Status
 from ocihook.node.install import CONF_NAMES, LISTEN, SOCKET, TRACKING
+from ocihook.preflight.finding import Finding, Repair, Status
 from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
 

@@ -1,4 +1,4 @@
-"""Runs the checks of a node or of a workload, and repairs what is safe to repair."""
+"""Runs the checks of a node, a container or a process, and repairs what is safe to repair."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +9,15 @@ from ocihook.container.running import container_of, find_container
 from ocihook.criu.version import find_program
 from ocihook.errors import plain
 from ocihook.linux import soft_dirty
-from ocihook.node.doctor import container, handler, kernel_objects, machine, network, node, store
-from ocihook.node.doctor.finding import Finding, Repair, Status, without_commands
+from ocihook.linux.patience import Patience
+from ocihook.node.doctor import container, handler, machine, network, node, store
 from ocihook.node.doctor.host_memory import HOST_MEMORY, check_host_memory
-from ocihook.node.doctor.workload import Workload, read_workload
 from ocihook.node.install import NODE, apply_install, default_libexec, goes_on_tracking, listen, plan_install
+from ocihook.preflight.checks import CHECKS, alike_as_one, lasting, run
+from ocihook.preflight.finding import Finding, Repair, Status, without_commands
+from ocihook.preflight.observation import Observation, predict
+from ocihook.preflight.sockets import CONNECTIONS
 
-_NAMED = 3  # findings of one kind
 _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
 
 
@@ -33,7 +35,7 @@ def check_container(name: str) -> list[Finding]:
         UnsupportedError: if it may not be inspected.
     """
     found = find_container(name)
-    return [*check_node(), *_check_workload(read_workload(found.init_pid, found))]
+    return [*check_node(), *_check_container(lambda: predict(found.init_pid, found))]
 
 
 def check_process(pid: int) -> list[Finding]:
@@ -44,26 +46,20 @@ def check_process(pid: int) -> list[Finding]:
     """
     found = container_of(pid)
     of_node = check_node() if found else _run_all(node.CRIU_CHECKS)
-    return [*of_node, *_check_workload(read_workload(pid, found))]
+    return [*of_node, *_check_container(lambda: predict(pid, found))]
 
 
-def _check_workload(workload: Workload) -> list[Finding]:
-    """Run every check; of what many processes have, name a few."""
-    checks = [
-        *(partial(check, workload) for check in (*container.CHECKS, *kernel_objects.CHECKS, *network.WORKLOAD_CHECKS)),
-        partial(check_host_memory, workload, marks_writes=soft_dirty.works()),
-    ]
-    findings = list(map(without_commands, _run_all(checks)))
-    kinds: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        own = finding.detail if finding.check == HOST_MEMORY else ""  # says as little of small processes by itself
-        kinds.setdefault((finding.check, finding.status, own), []).append(finding)
-    shown = []
-    for alike in kinds.values():
-        *first, last = alike[:_NAMED]
-        more = len(alike) - _NAMED
-        shown += [*first, last._replace(detail=f"{last.detail}; and {more} more like it") if more > 0 else last]
-    return shown
+def _check_container(observe: Callable[[], Observation]) -> list[Finding]:
+    """Run the checks that a dump runs, and those that it decides by itself; name a few of many findings alike."""
+    seen = observe()
+    others = _run_all(
+        [
+            *(partial(check, seen) for check in container.CHECKS),
+            partial(check_host_memory, seen, marks_writes=soft_dirty.works()),
+        ]
+    )
+    found = [*lasting(observe, Patience(), CHECKS), *run(seen, (CONNECTIONS,)), *others]
+    return alike_as_one(map(without_commands, found), all_of=HOST_MEMORY)
 
 
 def _run_all(checks: Iterable[Callable[[], Iterator[Finding]]]) -> list[Finding]:

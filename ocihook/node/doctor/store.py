@@ -7,7 +7,7 @@ from ocihook.checkpoints.listing import list_pending
 from ocihook.checkpoints.pushing import due
 from ocihook.config import load_settings
 from ocihook.errors import ConfigError, OcihookError, reason
-from ocihook.node.doctor.finding import Finding, Status
+from ocihook.preflight.finding import Finding, Status
 from ocihook.store.store import Store
 
 

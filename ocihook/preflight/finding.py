@@ -1,4 +1,4 @@
-"""What a check finds: how grave it is, what and why, the remedy, and whether doctor can apply it itself."""
+"""A finding of a check: how grave it is, what and why, the remedy, and whether doctor can apply it itself."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -25,13 +25,32 @@ class Repair(StrEnum):
 
 
 class Finding(NamedTuple):
-    """What a check found. Of a workload, `check` is the name that criu/explain.py gives the failure."""
+    """One finding. `check` of a container's is the name that criu/explain.py gives the failure."""
 
     check: str
     status: Status
     detail: str
     remedy: str = ""
     repair: Repair = Repair.NONE
+
+
+class Problem(NamedTuple):
+    """A finding of a row of preflight/checks.py, which has the name for it."""
+
+    status: Status
+    detail: str
+    remedy: str = ""
+    repair: Repair = Repair.NONE
+
+
+def fail(detail: str, remedy: str, repair: Repair = Repair.NONE) -> Problem:
+    """Return a problem because of which the dump or its restore certainly fails."""
+    return Problem(Status.FAIL, detail, remedy, repair)
+
+
+def warn(detail: str, remedy: str) -> Problem:
+    """Return a problem that may make them fail, or because of which a restored program differs."""
+    return Problem(Status.WARN, detail, remedy)
 
 
 def without_commands(finding: Finding) -> Finding:

@@ -1,0 +1,186 @@
+"""Checks of open files: what CRIU refuses, or dumps only with an option.
+
+integration/criu/test_doctor.py tries each with the CRIU of the machine.
+"""
+
+import os
+from collections.abc import Iterator
+
+from ocihook.criu.deleted_files import RefusedFile, has_place, refused_files
+from ocihook.criu.explain import IO_URING_REMEDY
+from ocihook.linux.open_files import OpenFile, Watch, can_open_handle
+from ocihook.preflight.check import Check, before
+from ocihook.preflight.finding import Problem, fail, warn
+from ocihook.preflight.observation import Observation
+
+_ANONYMOUS = "anon_inode:"
+_IO_URING = f"{_ANONYMOUS}[io_uring]"
+_PIDFD = f"{_ANONYMOUS}[pidfd]"
+# Kinds that CRIU dumps (criu/files.c); the names are the kernel's.
+_DUMPED_KINDS = ("[eventfd]", "[eventpoll]", "[timerfd]", "[signalfd]", "inotify", "[fanotify]", "bpf-map", "[pidfd]")
+_CLOSE = "have the application close it before the dump"
+_MEMORY_MAJOR, _TTY_MAJORS, _MISC_MAJOR, _NVIDIA_MAJOR = 1, (4, 5, *range(136, 144)), 10, 195
+_TUN_MINOR, _AUTOFS_MINOR = 200, 235  # the only ones of _MISC_MAJOR that CRIU dumps (criu/files.c, get_misc_dev_ops)
+_KFD = "/dev/kfd"
+_NAMED_BY_KERNEL = ("proc", "sysfs", "cgroup", "cgroup2")  # where names come and go with what they are about
+# Where CRIU looks for a watched file that its handle does not open (criu/irmap.c).
+_SCANNED = ("/etc", "/var/spool", "/var/log", "/usr/share/dbus-1/system-services", "/usr/share/polkit-1", "/lib/udev")
+_MAX_SCANNED = 20_000  # files
+
+
+def _io_uring(seen: Observation) -> Iterator[Problem]:
+    for file in seen.files:
+        if file.name == _IO_URING:
+            yield fail(f"{seen.who(file.pid)} uses io_uring, which CRIU cannot dump", IO_URING_REMEDY)
+
+
+def _anonymous_file(seen: Observation) -> Iterator[Problem]:
+    for file in seen.files:
+        kind = file.name.removeprefix(_ANONYMOUS)
+        if file.name.startswith(_ANONYMOUS) and file.name != _IO_URING and kind not in _DUMPED_KINDS:
+            detail = f"{seen.who(file.pid)} has {kind.strip('[]')} open (descriptor {file.fd}), which CRIU cannot dump"
+            yield fail(detail, _CLOSE)
+
+
+def _pidfd(seen: Observation) -> Iterator[Problem]:
+    for file in seen.files:
+        if file.name == _PIDFD:
+            yield fail(f"{seen.who(file.pid)} has a pidfd open", "install CRIU 4.1 or later")
+
+
+def _devices(seen: Observation) -> Iterator[tuple[OpenFile, int, int]]:
+    """Yield the devices that are open, with major and minor number, but for NVIDIA's: the driver closes these."""
+    for file in seen.files:
+        major, minor = os.major(file.device), os.minor(file.device)
+        if file.is_device and not file.name.startswith("/dev/nvidia") and major != _NVIDIA_MAJOR:
+            yield file, major, minor
+
+
+def _tun(seen: Observation) -> Iterator[Problem]:
+    for file, major, minor in _devices(seen):
+        if (major, minor) == (_MISC_MAJOR, _TUN_MINOR) and not seen.has_own("net"):
+            detail = f"{seen.who(file.pid)} has a tun device open in the node's network"
+            yield fail(detail, "run the container in a network of its own")
+
+
+def _device(seen: Observation) -> Iterator[Problem]:
+    for file, major, minor in _devices(seen):
+        who = seen.who(file.pid)
+        if file.name == _KFD:
+            remedy = "install CRIU's amdgpu plugin; ocihook does nothing for AMD GPUs"
+            yield warn(f"{who} uses an AMD GPU ({_KFD})", remedy)
+        elif major == _MISC_MAJOR and minor in (_TUN_MINOR, _AUTOFS_MINOR):
+            continue
+        elif major not in (_MEMORY_MAJOR, *_TTY_MAJORS):
+            detail = f"{who} has {file.name} open, which CRIU cannot dump"
+            yield fail(detail, "have the application close it, or run it without that device")
+
+
+def _ghost_file(seen: Observation) -> Iterator[Problem]:
+    return _deleted(seen, "ghost-file")
+
+
+def _link_remap(seen: Observation) -> Iterator[Problem]:
+    return _deleted(seen, "link-remap")
+
+
+def _deleted(seen: Observation, check: str) -> Iterator[Problem]:
+    refused: Iterator[RefusedFile] = refused_files(seen.files, seen.options)
+    for file in refused:
+        if file.check == check:
+            yield fail(f"{seen.who(file.pid)} {file.what}", file.remedy)
+
+
+def _lost_mount(seen: Observation) -> Iterator[Problem]:
+    """A file may be open through a mount that its process does not see, as a message queue's is."""
+    for process in seen.processes:
+        visible = {mount.id for mount in process.mounts}
+        for file in process.files:
+            is_lost = file.mount_id >= 0 and file.mount_id not in visible
+            if file.fd >= 0 and file.is_regular and has_place(file) and is_lost:
+                detail = f"{seen.who(file.pid)} has {file.name} open, which is on no mount that it sees"
+                yield fail(detail, _CLOSE)
+
+
+def _hidden_file(seen: Observation) -> Iterator[Problem]:
+    """Something may be mounted over an open file: its name then leads nowhere, or to another file."""
+    for process in seen.processes:
+        by_id = {mount.id: mount for mount in process.mounts}
+        for file in process.files:
+            if file.fd < 0 or not file.is_regular or file.is_deleted or not has_place(file):
+                continue
+            mount = by_id.get(file.mount_id)
+            roots = (process.pid, seen.init_pid)  # its own may be another directory (chroot)
+            is_seen = any(file.is_at(f"/proc/{pid}/root") for pid in roots)
+            if mount and mount.kind not in _NAMED_BY_KERNEL and not is_seen:
+                detail = f"{seen.who(file.pid)} has {file.name} open, over which something was mounted since"
+                remedy = "unmount what hides it, or have the application close it and keep it elsewhere"
+                yield fail(detail, remedy)
+
+
+def _inotify(seen: Observation) -> Iterator[Problem]:
+    for file in seen.files:
+        if file.name != f"{_ANONYMOUS}inotify":
+            continue
+        lost = [watch for watch in file.watches if not can_open_handle(file.pid, watch)]
+        lost = [watch for watch in lost if not _is_found(seen, watch)]
+        if lost:
+            detail = f"{seen.who(file.pid)} watches {len(lost)} files (inotify) that CRIU cannot find, as on overlay"
+            remedy = f"{seen.options.add('irmap-scan-path DIRECTORY')}, or turn watching off in the application"
+            yield fail(detail, remedy)
+
+
+def _is_found(seen: Observation, watch: Watch) -> bool:
+    """Return whether CRIU will find a file by searching the places that it knows."""
+    left = _MAX_SCANNED
+    for place in (*_SCANNED, *seen.options.scanned):
+        for directory, names, others in os.walk(f"/proc/{seen.init_pid}/root{place}"):
+            for name in (".", *names, *others):
+                left -= 1
+                try:
+                    status = os.stat(f"{directory}/{name}", follow_symlinks=False)
+                except OSError:
+                    continue
+                if (status.st_dev, status.st_ino) == (watch.device, watch.inode):
+                    return True
+            if left < 0:
+                return False
+    return False
+
+
+def _held_locks(seen: Observation) -> list[tuple[OpenFile, str]]:
+    return [(file, kind) for file in seen.files if file.fd >= 0 for kind in file.locks]
+
+
+def _file_locks(seen: Observation) -> Iterator[Problem]:
+    if held := _held_locks(seen):
+        file, kind = held[0]
+        others = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        remedy = seen.options.add("file-locks")
+        if seen.engine == "podman":
+            remedy = (
+                f"podman container checkpoint --file-locks, then podman container restore --file-locks; or {remedy}"
+            )
+        yield fail(f"{seen.who(file.pid)} holds a lock ({kind}) on {file.name}{others}", remedy)
+
+
+def _file_locks_of_crio(seen: Observation) -> Iterator[Problem]:
+    if seen.engine == "cri-o" and _held_locks(seen):
+        detail = "a process holds file locks, which CRI-O has CRIU dump but not restore"
+        yield warn(detail, f"{seen.options.add('file-locks')}, where it is restored")
+
+
+CHECKS = (
+    Check(name="io-uring", find=_io_uring),
+    Check(name="anonymous-file", find=_anonymous_file),
+    Check(name="anonymous-file", find=_pidfd, criu=before(4, 1)),
+    Check(name="device", find=_device),
+    Check(name="tun", find=_tun),
+    Check(name="ghost-file", find=_ghost_file),
+    Check(name="link-remap", find=_link_remap, unless=("link-remap",)),
+    Check(name="lost-mount", find=_lost_mount),
+    Check(name="hidden-file", find=_hidden_file),
+    Check(name="inotify", find=_inotify),
+    Check(name="file-locks", find=_file_locks, unless=("file-locks",)),
+    Check(name="file-locks", find=_file_locks_of_crio, only_with=("file-locks",)),
+)

@@ -1,0 +1,85 @@
+"""Checks of mounts: made without the engine, or slow to dump."""
+
+import os
+from collections.abc import Iterator, Mapping
+from shlex import quote
+
+from ocihook.linux.open_files import resolve_inside
+from ocihook.preflight.check import Check
+from ocihook.preflight.finding import Problem, fail, warn
+from ocihook.preflight.observation import Observation
+
+_MIB = 1 << 20
+_LARGE_TMPFS_BYTES = 64 * _MIB  # CRIU writes it with tar and gzip, on one core
+_KERNELS = ("proc", "sysfs", "cgroup", "cgroup2", "mqueue", "devpts")
+
+
+def _nvidia_mount(seen: Observation) -> Iterator[Problem]:
+    for place in sorted(_unknown_places(seen)):
+        if "nvidia" in place:
+            detail = f"NVIDIA's hook mounted {place} without the runtime's knowledge; CRIU cannot dump it"
+            remedy = 'nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, and mode = "cdi" in its config.toml'
+            yield fail(detail, remedy)
+
+
+def _mount(seen: Observation) -> Iterator[Problem]:
+    unknown = _unknown_places(seen)
+    for mount in seen.init.mounts:
+        is_part = mount.root != "/" and mount.kind not in _KERNELS
+        if mount.place in unknown and is_part and "nvidia" not in mount.place:
+            detail = f"{mount.place} was mounted after the container was made; CRIU cannot dump it"
+            remedy = f"nsenter -t {seen.init_pid} -m umount {quote(mount.place)}, or mount it through the engine"
+            yield fail(detail, remedy)
+
+
+def _tmpfs(seen: Observation) -> Iterator[Problem]:
+    places = _configured(seen)
+    for mount in seen.init.mounts if places else ():
+        if mount.kind == "tmpfs" and mount.place not in places["bind"] and (size := _used_bytes(seen, mount.place)):
+            detail = f"{mount.place} is memory (tmpfs) with {size // _MIB} MiB, which CRIU packs with gzip on one core"
+            yield warn(detail, f"remove from {quote(mount.place)} what can be recreated, or use a volume")
+
+
+def _used_bytes(seen: Observation, place: str) -> int:
+    """Return how much a large tmpfs has; 0 if it is small."""
+    try:
+        state = os.statvfs(f"/proc/{seen.init_pid}/root{place}")
+    except OSError:
+        return 0
+    used_bytes = (state.f_blocks - state.f_bfree) * state.f_frsize
+    return used_bytes if used_bytes > _LARGE_TMPFS_BYTES else 0
+
+
+def _unknown_places(seen: Observation) -> set[str]:
+    """Return the places where something is mounted that the container's configuration does not name."""
+    places = _configured(seen)
+    if not places:
+        return set()
+    named = set().union(*places.values())
+    return {mount.place for mount in seen.init.mounts if mount.place != "/" and mount.place not in named}
+
+
+def _configured(seen: Observation) -> dict[str, set[str]]:
+    """Return the places where a bundle has its runtime mount something, by purpose: /var/run may be a link to /run."""
+    config = seen.container.config if seen.container else {}
+    if not config:
+        return {}
+    linux = config.get("linux")
+    linux = linux if isinstance(linux, Mapping) else {}
+    rows = [m for m in (config.get("mounts") or ()) if isinstance(m, Mapping)]  # type: ignore[attr-defined]
+    binds = {str(m.get("destination")) for m in rows if m.get("type") == "bind" or "bind" in (m.get("options") or ())}
+    places = {
+        "bind": binds,
+        "mount": {str(m.get("destination")) for m in rows},
+        "device": {str(d.get("path")) for d in (linux.get("devices") or ()) if isinstance(d, Mapping)},
+        "masked": {*map(str, linux.get("maskedPaths") or ()), *map(str, linux.get("readonlyPaths") or ())},
+        "console": {"/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"},
+    }
+    return {purpose: {resolve_inside(seen.init_pid, one) for one in named} for purpose, named in places.items()}
+
+
+CHECKS = (
+    Check(name="nvidia-mount", find=_nvidia_mount),
+    Check(name="mount", find=_mount),
+    Check(name="tmpfs", find=_tmpfs),
+)

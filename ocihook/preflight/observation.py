@@ -1,0 +1,260 @@
+"""An observation of a container or process tree: all that checks look at, read once.
+
+It is plain data, so tests make one without a container. A process that ends meanwhile is left out.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+from ocihook.config import Policy, Settings, apply_annotations, load_settings
+from ocihook.container.identity import container_ref, engine_of
+from ocihook.container.running import RunningContainer
+from ocihook.criu.files import CriuOptions, options_for
+from ocihook.criu.version import find_program
+from ocihook.errors import ConfigError, UnsupportedError
+from ocihook.linux.cgroup import find_freezer, memory_headroom_bytes
+from ocihook.linux.memory import free_swap_bytes
+from ocihook.linux.open_files import Mount, OpenFile, mapped_files, mounts, namespaces, open_files
+from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids
+from ocihook.linux.sockets import Socket, hides_socket_options, sockets
+from ocihook.net.namespace import NetNamespace
+from ocihook.net.netlink import UnixSocket, unix_sockets
+from ocihook.net.survey import Survey
+
+_UNIX = 1  # AF_UNIX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A thread, and what the kernel shows of it."""
+
+    tid: int
+    stat: Stat = field(default_factory=Stat)  # proc_pid_stat(5)
+    status: Mapping[str, str] = field(default_factory=dict)  # proc_pid_status(5), by its names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSeen:
+    """A process, and what the kernel shows of it."""
+
+    pid: int
+    threads: tuple[Task, ...] = ()  # the leader first
+    namespaces: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[OpenFile, ...] = ()  # descriptors, then deleted files that are mapped
+    sockets: tuple[Socket, ...] = ()
+    mounts: Sequence[Mount] = ()  # that it sees
+    maps: str = ""  # proc_pid_maps(5)
+
+    @property
+    def leader(self) -> Task:
+        """Its first thread."""
+        return self.threads[0] if self.threads else Task(tid=self.pid)
+
+    @property
+    def stat(self) -> Stat:
+        """The first thread's."""
+        return self.leader.stat
+
+    @property
+    def status(self) -> Mapping[str, str]:
+        """The first thread's."""
+        return self.leader.status
+
+    @property
+    def is_zombie(self) -> bool:
+        """Return whether it has ended and its parent has not waited for it."""
+        return self.stat.state in ("Z", "X")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """A process tree, as a dump would meet it."""
+
+    init_pid: int
+    processes: tuple[ProcessSeen, ...] = ()  # that CRIU dumps: the first one and its descendants, zombies included
+    outside: tuple[ProcessSeen, ...] = ()  # others in its cgroups, as those of `exec`: CRIU leaves them out
+    criu: tuple[int, ...] = ()  # version; (): unknown
+    options: CriuOptions = field(default_factory=CriuOptions)
+    container: RunningContainer | None = None
+    unix: Mapping[int, UnixSocket] = field(default_factory=dict)  # of its network namespace, by inode
+    node: Mapping[str, str] = field(default_factory=dict)  # namespaces of the node
+    room_bytes: int | None = None  # that the container's memory limits leave; None: no limit
+    swap_bytes: int = 0  # free on the node
+    hides_socket_options: bool = False  # the kernel, from CRIU before 4.2
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that CRIU dumps."""
+        return tuple(process.pid for process in self.processes)
+
+    @property
+    def files(self) -> Iterator[OpenFile]:
+        """The files of all processes."""
+        return chain.from_iterable(process.files for process in self.processes)
+
+    @property
+    def sockets(self) -> Iterator[Socket]:
+        """The sockets of all processes; one that several have comes several times."""
+        return chain.from_iterable(process.sockets for process in self.processes)
+
+    @cached_property
+    def by_pid(self) -> Mapping[int, ProcessSeen]:
+        """All processes, by their pids."""
+        return {process.pid: process for process in (*self.outside, *self.processes)}
+
+    @property
+    def init(self) -> ProcessSeen:
+        """The first process."""
+        return self.by_pid.get(self.init_pid, ProcessSeen(pid=self.init_pid))
+
+    @property
+    def engine(self) -> str:
+        """Return podman, containerd or cri-o; "" for another, or none."""
+        return engine_of(self.container.annotations) if self.container else ""
+
+    def has_own(self, kind: str) -> bool:
+        """Return whether it has a namespace of a kind that is not the node's."""
+        return self.init.namespaces.get(kind) != self.node.get(kind)
+
+    def who(self, pid: int) -> str:
+        """Return a process by its pid and name."""
+        process = self.by_pid.get(pid)
+        name = (process.status.get("Name") if process else None) or _name_of(pid)
+        return f"process {pid} ({name})"
+
+    def survey(self) -> Survey | None:
+        """Return its Internet sockets in its network namespace; None if it has none."""
+        return Survey.of_sockets(self.init_pid, self.sockets)
+
+    def policy(self) -> Policy:
+        """Return its policy, by this node's settings and its annotations.
+
+        Raises:
+            IdentificationError: if its annotations contradict one another about its owner.
+        """
+        try:
+            settings = load_settings()
+        except ConfigError:  # reported by the check of the node
+            settings = Settings()
+        if self.container is None:
+            return settings.policy
+        annotations = self.container.annotations
+        container = container_ref(annotations, container_id=self.container.id, runtime="", bundle="")
+        return apply_annotations(settings, annotations, in_pod=container.is_in_pod).policy
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return "exited"
+
+
+def predict(init_pid: int, container: RunningContainer | None = None) -> Observation:
+    """Return what a dump would meet, with the CRIU of this node and the options that it would have.
+
+    Raises:
+        UnsupportedError: if the process does not exist, or the caller is not root.
+    """
+    if Process.find(init_pid) is None:
+        raise UnsupportedError(f"there is no process {init_pid}")
+    if os.geteuid() != 0:
+        raise UnsupportedError("only root can inspect the processes of others", hint="use sudo")
+    annotations = container.annotations if container else {}
+    asked = frozenset({"file-locks"}) if engine_of(annotations) == "cri-o" else frozenset[str]()
+    options = options_for(container.runtime if container else "", annotations.get("org.criu.config", ""), asked)
+    program = find_program("criu")
+    return observe(init_pid, criu=program.version if program else (), options=options, container=container)
+
+
+def observe(
+    init_pid: int,
+    *,
+    criu: tuple[int, ...],
+    options: CriuOptions,
+    container: RunningContainer | None,
+    cgroup: str = "",
+) -> Observation:
+    """Read a process tree, and the other processes of its cgroups.
+
+    Args:
+        init_pid: its first process.
+        criu: version of the CRIU that dumps it; () if it is unknown.
+        options: of that CRIU.
+        container: it is this container; None: of no runtime.
+        cgroup: name of the cgroup that the runtime gave the container; "" if it is unknown.
+    """
+    mounted: dict[str, list[Mount]] = {}
+    pids = descendants(init_pid)
+    processes = tuple(seen for pid in pids if (seen := _read(pid, mounted)) is not None)
+    freezer = find_freezer(init_pid, cgroup) if container else None
+    others = sorted(freezer.all_members() - set(pids)) if freezer else []
+    has_unix = any(sock.family == _UNIX for process in processes for sock in process.sockets)
+    return Observation(
+        init_pid=init_pid,
+        processes=processes,
+        outside=tuple(seen for pid in others if (seen := _read_briefly(pid)) is not None),
+        criu=criu,
+        options=options,
+        container=container,
+        unix=_unix_sockets(init_pid) if has_unix else {},
+        node=namespaces(os.getpid()),
+        room_bytes=memory_headroom_bytes(init_pid, reclaims_all=True),
+        swap_bytes=free_swap_bytes(),
+        hides_socket_options=hides_socket_options(),
+    )
+
+
+def _read_briefly(pid: int) -> ProcessSeen | None:
+    """Read a process that is not dumped: its first thread and its namespaces; None if it has gone."""
+    stat = read_stat(pid)
+    if not stat.state:
+        return None
+    return ProcessSeen(
+        pid=pid, threads=(Task(tid=pid, stat=stat, status=status_fields(pid)),), namespaces=namespaces(pid)
+    )
+
+
+def _read(pid: int, mounted: dict[str, list[Mount]]) -> ProcessSeen | None:
+    """Read a process; None if it has gone. Mounts are read once for each mount namespace and root directory."""
+    tids = sorted(thread_ids(pid), key=lambda tid: (tid != pid, tid))
+    threads = [Task(tid=tid, stat=read_stat(tid), status=status_fields(tid)) for tid in tids]
+    threads = [thread for thread in threads if thread.stat.state]
+    if not threads:
+        return None
+    own = namespaces(pid)
+    where = f"{own.get('mnt')} {_link(f'/proc/{pid}/root')}"
+    if where not in mounted:
+        mounted[where] = mounts(pid)
+    return ProcessSeen(
+        pid=pid,
+        threads=tuple(threads),
+        namespaces=own,
+        files=(*open_files(pid), *mapped_files(pid)),
+        sockets=tuple(sockets(pid)),
+        mounts=mounted[where],
+        maps=_maps(pid),
+    )
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(path)
+    return ""
+
+
+def _maps(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
+    return ""
+
+
+def _unix_sockets(pid: int) -> Mapping[int, UnixSocket]:
+    with contextlib.suppress(FileNotFoundError):  # it has just ended
+        return unix_sockets(NetNamespace.of(pid))
+    return {}

@@ -1,0 +1,104 @@
+"""Checks of processes and threads: namespaces, tracers, signals, sessions, terminals."""
+
+import signal
+from collections.abc import Iterator
+
+from ocihook.criu.explain import TRACED_INSIDE_REMEDY
+from ocihook.preflight.check import Check
+from ocihook.preflight.finding import Problem, fail, warn
+from ocihook.preflight.observation import Observation, ProcessSeen, Task
+
+_NOT_NESTED = ("pid", "ipc", "uts", "user", "time", "cgroup")  # CRIU has but one of these for a tree
+
+
+def _living(seen: Observation) -> Iterator[ProcessSeen]:
+    return (process for process in seen.processes if not process.is_zombie)
+
+
+def _nested_kinds(seen: Observation, process: ProcessSeen) -> list[str]:
+    own = seen.init.namespaces
+    return [kind for kind in _NOT_NESTED if process.namespaces.get(kind, own.get(kind)) != own.get(kind)]
+
+
+def _nested_namespace(seen: Observation) -> Iterator[Problem]:
+    for process in _living(seen):
+        nested = _nested_kinds(seen, process)
+        if nested == ["time"]:
+            detail = f"{seen.who(process.pid)} is in a time namespace of its own, which CRIU cannot dump"
+            yield fail(detail, "start it without `unshare --time`")
+        elif nested:
+            detail = f"{seen.who(process.pid)} is in a nested {nested[0]} namespace, as a sandbox or a container makes"
+            yield fail(detail, "turn the sandbox off; run no containers inside")
+
+
+def _traced(seen: Observation) -> Iterator[Problem]:
+    for process in _living(seen):
+        tracers = (int(task.status.get("TracerPid") or 0) for task in process.threads)
+        tracer = next(filter(None, tracers), 0)
+        if tracer in seen.pids:
+            detail = f"{seen.who(process.pid)} is traced by {seen.who(tracer)} of the same container"
+            yield fail(detail, TRACED_INSIDE_REMEDY)
+        elif tracer:
+            detail = f"{seen.who(process.pid)} is traced by {seen.who(tracer)}"
+            yield fail(detail, f"end that tracer, a debugger or strace: kill {tracer}")
+
+
+def _pending_sigtrap(seen: Observation) -> Iterator[Problem]:
+    for process in _living(seen):
+        if any(_has_pending(task, signal.SIGTRAP) for task in process.threads):
+            detail = f"{seen.who(process.pid)} blocks SIGTRAP while one is pending, and CRIU cannot dump that"
+            yield fail(detail, "have the application take the signal, or send it none while it is blocked")
+
+
+def _has_pending(task: Task, number: signal.Signals) -> bool:
+    pending = int(task.status.get("SigPnd", "0"), 16) | int(task.status.get("ShdPnd", "0"), 16)
+    return bool(pending & 1 << number - 1)
+
+
+def _has_session_outside(process: ProcessSeen) -> bool:
+    """Return whether the leader of its session is outside its PID namespace: there that session has no number."""
+    return process.status.get("NSsid", "").split()[-1:] == ["0"]
+
+
+def _session_leader(seen: Observation) -> Iterator[Problem]:
+    for process in _living(seen):
+        if _has_session_outside(process) and "pid" not in _nested_kinds(seen, process):
+            detail = f"{seen.who(process.pid)} belongs to a session outside its PID namespace"
+            yield fail(detail, "start it with setsid")
+
+
+def _session_of_a_process(seen: Observation) -> Iterator[Problem]:
+    """Of a process that is in no container."""
+    init = seen.init
+    if seen.container is None and init.stat.session != init.pid and not _has_session_outside(init):
+        detail = f"{seen.who(init.pid)} belongs to a session outside"
+        yield fail(detail, "start it with setsid, or dump it with --shell-job")
+
+
+def _pid_taken(seen: Observation) -> Iterator[Problem]:
+    if seen.container and not seen.has_own("pid"):
+        detail = "it shares the node's (or a pod's) PID namespace: a restore fails if one of its pids is taken"
+        yield warn(detail, "run it in a PID namespace of its own")
+
+
+def _terminal(seen: Observation) -> Iterator[Problem]:
+    """CRIU does not know a terminal's other end if it is outside; runtimes name that of a container's console."""
+    if seen.container:
+        return
+    slaves = {file.name: file for file in seen.files if file.name.startswith("/dev/pts/")}
+    has_master = any(file.name in ("/dev/ptmx", "/dev/pts/ptmx") for file in seen.files)
+    for name, file in slaves.items():
+        if not has_master and not name.endswith("ptmx"):
+            detail = f"{seen.who(file.pid)} uses the terminal {name}, whose other end is outside"
+            yield fail(detail, "start it without a terminal, or dump it with --shell-job")
+
+
+CHECKS = (
+    Check(name="nested-namespace", find=_nested_namespace),
+    Check(name="traced", find=_traced),
+    Check(name="pending-sigtrap", find=_pending_sigtrap),
+    Check(name="session-leader", find=_session_leader),
+    Check(name="session-leader", find=_session_of_a_process, unless=("shell-job",)),
+    Check(name="pid-taken", find=_pid_taken),
+    Check(name="terminal", find=_terminal, unless=("shell-job",)),
+)

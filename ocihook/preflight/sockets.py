@@ -1,0 +1,180 @@
+"""Checks of sockets: kinds and states that CRIU cannot dump, and the fate of each connection."""
+
+import platform
+import socket
+from collections.abc import Iterator
+from ipaddress import ip_address
+
+from ocihook.errors import OcihookError
+from ocihook.linux.sockets import Socket
+from ocihook.net.netlink import MPTCP, UnixSocket
+from ocihook.net.policy import IN_WORDS, Fate, fate, parse
+from ocihook.preflight.check import Check, before
+from ocihook.preflight.finding import Problem, Repair, Status, fail, warn
+from ocihook.preflight.observation import Observation
+
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
+_IP = (socket.AF_INET, socket.AF_INET6)
+_PROTOCOLS = (socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_UDPLITE, MPTCP, 0)
+_CLOSE = "have the application close it before the dump"
+_STATUS = {Fate.REFUSED: Status.FAIL, Fate.CLOSED: Status.WARN, Fate.KEPT_IF_SAME: Status.WARN}
+
+
+def _kernel_6_16(seen: Observation) -> Iterator[Problem]:
+    internet = [sock for sock in seen.sockets if sock.family in (*_IP, socket.AF_PACKET)]
+    if internet and seen.hides_socket_options:
+        version = ".".join(map(str, seen.criu)) or "before 4.2"
+        detail = f"{seen.who(internet[0].pid)} has an Internet socket; CRIU {version} cannot dump it on Linux "
+        yield fail(f"{detail}{platform.release()}", "install CRIU 4.2 or later")
+
+
+def _socket_kind(seen: Observation) -> Iterator[Problem]:
+    for sock in seen.sockets:
+        who = seen.who(sock.pid)
+        if sock.family not in _FAMILIES:
+            yield fail(f"{who} has a socket of family {sock.family}, which CRIU cannot dump", _CLOSE)
+        elif sock.family in _IP and sock.kind != socket.SOCK_RAW and sock.protocol not in _PROTOCOLS:
+            yield fail(f"{who} has a socket of protocol {sock.protocol}, which CRIU cannot dump", _CLOSE)
+
+
+def _mptcp(seen: Observation) -> Iterator[Problem]:
+    for sock in seen.sockets:
+        if sock.is_multipath:
+            remedy = "GODEBUG=multipathtcp=0 for Go programs; sysctl net.mptcp.enabled=0"
+            yield fail(f"{seen.who(sock.pid)} uses multipath TCP, which CRIU cannot dump", remedy)
+
+
+def _udp_corked(seen: Observation) -> Iterator[Problem]:
+    for sock in seen.sockets:
+        if sock.is_corked:
+            detail = f"{seen.who(sock.pid)} has a UDP socket that holds back what it sends (UDP_CORK)"
+            yield fail(detail, "have the application take UDP_CORK off before the dump")
+
+
+def _tcp(seen: Observation) -> Iterator[Socket]:
+    return (sock for sock in seen.sockets if sock.family in _IP and sock.protocol == socket.IPPROTO_TCP)
+
+
+def _tcp_established(seen: Observation) -> Iterator[Problem]:
+    for sock in _tcp(seen):
+        if not sock.is_connected:
+            continue
+        detail = f"{seen.who(sock.pid)} has an established TCP connection, and no option says how to dump it"
+        if seen.container:
+            yield fail(detail, f"ocihook install{_by_podman(seen)}", Repair.INSTALL)
+        else:
+            yield fail(detail, f"{seen.options.add('tcp-close')}, or tcp-established where the address stays")
+
+
+def _tcp_address(seen: Observation) -> Iterator[Problem]:
+    """Of a process that is in no container: for one in a container ocihook's policy decides."""
+    for sock in _tcp(seen):
+        if sock.is_connected and seen.container is None:
+            address = f"the address {sock.address} (tcp-established)"
+            detail = f"{seen.who(sock.pid)} has an established TCP connection; a restore needs {address}"
+            yield warn(detail, "tcp-close closes connections and needs no address")
+
+
+def _tcp_in_flight(seen: Observation) -> Iterator[Problem]:
+    for sock in _tcp(seen):
+        if sock.waiting:
+            detail = f"{seen.who(sock.pid)} has not accepted {sock.waiting} connections yet"
+            yield fail(detail, seen.options.add("skip-in-flight"))
+
+
+def _tcp_in_flight_lost(seen: Observation) -> Iterator[Problem]:
+    for sock in _tcp(seen):
+        if sock.waiting:
+            detail = f"{seen.who(sock.pid)} has not accepted {sock.waiting} connections yet: a restore loses them"
+            yield warn(detail, "have it accept them before the dump")
+
+
+def _by_podman(seen: Observation) -> str:
+    """Return podman's own options for open connections, as words after a remedy; other engines offer none."""
+    if seen.engine != "podman":
+        return ""
+    return (
+        "; or by podman: `container checkpoint --tcp-established`, then `container restore` with the same, or with "
+        "--tcp-close where it has that"
+    )
+
+
+def _address_gone(seen: Observation) -> Iterator[Problem]:
+    for sock in _tcp(seen) if seen.container is None else ():
+        if sock.is_listening and not sock.waiting and not _is_everywhere(sock.address):
+            detail = f"{seen.who(sock.pid)} listens on {sock.address}, which a restore elsewhere does not have"
+            yield warn(detail, "have it listen on all addresses")
+
+
+def _is_everywhere(address: str) -> bool:
+    """Return whether each network has an address: that of all interfaces, and those of the loopback device."""
+    return ip_address(address).is_unspecified or ip_address(address).is_loopback
+
+
+def _connection(seen: Observation) -> Iterator[Problem]:
+    """Name the fate that the policy has for each connection of a container.
+
+    A dump refuses by itself what the policy does not want (net/dump.py), for then it knows the members of a gang.
+    """
+    survey = seen.survey() if seen.container else None
+    if survey is None:
+        return
+    try:
+        policy = parse(seen.policy().tcp, "tcp")
+    except OcihookError:  # reported by the check of the policy
+        return
+    for sock in survey.connections:
+        decided = fate(sock, policy, survey.own)
+        remedy = "set ocihook.io/tcp to the fate that it shall have" if decided in _STATUS else ""
+        yield Problem(_STATUS.get(decided, Status.OK), f"{sock} {IN_WORDS[decided]}", remedy)
+
+
+def _unix_of(seen: Observation) -> Iterator[tuple[Socket, UnixSocket]]:
+    """Yield each Unix socket once, with what the kernel lists of it."""
+    ours = {sock.inode: sock for sock in seen.sockets if sock.family == socket.AF_UNIX}
+    return ((sock, seen.unix.get(inode, UnixSocket(0, (), 0))) for inode, sock in ours.items())
+
+
+def _unix_in_flight(seen: Observation) -> Iterator[Problem]:
+    for sock, found in _unix_of(seen):
+        if any(client not in seen.unix or seen.unix[client].unread_bytes for client in found.clients):
+            detail = f"{seen.who(sock.pid)} has not accepted a Unix connection yet that its client has used or closed"
+            yield fail(detail, "have the application accept connections, or close its listening socket")
+
+
+def _peers_outside(seen: Observation) -> Iterator[Socket]:
+    ours = {sock.inode for sock in seen.sockets}
+    return (sock for sock, found in _unix_of(seen) if found.peer and found.peer not in ours)
+
+
+def _unix_connected(seen: Observation) -> Iterator[Problem]:
+    for sock in _peers_outside(seen):
+        if sock.kind != socket.SOCK_DGRAM:
+            detail = f"{seen.who(sock.pid)} is connected by a Unix socket to a process outside, which CRIU cannot dump"
+            yield fail(detail, _CLOSE)
+
+
+def _unix_external(seen: Observation) -> Iterator[Problem]:
+    yield from _unix_connected(seen)
+    for sock in _peers_outside(seen):
+        if sock.kind == socket.SOCK_DGRAM:
+            detail = f"{seen.who(sock.pid)} sends to a Unix socket of a process outside, as for logging"
+            yield fail(detail, seen.options.add("ext-unix-sk"))
+
+
+CHECKS = (
+    Check(name="kernel-6.16", find=_kernel_6_16, criu=before(4, 2)),
+    Check(name="socket-kind", find=_socket_kind),
+    Check(name="mptcp", find=_mptcp),
+    Check(name="udp-corked", find=_udp_corked),
+    Check(name="tcp-established", find=_tcp_established, unless=("tcp-close", "tcp-established")),
+    Check(name="tcp-established", find=_tcp_address, only_with=("tcp-established",), unless=("tcp-close",)),
+    Check(name="tcp-in-flight", find=_tcp_in_flight, unless=("skip-in-flight",)),
+    Check(name="tcp-in-flight", find=_tcp_in_flight_lost, only_with=("skip-in-flight",)),
+    Check(name="address-gone", find=_address_gone),
+    Check(name="unix-in-flight", find=_unix_in_flight),
+    Check(name="unix-external", find=_unix_external, unless=("ext-unix-sk",)),
+    Check(name="unix-half", find=_unix_connected, only_with=("ext-unix-sk",)),
+)
+# What doctor adds: in a dump the network's participant decides, which knows more.
+CONNECTIONS = Check(name="connection", find=_connection, only_with=("tcp-established",), unless=("tcp-close",))

@@ -1,0 +1,278 @@
+"""Each row of the list of checks finds its condition in an observation, for the right versions of CRIU."""
+
+import dataclasses
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ocihook.config import Policy
+from ocihook.container.running import RunningContainer
+from ocihook.criu.files import CriuOptions
+from ocihook.errors import PreflightError
+from ocihook.linux.open_files import Mount, OpenFile
+from ocihook.linux.patience import ENDLESS
+from ocihook.linux.procfs import Process, Stat
+from ocihook.linux.ptrace import HeldThread
+from ocihook.linux.sockets import Socket
+from ocihook.model import ContainerRef
+from ocihook.net.netlink import UnixSocket
+from ocihook.preflight import participant
+from ocihook.preflight.check import ALL_VERSIONS, Check, before, since
+from ocihook.preflight.checks import alike_as_one, lasting, run
+from ocihook.preflight.finding import Finding, Problem, Repair, Status, fail, warn
+from ocihook.preflight.observation import Observation, ProcessSeen, Task, observe
+from ocihook.preflight.participant import Preflight
+from ocihook.session.journal import Journal
+from ocihook.session.participant import CallFacts, Dump
+
+PID = 7
+NODE = dict.fromkeys(("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"), "node's")
+OWN = dict.fromkeys(NODE, "own")
+CONTAINER = RunningContainer("0717d827f3ce", "runc", PID, "", {}, {"mounts": []})
+FILE = OpenFile(PID, 3, "/data/log", is_deleted=False, mode=stat.S_IFREG, device=1, inode=2, links=1, stored_bytes=0)
+SOCKET = Socket(PID, 5, socket.AF_INET, socket.SOCK_STREAM, 6, False, False, 0, "0.0.0.0")
+MIB = 1 << 20
+
+
+def process(pid: int = PID, *, status: Mapping[str, str] | None = None, state: str = "S", **facts: Any) -> ProcessSeen:
+    """Return a process of one thread, in the container's namespaces."""
+    stat_ = facts.pop("stat", Stat(state, 1, pid, pid))
+    task = Task(tid=pid, stat=stat_, status={"Name": "job", **(status or {})})
+    return ProcessSeen(**{"pid": pid, "threads": (task,), "namespaces": OWN, **facts})
+
+
+def container(*processes: ProcessSeen, **facts: Any) -> Observation:
+    """Return an observation of a container that has namespaces of its own, dumped by CRIU 4.2 without options."""
+    known: dict[str, Any] = {"criu": (4, 2), "node": NODE, "container": CONTAINER}
+    return Observation(**{"init_pid": PID, "processes": processes or (process(),), **known, **facts})
+
+
+def with_file(**changes: Any) -> Observation:
+    return container(process(files=(FILE._replace(**changes),)))
+
+
+def with_socket(**changes: Any) -> Observation:
+    return container(process(sockets=(SOCKET._replace(**changes),)))
+
+
+def options(*names: str) -> CriuOptions:
+    return CriuOptions(names=frozenset(names))
+
+
+def device(name: str, major: int, minor: int) -> Observation:
+    return with_file(name=name, mode=stat.S_IFCHR, device=os.makedev(major, minor))
+
+
+SYSV = "7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"
+UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
+ROWS: list[tuple[Observation, str, Status | None]] = [
+    (container(), "", None),
+    (with_file(name="anon_inode:[io_uring]"), "io-uring", Status.FAIL),
+    (with_file(name="anon_inode:[userfaultfd]"), "anonymous-file", Status.FAIL),
+    (with_file(name="anon_inode:[eventpoll]"), "", None),
+    (device("/dev/fuse", 10, 229), "device", Status.FAIL),
+    (device("/dev/hpet", 10, 228), "device", Status.FAIL),
+    (device("/dev/net/tun", 10, 200), "", None),
+    (device("/dev/null", 1, 3), "", None),
+    (device("/dev/nvidia0", 195, 0), "", None),
+    (device("/dev/kfd", 240, 0), "device", Status.WARN),
+    (
+        dataclasses.replace(device("/dev/net/tun", 10, 200), processes=(), node=OWN),
+        "",
+        None,
+    ),
+    (with_file(is_deleted=True, links=0, stored_bytes=2 * MIB), "ghost-file", Status.FAIL),
+    (with_file(is_deleted=True), "link-remap", Status.FAIL),
+    (with_file(info="mnt_id:\t9\n"), "lost-mount", Status.FAIL),
+    (with_file(info="lock:\t1: FLOCK  ADVISORY  WRITE 7 08:01:2 0 EOF\n"), "file-locks", Status.FAIL),
+    (
+        with_file(mode=stat.S_IFDIR, info="lock:\t1: FLOCK  ADVISORY  WRITE 7 08:01:2 0 EOF\n"),
+        "file-locks",
+        Status.FAIL,
+    ),
+    (with_socket(family=socket.AF_VSOCK), "socket-kind", Status.FAIL),
+    (with_socket(protocol=132), "socket-kind", Status.FAIL),
+    (with_socket(kind=socket.SOCK_RAW, protocol=1), "", None),
+    (with_socket(protocol=262), "mptcp", Status.FAIL),
+    (with_socket(kind=socket.SOCK_DGRAM, protocol=17, is_corked=True), "udp-corked", Status.FAIL),
+    (with_socket(is_connected=True), "tcp-established", Status.FAIL),
+    (with_socket(is_listening=True, waiting=2), "tcp-in-flight", Status.FAIL),
+    (container(process(sockets=(UNIX,)), unix={5: UnixSocket(9, (), 0)}), "unix-external", Status.FAIL),
+    (
+        container(process(sockets=(UNIX, UNIX._replace(inode=9))), unix={5: UnixSocket(9, (), 0)}),
+        "",
+        None,
+    ),
+    (container(process(sockets=(UNIX,)), unix={5: UnixSocket(0, (0,), 0)}), "unix-in-flight", Status.FAIL),
+    (container(process(), process(8, namespaces={**OWN, "ipc": "x"})), "nested-namespace", Status.FAIL),
+    (container(process(), process(8, namespaces={**OWN, "net": "x"})), "", None),
+    (container(process(), process(8, status={"TracerPid": "99"})), "traced", Status.FAIL),
+    (container(process(), process(8, status={"TracerPid": "7"})), "traced", Status.FAIL),
+    (container(process(status={"SigPnd": f"{1 << signal.SIGTRAP - 1:x}"})), "pending-sigtrap", Status.FAIL),
+    (container(process(status={"NSsid": "12\t0"})), "session-leader", Status.FAIL),
+    (container(node={**NODE, "pid": "own"}), "pid-taken", Status.WARN),
+    (container(room_bytes=5 << 10), "memory-limit", Status.FAIL),
+    (container(room_bytes=5 << 10, swap_bytes=4096), "", None),
+    (container(room_bytes=MIB), "", None),
+    (
+        container(process(maps="7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"), node={**NODE, "ipc": "own"}),
+        "sysv-ipc",
+        Status.FAIL,
+    ),
+    (container(process(maps="7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n")), "", None),
+]
+
+
+@pytest.mark.parametrize(("seen", "name", "status"), ROWS)
+def test_rows(seen: Observation, name: str, status: Status | None) -> None:
+    found = run(seen)
+    assert [(finding.check, finding.status) for finding in found] == ([(name, status)] if status else [])
+    assert all(finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("seen", "name", "option"),
+    [
+        (with_file(is_deleted=True), "link-remap", "link-remap"),
+        (with_file(info="lock:\t1: FLOCK  ADVISORY  WRITE 7 08:01:2 0 EOF\n"), "file-locks", "file-locks"),
+        (with_socket(is_connected=True), "tcp-established", "tcp-close"),
+        (with_socket(is_connected=True), "tcp-established", "tcp-established"),
+    ],
+)
+def test_an_option_of_criu_that_solves_it(seen: Observation, name: str, option: str) -> None:
+    assert [finding.check for finding in run(seen)] == [name]
+    assert run(dataclasses.replace(seen, options=options(option))) == []
+
+
+def test_a_row_holds_for_some_versions() -> None:
+    seen = dataclasses.replace(with_socket(kind=socket.SOCK_DGRAM, protocol=17), hides_socket_options=True)
+    said = {
+        version: [f.status for f in run(dataclasses.replace(seen, criu=version))] for version in ((4, 1, 1), (4, 2), ())
+    }
+    assert said == {(4, 1, 1): [Status.FAIL], (4, 2): [], (): [Status.WARN]}
+    assert run(dataclasses.replace(seen, hides_socket_options=False, criu=(4, 1, 1))) == []
+    assert [before(4, 2).has((4, 1, 1)), since(4, 2).has((4, 1, 1)), ALL_VERSIONS.has(())] == [True, False, True]
+
+
+def test_what_cannot_be_read_is_a_warning() -> None:
+    def find(_seen: Observation) -> list[Problem]:
+        raise PermissionError(13, "Permission denied")
+
+    (finding,) = run(container(), [Check(name="x", find=find)])
+    assert (finding.check, finding.status) == ("x", Status.WARN)
+
+
+def test_a_failure_that_passes_is_a_warning() -> None:
+    """As a lock that is held for a moment: whether the dump meets it nobody knows."""
+    looks = iter([with_file(name="anon_inode:[io_uring]"), container()])
+    (finding,) = lasting(lambda: next(looks, container()), ENDLESS)
+    assert (finding.check, finding.status) == ("io-uring", Status.WARN)
+    assert finding.remedy.startswith("try again, or ")
+    (finding,) = lasting(lambda: with_file(name="anon_inode:[io_uring]"), ENDLESS)
+    assert finding.status is Status.FAIL
+
+
+def test_findings_alike_are_summed_up() -> None:
+    alike = [Finding("device", Status.FAIL, str(number), "close it") for number in range(5)]
+    findings = alike_as_one([*alike, Finding("size", Status.OK, "small")])
+    assert [finding.detail for finding in findings] == ["0", "1", "2; and 2 more like it", "small"]
+
+
+@pytest.mark.parametrize(("manager", "is_named"), [("libpod", True), ("cri-o", False), ("", False)])
+def test_podmans_own_options_for_connections_are_named(manager: str, *, is_named: bool) -> None:
+    found = CONTAINER._replace(annotations={"io.container.manager": manager})
+    (finding,) = run(dataclasses.replace(with_socket(is_connected=True, address="10.0.0.1"), container=found))
+    assert finding.remedy.startswith("ocihook install")
+    assert ("podman: `container checkpoint --tcp-established`" in finding.remedy) is is_named
+    assert finding.repair is Repair.INSTALL
+
+
+def test_what_containers_name_gives_no_commands() -> None:
+    """Neither to a shell, in a remedy that is copied, nor to a terminal."""
+    mount = Mount(9, "8:1", "/x", "/a; rm -rf $HOME\n\x1b[2J", "ext4", "/dev/sda1")
+    (finding,) = run(container(process(mounts=(mount,))))
+    assert finding.remedy.startswith(f"nsenter -t {PID} -m umount '/a; rm -rf $HOME\n\x1b[2J', or")
+    assert CriuOptions(file="/x;reboot").add("tcp-close") == "echo tcp-close >> '/x;reboot'"
+
+
+def test_a_real_process_is_observed() -> None:
+    """All its threads, files and sockets; and who traces it."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    script = (
+        "import socket, threading, time; kept = [open('/dev/zero'), socket.socket(), socket.socketpair()]; "
+        "threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        thread = HeldThread(child.pid, ENDLESS)
+        try:
+            seen = observe(child.pid, criu=(4, 2), options=CriuOptions(), container=None)
+        finally:
+            thread.release()
+            child.kill()
+    assert [len(one.threads) for one in seen.processes] == [2]
+    assert seen.init.leader.tid == child.pid
+    assert "/dev/zero" in {file.name for file in seen.files}
+    assert {sock.family for sock in seen.sockets} == {socket.AF_INET, socket.AF_UNIX}
+    assert len({sock.inode for sock in seen.sockets} & seen.unix.keys()) == 2
+    assert [f"kill {os.getpid()}" in f.remedy for f in run(seen) if f.check == "traced"] == [True]
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Dump:
+    me = Process.find(os.getpid())
+    assert me is not None
+    journal = Journal.create(tmp_path, me)
+    journal.identify(ContainerRef(id="ab" * 32, engine="podman", runtime="runc", name="job"), str(tmp_path))
+    journal.note(CallFacts(criu_version="4.2"))
+    return Dump(journal, ENDLESS, me.pid, me.pid, str(tmp_path), tmp_path)
+
+
+def set_checks(monkeypatch: pytest.MonkeyPatch, *problems: Problem, is_final: bool = False) -> None:
+    check = Check(name="x", find=lambda _seen: problems, is_final=is_final)
+    monkeypatch.setattr(participant, "CHECKS", (check,))
+
+
+def test_a_dump_is_refused_with_every_failure(dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_checks(monkeypatch, fail("it has this", "do that"), fail("and those", "do more"), warn("odd", "look"))
+    with pytest.raises(PreflightError, match=r"^container job .*: it has this: do that; and those: do more"):
+        Preflight().refuse(dump)
+
+
+def test_a_dump_goes_ahead_with_warnings(dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_checks(monkeypatch, warn("odd", "look"))
+    Preflight().refuse(dump)
+    assert dump.remark == "warning: odd: look."
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_the_policy_takes_a_risk_but_for_what_kills(
+    dump: Dump, monkeypatch: pytest.MonkeyPatch, *, is_final: bool
+) -> None:
+    set_checks(monkeypatch, fail("it has this", "do that"), is_final=is_final)
+    dump.journal.note(CallFacts(criu_version="4.2", policy=Policy(preflight="warn")))
+    if is_final:
+        with pytest.raises(PreflightError):
+            Preflight().refuse(dump)
+    else:
+        Preflight().refuse(dump)
+        assert dump.remark == "warning: it has this: do that."
+
+
+def test_an_application_that_quiesces_is_checked_afterwards(dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may close by then what CRIU cannot dump."""
+    set_checks(monkeypatch, fail("it has this", "do that"))
+    dump.journal.note(CallFacts(criu_version="4.2", policy=Policy(quiesce_signal="USR1")))
+    Preflight().refuse(dump)
+    with pytest.raises(PreflightError):
+        Preflight().prepare(dump)
