@@ -20,7 +20,7 @@ from ocihook import __version__, wire
 from ocihook.checkpoints.listing import Listed, pending_of
 from ocihook.checkpoints.prune import archive_bytes, stored_bytes
 from ocihook.config import Settings
-from ocihook.errors import OcihookError
+from ocihook.errors import IntegrityError, OcihookError
 from ocihook.linux.procfs import Process
 from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
@@ -59,6 +59,7 @@ class _Node(Collector):
         yield from _sessions(history.totals(Path(self._settings.history_dir))["acts"])
         yield _open_sessions(self._runtime_dir)
         yield from _store(Store.of(self._settings))
+        yield from _file_systems(self._settings)
         yield from _retention(self._settings)
 
 
@@ -146,31 +147,45 @@ def _store(store: Store) -> Iterator[Metric]:
             ("due_push_oldest_timestamp_seconds", "Since when the oldest of those is to be."),
             ("due_push_failures", "Attempts to push those that failed."),
             ("pinned_checkpoints", "Checkpoints that no prune removes."),
-            ("readable", "0: the domain is damaged; `ocihook store verify` says what."),
+            ("readable", "1; 0 if the domain is damaged; missing if it cannot be read for another reason."),
         )
     }
+    gauges["unavailable"] = GaugeMetricFamily(
+        "ocihook_store_unavailable",
+        "1 for a domain that cannot be read, though no damage is known: without its key, for instance; by error code.",
+        labels=["domain", "code"],
+    )
     gauges["failing_checkpoints"] = GaugeMetricFamily(
         "ocihook_store_failing_checkpoints",
         "Checkpoints taken that could not be stored when it was last tried, by error code.",
         labels=["domain", "code"],
     )
     for name in store.names():
-        values: dict[str, float] = {"readable": 0.0}
-        with contextlib.suppress(OcihookError, OSError):
+        values: dict[str, float] = {}
+        try:
             domain = store.open(name)
             rows = list(pending_of(domain))
             values |= _pending(rows)
             for code, count in Counter(row.code for row in rows if row.is_on_its_way and row.reason).items():
                 gauges["failing_checkpoints"].add_metric([name, code], count)
             values |= _complete(domain)
+        except IntegrityError:
+            values["readable"] = 0
+        except (OcihookError, OSError) as error:
+            gauges["unavailable"].add_metric([name, getattr(error, "code", "system")], 1)
         for key, value in values.items():
             gauges[key].add_metric([name], value)
     yield from gauges.values()
-    with contextlib.suppress(OSError):  # no store yet
-        space = os.statvfs(store.root)
-        for key, blocks in (("free", space.f_bavail), ("size", space.f_blocks)):
-            text = f"{key.capitalize()} bytes of the file system that has the store."
-            yield GaugeMetricFamily(f"ocihook_store_filesystem_{key}_bytes", text, value=blocks * space.f_frsize)
+
+
+def _file_systems(settings: Settings) -> Iterator[Metric]:
+    """Yield the space where checkpoints are: in mode inline the store's directory may not exist."""
+    for what, directory in (("store", settings.store_dir), ("archives", settings.archive_dir)):
+        with contextlib.suppress(OSError):  # not made yet, or not configured
+            space = os.statvfs(directory)
+            for key, blocks in (("free", space.f_bavail), ("size", space.f_blocks)):
+                text = f"{key.capitalize()} bytes of the file system that has the {what}."
+                yield GaugeMetricFamily(f"ocihook_{what}_filesystem_{key}_bytes", text, value=blocks * space.f_frsize)
 
 
 def _retention(settings: Settings) -> Iterator[Metric]:

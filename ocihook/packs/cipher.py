@@ -141,7 +141,7 @@ def _output(command: str) -> str:
         )
         if done.returncode == 0 and len(done.stdout) < _MAX_OUTPUT:
             return done.stdout.decode()
-        said = done.stderr[-500:].decode(errors="replace").strip()
+        said = done.stderr[-500:].decode(errors="replace").strip() or "it printed no reason"
         raise KeyMissing(f"the key command {command!r} ended with status {done.returncode}: {said}")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise KeyMissing(f"the key command {command!r} gave no key: {plain(error)}") from error

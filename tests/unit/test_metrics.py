@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,9 @@ def test_counters_never_go_back(tmp_path: Path) -> None:
 
 
 def test_alerts_and_dashboard_name_metrics_that_are_there(tmp_path: Path) -> None:
-    settings = make_node(tmp_path)
+    settings = replace(make_node(tmp_path), archive_dir=str(tmp_path))
     there = {name for name, _ in samples(settings, tmp_path / "run")}
+    there |= set(re.findall(r"^# TYPE (\w+)", render(settings, tmp_path / "run").decode(), re.MULTILINE))
     dashboard = json.loads((PROMETHEUS / "ocihook-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [variable["query"]["query"] for variable in dashboard["templating"]["list"][1:]]
