@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` shows it working, `make test` proves it. Both install what they need (Debian 12, root).
-.PHONY: demo test nightly lint unit fuzz integration vm bench proto docs deb rpm image requirements clean
+.PHONY: demo test nightly lint unit fuzz integration vm zdtm bench proto docs deb rpm image requirements clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,6 +7,7 @@ FORKY_ROOT ?= /var/cache/ocihook/forky
 IMAGE_PREFIX ?= /opt/ocihook
 PACKAGE_ROOTS ?= /var/cache/ocihook/packages
 VM_ROOT ?= /var/cache/ocihook/vm
+ZDTM_ROOT ?= /var/cache/ocihook/zdtm
 TORCH_ROOT ?= /var/cache/ocihook/torch
 export OCIHOOK_FORKY_ROOT := $(FORKY_ROOT)
 export OCIHOOK_PACKAGE_ROOTS := $(PACKAGE_ROOTS)
@@ -20,7 +21,7 @@ test: lint unit fuzz integration
 
 # All that CI leaves out but CRI-O, the kubelet and GPUs: hours, and some gigabytes of packages.
 nightly: export OCIHOOK_NIGHTLY := 1
-nightly: unit fuzz integration vm
+nightly: unit fuzz integration vm zdtm
 
 .venv/.ready: pyproject.toml
 	integration/node-setup base
@@ -83,6 +84,13 @@ vm: .venv/.ready
 	integration/node-setup forky $(FORKY_ROOT)
 	integration/node-setup vm $(VM_ROOT) $(FORKY_ROOT)
 	OCIHOOK_VM_ROOT=$(VM_ROOT) $(BIN)/pytest integration/vm
+
+# CRIU's own suite: what passes with CRIU alone passes with ocihook in each mode. Half an hour: nightly.
+zdtm: .venv/.ready
+	integration/node-setup trixie
+	integration/node-setup forky $(FORKY_ROOT)
+	integration/node-setup zdtm $(ZDTM_ROOT) $(FORKY_ROOT)
+	OCIHOOK_ZDTM_ROOT=$(ZDTM_ROOT) $(BIN)/pytest -n 2 integration/zdtm
 
 fuzz: .venv/.ready
 	$(BIN)/python tests/fuzz/fuzz_readers.py --seconds 30

@@ -162,6 +162,8 @@ static int make_udp(void) { return make_socket(own, OWN_PORT, SOCK_DGRAM, BIND);
 static int make_udp_connected(void) { return make_socket(peer, ECHO, SOCK_DGRAM, CONNECT); }
 static int make_mptcp(void) { return socket(AF_INET, SOCK_STREAM, IPPROTO_MPTCP); }
 static int make_raw_multipath(void) { return socket(AF_INET, SOCK_RAW, IPPROTO_MPTCP); } /* any protocol has raw sockets */
+static int make_raw_tcp(void) { return socket(AF_INET, SOCK_RAW, IPPROTO_TCP); }
+static int make_raw_udp(void) { return socket(AF_INET, SOCK_RAW, IPPROTO_UDP); }
 static int make_raw_icmp(void) { return socket(AF_INET, SOCK_RAW, IPPROTO_ICMP); }
 
 static int make_ping(void) { return socket(AF_INET, SOCK_DGRAM, IPPROTO_ICMP); }
@@ -543,6 +545,8 @@ static const struct {
     {"netlink", make_netlink, use_netlink},
     {"netlink-groups", make_netlink_groups, use_nothing},
     {"raw-icmp", make_raw_icmp, use_name},
+    {"raw-tcp", make_raw_tcp, use_name},
+    {"raw-udp", make_raw_udp, use_name},
     {"raw-multipath", make_raw_multipath, use_name},
     {"packet", make_packet, use_nothing},
     {"ping", make_ping, use_ping}, /* only if it is asked for: not everybody may have one */

@@ -60,6 +60,8 @@ _ALWAYS = {
     "netlink": r"send=20 recv=1",
     "netlink-groups": r"",
     "raw-icmp": r"name=0.0.0.0/1",
+    "raw-tcp": r"name=0.0.0.0/6",
+    "raw-udp": r"name=0.0.0.0/17",
     "raw-multipath": r"name=0.0.0.0/262",
     "packet": r"",
     "multicast": r"name=0.0.0.0/9102 member=0",  # CRIU does not restore it, which is said

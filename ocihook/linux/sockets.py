@@ -73,6 +73,12 @@ def _copy(pid: int, pidfd: int, fd: int) -> tuple[int, socket.socket] | None:
     return None
 
 
+def is_tcp(sock: socket.socket) -> bool:
+    """Return whether it is a TCP socket: a raw socket may have the same protocol, and has no such options."""
+    kind, protocol = (sock.getsockopt(socket.SOL_SOCKET, name) for name in (socket.SO_TYPE, _SO_PROTOCOL))
+    return sock.family in _IP and kind == socket.SOCK_STREAM and protocol == socket.IPPROTO_TCP
+
+
 def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
     family = sock.getsockopt(socket.SOL_SOCKET, _SO_DOMAIN)
     kind = sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
@@ -80,12 +86,12 @@ def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
     is_listening, is_connected, waiting, address = False, False, 0, ""
     if family in _IP:
         address = str(sock.getsockname()[0])
-    if family in _IP and protocol == socket.IPPROTO_TCP:
+    if is_tcp(sock):
         state, waiting = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
         is_listening = state == _TCP_LISTEN
         is_connected = state not in (_TCP_LISTEN, _TCP_CLOSE)
     waiting = waiting if is_listening else 0
-    is_udp = family in _IP and protocol == socket.IPPROTO_UDP
+    is_udp = family in _IP and kind == socket.SOCK_DGRAM and protocol == socket.IPPROTO_UDP
     is_corked = is_udp and sock.getsockopt(socket.IPPROTO_UDP, _UDP_CORK) != 0
     return Socket(pid, inode, family, kind, protocol, is_listening, is_connected, waiting, address, is_corked)
 

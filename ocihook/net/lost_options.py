@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.errors import printable
-from ocihook.linux.sockets import copies
+from ocihook.linux.sockets import copies, is_tcp
 
-_SO_PROTOCOL = 38
 _USER_TIMEOUT, _NOTSENT_LOWAT = 18, 25  # linux/tcp.h
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 _IP_OPTIONS_BYTES = 40  # MAX_IPOPTLEN
-_IP = (socket.AF_INET, socket.AF_INET6)
 # Groups that every interface is in: all nodes (RFC 1112, RFC 4291), and the solicited-node addresses.
 _ALL_NODES = re.compile(r"010000e0|ff0[12]0{27}1|ff020{19}1ff[0-9a-f]{6}", re.IGNORECASE)
 
@@ -40,9 +38,9 @@ def tcp_sockets(pids: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
     seen: set[int] = set()
     for pid in pids:
         for inode, sock in copies(pid):
-            if inode not in seen and sock.family in _IP:
+            if inode not in seen:
                 seen.add(inode)
-                if sock.getsockopt(socket.SOL_SOCKET, _SO_PROTOCOL) == socket.IPPROTO_TCP:
+                if is_tcp(sock):
                     yield inode, sock
 
 
