@@ -22,7 +22,9 @@ from ocihook.stages.recover import recover
     help="Check whether this checkpoint, an archive or an image directory, can be restored here.",
 )
 @click.option(
-    "--fix", is_flag=True, help="Do what is safe: complete the installation, start its socket, recover what was left."
+    "--fix",
+    is_flag=True,
+    help="Do what is safe: complete the installation, start its socket, recover what was left, remove empty tables.",
 )
 @json_option
 def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix: bool, as_json: bool) -> None:

@@ -22,6 +22,7 @@ class Repair(StrEnum):
     INSTALL = "install"  # as `ocihook install`
     RECOVER = "recover"  # as `ocihook recover`
     LISTEN = "listen"  # as `systemctl enable --now ocihook.socket`
+    TABLES = "tables"  # as `nft delete table` of those of CRIU's that block nothing
 
 
 class Finding(NamedTuple):

@@ -20,6 +20,7 @@ from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.node import install
 from ocihook.node.doctor import container, machine, node, run
+from ocihook.node.doctor.left_locks import LeftLock
 from ocihook.node.doctor.run import check_node, repair, run_check
 from ocihook.node.install import apply_install, plan_install
 from ocihook.preflight.finding import Finding, Repair, Status
@@ -589,15 +590,15 @@ def test_a_plugin_newer_than_criu(
 
 
 def test_network_lock(programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "left_network_locks", lambda *_: "")
-    monkeypatch.setattr(machine, "_SBIN", str(tmp_path))
+    monkeypatch.setattr(machine, "left_locks", lambda *_: [])
+    monkeypatch.setattr(machine, "SBIN", str(tmp_path))
     assert only(machine._check_network_lock()).check == "no-network-lock"
     (tmp_path / "iptables-restore").touch(mode=0o755)
     assert only(machine._check_network_lock()).status is Status.OK
     (tmp_path / "default.conf").write_text("network-lock nftables\n")
     monkeypatch.setattr(machine, "has_nftables", lambda: False)
     assert only(machine._check_network_lock()).remedy == "install nftables"
-    monkeypatch.setattr(machine, "left_network_locks", lambda *_: "chain CRIU")
+    monkeypatch.setattr(machine, "left_locks", lambda *_: [LeftLock("chain CRIU", True, 0, "iptables -F CRIU")])
     monkeypatch.setattr(machine, "has_nftables", lambda: True)
     assert only(machine._check_network_lock()).check == "network-lock-left"
 

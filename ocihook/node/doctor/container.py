@@ -13,7 +13,8 @@ from ocihook.gpu.preflight import Situation, refusals
 from ocihook.gpu.processes import find_gpu_processes, states
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
-from ocihook.node.doctor.machine import REMOVE_LOCK, image_set_places, left_network_locks
+from ocihook.node.doctor.left_locks import left_locks
+from ocihook.node.doctor.machine import about_locks, image_set_places
 from ocihook.preflight.finding import Finding, Repair, Status
 from ocihook.preflight.observation import Observation
 
@@ -24,9 +25,7 @@ def _check_network(seen: Observation) -> Iterator[Finding]:
     if not seen.has_own("net"):
         return
     inside = ("nsenter", "-t", str(seen.init_pid), "-n")
-    if left := left_network_locks(*inside):
-        detail = f"a killed CRIU left its network locked ({left}): no packet passes"
-        yield Finding("network-lock-left", Status.FAIL, detail, f"{' '.join(inside)} {REMOVE_LOCK}")
+    yield from about_locks(left_locks(*inside), Status.FAIL, *inside)
 
 
 def _check_gpu(seen: Observation) -> Iterator[Finding]:

@@ -4,28 +4,27 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ocihook.config import Settings, load_settings
 from ocihook.container.storage import storage_root
 from ocihook.criu.conf import options
 from ocihook.criu.files import content
-from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program, run_output
+from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program
 from ocihook.errors import ConfigError, CudaError, OcihookError
 from ocihook.gpu.driver import CudaDriver, has_driver, no_driver
 from ocihook.gpu.library import driver_roots, has_kernel_driver
 from ocihook.gpu.preflight import FIRST_DRIVER, FIRST_DRIVER_ON_ARM, driver_major
 from ocihook.gpu.processes import read_node
 from ocihook.linux.patience import ENDLESS
-from ocihook.linux.procfs import command_line
 from ocihook.linux.sockets import hides_socket_options
 from ocihook.net.nftables import LIBRARY, has_nftables
-from ocihook.preflight.finding import Finding, Status
+from ocihook.node.doctor.left_locks import SBIN, LeftLock, left_locks
+from ocihook.node.doctor.left_locks import commands as removal
+from ocihook.preflight.finding import Finding, Repair, Status
 
-REMOVE_LOCK = "nft flush chain ip filter CRIU, or nft delete table inet CRIU-PID; no dump may be going on"
 _GIB = 1 << 30
-_SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 _SELINUX = Path("/sys/fs/selinux/enforce")
 _STATUS = Path("/proc/self/status")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -82,29 +81,39 @@ def _check_network_lock() -> Iterator[Finding]:
     for option in options(content("default.conf")):
         method = option.value if option.name == "network-lock" else method
     missing = ""
-    if method == "iptables" and not shutil.which(_IPTABLES, path=_SBIN):
+    if method == "iptables" and not shutil.which(_IPTABLES, path=SBIN):
         missing = _IPTABLES
     elif method == "nftables" and not has_nftables():
         missing = LIBRARY
     if missing:
         detail = f"{missing} is not there: containers with a network of their own cannot be dumped"
         yield Finding("no-network-lock", Status.WARN, detail, f"install {method}")
-    elif left := left_network_locks():
-        detail = f"a killed CRIU left the network locked ({left}): no packet passes"
-        yield Finding("network-lock-left", Status.WARN, detail, REMOVE_LOCK)
+    elif found := list(about_locks(left_locks(), Status.WARN)):
+        yield from found
     else:
         yield Finding("network lock", Status.OK, method)
 
 
-def left_network_locks(*inside: str) -> str:
-    """Return by what CRIU still locks a network, "" if it does not; `inside` is a command that goes there."""
-    if os.geteuid() != 0 or any(command_line(int(pid.name))[:1] == ["criu"] for pid in Path("/proc").glob("[0-9]*")):
-        return ""  # not known, or a CRIU is at work
-    rules = run_output(*inside, "iptables-save", "-t", "filter") if shutil.which("iptables-save", path=_SBIN) else ""
-    tables = run_output(*inside, "nft", "list", "tables") if shutil.which("nft", path=_SBIN) else ""
-    found = re.search(r"^:CRIU\b.*|^-A \w+ .*-j CRIU\b", rules, re.MULTILINE)
-    table = re.search(r"table inet CRIU\S*", tables)
-    return "chain CRIU" if found else table[0] if table else ""
+def _check_empty_tables() -> Iterator[Finding]:
+    """A dump that stops a container of the node's own network leaves one (CRIU 4.2); each costs every packet a look."""
+    empty = [lock for lock in left_locks() if lock.is_empty]
+    if empty:
+        detail = f"CRIU left {len(empty)} tables of nftables that block nothing, {empty[0].name} among them"
+        yield Finding("empty-tables", Status.SKIP, detail, "ocihook doctor --fix", Repair.TABLES)
+
+
+def about_locks(locks: Iterable[LeftLock], status: Status, *inside: str) -> Iterator[Finding]:
+    """Yield what locks that a killed CRIU has left do, with the commands that remove them."""
+    closed = [lock for lock in locks if lock.blocks_all]
+    if closed:
+        names = ", ".join(lock.name for lock in closed)
+        detail = f"a killed CRIU left the network locked ({names}): no packet passes"
+        yield Finding("network-lock-left", status, detail, removal(closed, *inside))
+    for lock in locks:
+        if lock.entries and not lock.blocks_all:
+            detail = f"CRIU's {lock.name} blocks connections ({lock.entries} entries) of a container that it dumped"
+            remedy = f"a restore of it on this node removes that; if there is to be none: {removal([lock], *inside)}"
+            yield Finding("connections-blocked", Status.WARN, detail, remedy)
 
 
 def _check_selinux() -> Iterator[Finding]:
@@ -236,6 +245,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_selinux,
     _check_cgroups,
     _check_network_lock,
+    _check_empty_tables,
     _check_cuda,
     _check_memory_bound,
     _check_disk,

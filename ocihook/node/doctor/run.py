@@ -10,7 +10,7 @@ from ocihook.criu.version import find_program
 from ocihook.errors import plain
 from ocihook.linux import soft_dirty
 from ocihook.linux.patience import Patience
-from ocihook.node.doctor import container, handler, machine, network, node, store
+from ocihook.node.doctor import container, handler, left_locks, machine, network, node, store
 from ocihook.node.doctor.host_memory import HOST_MEMORY, check_host_memory
 from ocihook.node.install import NODE, apply_install, default_libexec, goes_on_tracking, listen, plan_install
 from ocihook.preflight.checks import CHECKS, alike_as_one, lasting, run
@@ -99,4 +99,6 @@ def repair(findings: Iterable[Finding], recover: Callable[[], Iterable[str]], *,
         done.append(listen())
     if Repair.RECOVER in wanted:
         done += recover()
+    if Repair.TABLES in wanted:
+        done += left_locks.remove_empty()
     return done
