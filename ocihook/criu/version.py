@@ -17,6 +17,7 @@ _PROGRAM_DIRS = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "usr/
 _LIBRARY_DIRS = ("usr/local/lib", "usr/local/lib64", "usr/lib", "usr/lib64", "usr/lib/*-linux-gnu*")
 
 # The first crun that passes /etc/criu/{crun,runc}.conf to libcriu (17f23ac2), if that has the call (from CRIU 4.2 on).
+FIRST_CRIU_FOR_7_1 = (4, 2, 1)  # of Linux: criu#3002, corrected after 4.2
 _CRUN_READS_CONF = (1, 26)
 _LIBCRIU_CALL = b"criu_set_config_file"
 _NFTABLES = "libnftables.so.1"

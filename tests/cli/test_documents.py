@@ -24,7 +24,13 @@ PAGES = [PROJECT / "README.md", PROJECT / "SECURITY.md", PROJECT / "CHANGELOG.md
 COMMANDS = dict(ALL)
 KEYS = {field.name for field in (*dataclasses.fields(Policy), *dataclasses.fields(Settings))} - {"policy", "allowed"}
 # Settings of others that our pages name.
-FOREIGN_KEYS = {"enable_criu_support", "enable_experimental_restore_via_create", "pod_annotations", "signature_policy"}
+FOREIGN_KEYS = {
+    "enable_criu",
+    "enable_criu_support",
+    "enable_experimental_restore_via_create",
+    "pod_annotations",
+    "signature_policy",
+}
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 

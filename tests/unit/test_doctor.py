@@ -115,6 +115,64 @@ def test_containerd_whose_restore_is_switched_on(
     assert only(node._check_engines()).status is status
 
 
+def test_containerd_whose_criu_is_switched_off(programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch) -> None:
+    put(programs, "containerd", 2, 1, 9)
+    for value, status in (("true", Status.OK), ("false", Status.WARN)):
+        monkeypatch.setattr(node, "run_output", lambda *_, value=value: f"    enable_criu = {value}\n")
+        finding = only(node._check_engines())
+        assert (finding.status, "enable_criu" in finding.remedy) == (status, status is Status.WARN)
+
+
+@pytest.mark.parametrize(
+    ("level", "status", "words"),
+    [
+        ("checkpoint_restore", Status.OK, ""),
+        ("checkpoint_only", Status.WARN, "not restore"),
+        ("none", Status.WARN, "switches checkpoints off"),
+    ],
+)
+def test_the_level_of_crio(
+    programs: dict[str, Program], tmp_path: Path, level: str, status: Status, words: str
+) -> None:
+    put(programs, "crio", 1, 38)
+    (tmp_path / "crio/crio.conf.d").mkdir(parents=True)
+    text = f'[crio.checkpoint_restore]\ncontainer_level_enabled = "{level}"\n'
+    (tmp_path / "crio/crio.conf.d/10-level.conf").write_text(text)
+    finding = only(node._check_engines())
+    assert (finding.status, words in finding.detail) == (status, True)
+    assert ("container_level_enabled" in finding.remedy) is (status is Status.WARN)
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [((1, 28), Status.OK), ((1, 29), Status.WARN), ((1, 29, 0), Status.WARN), ((1, 29, 1), Status.OK)],
+)
+def test_a_crun_with_regressions(
+    programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], status: Status
+) -> None:
+    put(programs, "crun", *version)
+    monkeypatch.setattr(node, "run_output", lambda *_: "+CRIU")
+    monkeypatch.setattr(node, "libcriu_reads_conf", lambda: True)
+    assert only(node._check_runtimes()).status is status
+
+
+@pytest.mark.parametrize(
+    ("release", "criu", "is_found"),
+    [("7.0.9", (4, 2), False), ("7.1.0-arch1", (4, 2), True), ("7.2.1", (4, 1, 1), True), ("7.1.3", (4, 3), False)],
+)
+def test_a_kernel_that_is_too_new_for_criu(
+    programs: dict[str, Program],
+    monkeypatch: pytest.MonkeyPatch,
+    release: str,
+    criu: tuple[int, ...],
+    *,
+    is_found: bool,
+) -> None:
+    put(programs, "criu", *criu)
+    monkeypatch.setattr("platform.release", lambda: release)
+    assert any(finding.check == "kernel-7.1" for finding in machine._check_kernel()) is is_found
+
+
 def test_crio_whose_checkpoints_are_switched_off(programs: dict[str, Program], tmp_path: Path) -> None:
     put(programs, "crio", 1, 34)
     (tmp_path / "crio/crio.conf.d").mkdir(parents=True)

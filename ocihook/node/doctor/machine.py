@@ -11,7 +11,7 @@ from ocihook.config import Settings, load_settings
 from ocihook.container.storage import storage_root
 from ocihook.criu.conf import options
 from ocihook.criu.files import content
-from ocihook.criu.version import FIRST_CRIU_FOR_6_16, find_program
+from ocihook.criu.version import FIRST_CRIU_FOR_6_16, FIRST_CRIU_FOR_7_1, find_program
 from ocihook.errors import ConfigError, CudaError, OcihookError
 from ocihook.gpu.driver import CudaDriver, has_driver, no_driver
 from ocihook.gpu.library import driver_roots, has_kernel_driver
@@ -65,7 +65,8 @@ def _check_privileges() -> Iterator[Finding]:
 def _check_kernel() -> Iterator[Finding]:
     release = platform.release()
     criu = find_program("criu")
-    if tuple(map(int, re.findall(r"\d+", release)[:2])) < (5, 9):
+    version = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    if version < (5, 9):
         remedy = "use a kernel of 5.9 or later (CAP_CHECKPOINT_RESTORE, close_range, pidfds)"
         yield Finding("kernel", Status.FAIL, release, remedy)
     else:
@@ -73,6 +74,10 @@ def _check_kernel() -> Iterator[Finding]:
     if hides_socket_options() and criu and criu.version < FIRST_CRIU_FOR_6_16:
         detail = f"CRIU {criu.version_text} cannot dump containers with Internet sockets on Linux 6.16 and later"
         yield Finding("kernel-6.16", Status.WARN, detail, "install CRIU 4.2 or later")
+    if version >= (7, 1) and criu and criu.version < FIRST_CRIU_FOR_7_1:
+        detail = f"CRIU {criu.version_text} as released dumps no container on Linux 7.1 and later (criu#3002)"
+        remedy = "install a later CRIU, or one that your distribution has corrected: `ocihook demo` tries a dump"
+        yield Finding("kernel-7.1", Status.WARN, detail, remedy)
 
 
 def _check_network_lock() -> Iterator[Finding]:

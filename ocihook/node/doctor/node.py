@@ -58,6 +58,7 @@ _HARMFUL_OPTIONS = {
     "auto-dedup": "a restore punches holes into the page images that it reads",
 }
 _TRACKING = {line.split()[0] for line in TRACKING}
+_BAD_CRUN = ((1, 29), (1, 29, 0))  # its NEWS: corrected by 1.29.1
 _TAKE_JOINED_VALUES_ONLY = ("cpu-cap", "ext-unix-sk", "manage-cgroups", "verbosity")
 _NETWORK_LOCK_CRASHES_UP_TO = (4, 2)  # an option that CRIU parses once more than there are arguments (config.c)
 
@@ -92,6 +93,9 @@ def _check_runtimes() -> Iterator[Finding]:
         elif program.name == "crun" and libcriu_reads_conf() is None:
             detail = f"{program.version_text}: libcriu.so.2 is not there, so it cannot checkpoint"
             yield Finding("runtime crun", Status.WARN, detail, "install libcriu2 (Debian) or criu-libs (Fedora)")
+        elif program.name == "crun" and program.version in _BAD_CRUN:
+            detail = f"{program.version_text} may leave a container frozen, and changes the modes of mounts (/dev/shm)"
+            yield Finding("runtime crun", Status.WARN, detail, "install crun 1.29.1 or later")
         else:
             yield Finding(f"runtime {program.name}", Status.OK, program.version_text)
 
@@ -116,10 +120,14 @@ def _containerd(engine: Program) -> Finding:
         return Finding(name, Status.WARN, f"{text}: its CRI has no CheckpointContainer", "use containerd 2.1 to 2.3")
     if version < (2, 1):
         return Finding(name, Status.WARN, f"{text} checkpoints, but cannot restore", "use containerd 2.1 to 2.3")
+    configuration = run_output(engine.path, "config", "dump")
+    if re.search(r"enable_criu\s*=\s*false", configuration):
+        detail = f"{text}: enable_criu = false: the kubelet's checkpoints, and restores from images, are refused"
+        return Finding(name, Status.WARN, detail, "set enable_criu = true for its CRI runtime plugin, and restart it")
     if version >= (2, 4):
         return Finding(name, Status.WARN, f"{text} checkpoints, but no longer restores", "restore with CRI-O or podman")
     has_switch = (2, 2, 7) <= version < (2, 3) or version >= (2, 3, 4)
-    if has_switch and not re.search(rf"{_RESTORE_SWITCH}\s*=\s*true", run_output(engine.path, "config", "dump")):
+    if has_switch and not re.search(rf"{_RESTORE_SWITCH}\s*=\s*true", configuration):
         remedy = f"set {_RESTORE_SWITCH} = true for its CRI runtime plugin"
         return Finding(name, Status.WARN, f"{text} restores only where that is switched on", remedy)
     return Finding(name, Status.OK, text)
@@ -128,9 +136,15 @@ def _containerd(engine: Program) -> Finding:
 def _crio(engine: Program) -> Finding:
     """CRI-O's own switch; and from 1.31 on it restores nothing where it checks signatures, as its packages have it."""
     name, text = "engine crio", engine.version_text
-    if path := _crio_switch():
-        remedy = "remove enable_criu_support = false (or level none)"
-        return Finding(name, Status.WARN, f"{text}: {path} switches checkpoints off", remedy)
+    switches = _crio_switches()
+    for key, off in (("enable_criu_support", "false"), ("container_level_enabled", "none")):
+        if key in switches and switches[key][1] == off:
+            detail = f"{text}: {switches[key][0]} switches checkpoints off"
+            return Finding(name, Status.WARN, detail, f"remove {key} = {off} there, and restart CRI-O")
+    if (switch := switches.get("container_level_enabled")) and switch[1] == "checkpoint_only":
+        detail = f"{text}: {switch[0]} lets it checkpoint, but not restore"
+        remedy = 'set container_level_enabled = "checkpoint_restore" there, and restart CRI-O'
+        return Finding(name, Status.WARN, detail, remedy)
     if engine.version >= _CRIO_CHECKS_SIGNATURES and (path := _crio_signature_policy()):
         detail = f"{text}: {path} sets signature_policy, with which it checkpoints but cannot restore"
         remedy = (
@@ -148,12 +162,12 @@ def _engine_configs() -> Iterator[tuple[Path, str]]:
             yield path, "\n".join(line for line in lines if not line.lstrip().startswith("#"))
 
 
-def _crio_switch() -> Path | None:
-    """Return the file that switches CRI-O's checkpoints off."""
-    found = None
+def _crio_switches() -> dict[str, tuple[Path, str]]:
+    """Return the file and value of each switch of CRI-O's checkpoints, the last that counts."""
+    found = {}
     for path, text in _engine_configs():
-        for value in re.findall(r'(?:enable_criu_support|container_level_enabled)\s*=\s*"?(\w+)', text):
-            found = path if value in ("false", "none") else None
+        for key, value in re.findall(r'(enable_criu_support|container_level_enabled)\s*=\s*["\']?(\w+)', text):
+            found[key] = path, value
     return found
 
 
