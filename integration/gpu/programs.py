@@ -2,6 +2,8 @@
 
 programs.py hold GIB            bf16 weights on every GPU, summed up whole in every round; a counter on the GPU
 programs.py zeros GIB           so much memory on a GPU and as much pinned on the host, most of it zero, summed up
+programs.py odd PIECES          so many pieces of GPU memory of sizes that are no multiples of 2 MiB, each summed up
+programs.py pinned GIB          so much pinned memory of the host that no packer makes smaller, and 1 GiB on a GPU
 programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
@@ -75,6 +77,46 @@ def zeros(gib: float) -> None:
             digest.update(part[::apart].contiguous().cpu().numpy())
         say(count, digest.hexdigest()[:16])
         time.sleep(PAUSE_S)
+
+
+def odd(pieces: int) -> None:
+    import ctypes
+
+    torch.zeros(1, device="cuda")  # makes the context
+    cuda, held = ctypes.CDLL("libcuda.so.1"), []
+    for number in range(pieces):
+        size = (9 << 18, (1 << 20) + 4096, (100 << 18) + (1 << 17), 1 << 18)[number % 4]
+        pointer = ctypes.c_uint64()
+        assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
+        assert cuda.cuMemsetD8_v2(pointer, ctypes.c_ubyte(number % 255 + 1), ctypes.c_size_t(size)) == 0
+        held.append((pointer, size))
+    count = 0
+    while True:
+        count += 1
+        digest = hashlib.sha256()
+        for pointer, size in held:
+            content = (ctypes.c_char * size)()
+            assert cuda.cuMemcpyDtoH_v2(content, pointer, ctypes.c_size_t(size)) == 0
+            digest.update(content)
+        say(count, digest.hexdigest()[:16])
+        time.sleep(PAUSE_S)
+
+
+def pinned(gib: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    block = torch.empty(1 << 27, dtype=torch.int64).random_(generator=generator)
+    parts = []
+    for number in range(int(gib)):
+        parts.append(torch.empty(1 << 27, dtype=torch.int64, pin_memory=True))
+        parts[-1].copy_(block * (2 * number + 1) + number)
+    parts.append(block.cuda())
+    count = 0
+    while True:
+        count += 1
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part.view(-1, 512).sum(1).cpu().numpy())
+        say(count, digest.hexdigest()[:16])
 
 
 def train(steps: int) -> None:
@@ -219,6 +261,8 @@ def spawn(target: Callable[..., None], gib: float) -> None:
 PROGRAMS: dict[str, Callable[..., None]] = {
     "hold": hold,
     "zeros": zeros,
+    "odd": lambda pieces: odd(int(pieces)),
+    "pinned": pinned,
     "train": lambda steps: train(int(steps)),
     "lora": lora,
     "nccl": lambda gib: spawn(nccl_rank, gib),

@@ -13,6 +13,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 CONTRACT = PROJECT / "integration/gpu/driver_contract.py"
+ODD_SIZES = PROJECT / "integration/gpu/odd_sizes.py"
 RECORDED = PROJECT / "integration/gpu/results/driver-contract-580.json"
 VRAM_BYTES = 32 << 20
 
@@ -248,3 +249,11 @@ def test_gpus_are_suspended_where_the_driver_is_on_the_list(
     done = subprocess.run(command, env=env, timeout=60, check=False, capture_output=True, text=True)
     expected = ["running", "running True", "checkpointed", "checkpointed"]
     assert [line.strip() for line in done.stdout.splitlines()] == expected, done.stderr
+
+
+def test_it_counts_odd_sizes_as_nvml_does(environment: dict[str, str], tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    subprocess.run([sys.executable, ODD_SIZES, results], env=environment, check=True, timeout=120, capture_output=True)
+    recorded = json.loads((PROJECT / "integration/gpu/results/odd-sizes-580.json").read_text())
+    assert json.loads(results.read_text())["cases"] == recorded["cases"]
+    assert all(case["mapping"] * 2 >= case["nvml"] for case in recorded["cases"])

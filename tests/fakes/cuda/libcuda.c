@@ -16,8 +16,8 @@
  *   OUT_OF_MEMORY, then OPERATING_SYSTEM: the process is lost;
  * - a GPU map must name every GPU that the process has open;
  * - cuEventQuery waits for nothing, and ends a process that is checkpointed;
- * - NVML counts whole pages of 2 MiB: each piece above 1 MiB has its own, smaller ones share them. The mapping of a
- *   checkpoint holds the pieces as they are.
+ * - NVML counts whole pages of 2 MiB: each piece above 1 MiB has its own, smaller ones share them. So does the mapping
+ *   of a checkpoint, except that pieces above 2 MiB are there as they are (integration/gpu/results/odd-sizes-580.json).
  *
  * Device memory is a memfd that is mapped. The caller and that thread talk through a block in the process's memory
  * (process_vm_readv and _writev), which needs no file and so survives CRIU. A GPU is known by the minor of its device
@@ -92,6 +92,8 @@ static size_t saved_size;
 static pthread_mutex_t allocating = PTHREAD_MUTEX_INITIALIZER; /* never taken by the thread that serves */
 
 #define RELEASE_MS 10000 /* so that a lock that comes while threads allocate and free always does */
+
+static uint64_t whole_pages(uint64_t size) { return (size + PAGE_OF_GPU - 1) & ~(PAGE_OF_GPU - 1); }
 
 static int64_t now_ms(void)
 {
@@ -197,9 +199,13 @@ static int checkpoint(void)
         return NOT_SUPPORTED;
     }
     saved_size = MAPPING_EXTRA;
+    uint64_t small = 0;
     for (int i = 0; i < MAX_ALLOCATIONS; i++)
-        saved_size += allocations[i].size;
-    saved_size = (saved_size + 4095) & ~4095ul;
+        if (allocations[i].size <= PAGE_OF_GPU / 2)
+            small += allocations[i].size;
+        else
+            saved_size += allocations[i].size < PAGE_OF_GPU ? PAGE_OF_GPU : allocations[i].size;
+    saved_size = (saved_size + whole_pages(small) + 4095) & ~4095ul;
     saved = mmap(NULL, saved_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (saved == MAP_FAILED) {
         is_broken = 1;
@@ -352,8 +358,6 @@ int ocihook_fake_cuda_kernel(int ms)
     return SUCCESS;
 }
 int ocihook_fake_cuda_use_p2p(void) { is_p2p = 1; return SUCCESS; }
-
-static uint64_t whole_pages(uint64_t size) { return (size + PAGE_OF_GPU - 1) & ~(PAGE_OF_GPU - 1); }
 
 /* Count anew what is held on a GPU. */
 static void count_held(int gpu)
