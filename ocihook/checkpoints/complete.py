@@ -80,7 +80,16 @@ def complete(
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
         domain.settle()  # the process that completed it may have been killed before it did
         discard_staged(pending, pins_of(checkpoint_id))
+    _merge_index(domain)
     return True
+
+
+def _merge_index(domain: Domain) -> None:
+    """Merge the index, which nobody waits for: the checkpoint is complete without."""
+    try:
+        domain.merge_index()
+    except (OcihookError, OSError) as error:  # it is only a hint; tried again with the next checkpoint
+        log.warning("domain %s: its index is not merged: %s", domain.name, error)
 
 
 def store_image_set(
@@ -119,6 +128,7 @@ def store_image_set(
     with claimed(pending), domain.shared():
         _store(domain, job, pending, None, workers=workers, progress=progress)
     discard_staged(pending, pins_of(job.id))
+    _merge_index(domain)
     return domain.read(job.id)
 
 

@@ -150,6 +150,15 @@ def parse_pagemap(data: bytes, name: str = "pagemap") -> Pagemap:
     return Pagemap(f"pages-{head.pages_id}.img", pages * PAGE_BYTES, is_compressed)  # type: ignore[attr-defined]
 
 
+def pages_name_in(data: bytes, name: str = "pagemap") -> str:
+    """Return the name of the page image that a pagemap image is of; its entries are not read.
+
+    Raises:
+        ImageError: if its head is damaged.
+    """
+    return f"pages-{_open_pagemap(data, name)[0].pages_id}.img"  # type: ignore[attr-defined]
+
+
 def _open_pagemap(data: bytes, name: str) -> tuple[Message, Iterator[Message]]:
     """Return the head of a pagemap image and its entries."""
     found = messages(data, name, (COMMON_MAGIC, _PAGEMAP_MAGIC), ("pagemap_head", "pagemap_entry"))
@@ -186,21 +195,21 @@ def join_pagemap(data: bytes, name: str = "pagemap") -> bytes:
     """
     head, entries = _open_pagemap(data, name)
     made = bytearray(_TWO_MAGICS.pack(COMMON_MAGIC, _PAGEMAP_MAGIC) + _framed(head))
-    last, end = None, -1  # an entry, and where it ends
+    last, first, pages, kind = None, 0, 0, None  # an entry; where it and what continues it begin, and their pages
     for entry in entries:
         if len(UnknownFieldSet(entry)):
             return data
-        vaddr, pages, _ = _run(entry)
-        if last is not None and vaddr == end and _kind(entry) == _kind(last):
-            together = _run(last).pages + pages
-            if together <= _MOST_PAGES:
-                _set_run(last, _run(last).vaddr, together)
-                end += pages * PAGE_BYTES
-                continue
+        run, its_kind = _run(entry), _kind(entry)
         if last is not None:
+            continues = run.vaddr == first + pages * PAGE_BYTES and its_kind == kind
+            if continues and pages + run.pages <= _MOST_PAGES:
+                pages += run.pages
+                continue
+            _set_run(last, first, pages)
             made += _framed(last)
-        last, end = entry, vaddr + pages * PAGE_BYTES
+        last, first, pages, kind = entry, run.vaddr, run.pages, its_kind
     if last is not None:
+        _set_run(last, first, pages)
         made += _framed(last)
     return bytes(made)
 

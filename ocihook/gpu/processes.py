@@ -5,6 +5,7 @@ it is about stands still. A call that only asks ends with its caller; one that c
 and its caller checks afterwards whether anybody still waits.
 """
 
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from ocihook.gpu.driver import CudaDriver, CudaState, GpuMap
 from ocihook.gpu.nvml import Gpu, read_gpus
 from ocihook.gpu.process import CudaProcess
 from ocihook.gpu.signs import Signs, count_device_files, read_signs
-from ocihook.linux.memory import Span, anonymous_spans, prefault, subtract
+from ocihook.linux.memory import Span, anonymous_spans, map_present, prefault, shared_spans, subtract
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process, descendants, thread_ids
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
@@ -239,6 +240,19 @@ def _checkpoint_prefaulted(
         outcome = call.outcome(ENDLESS)  # it has ended
     if isinstance(outcome, Exception):
         raise outcome
+
+
+def populate(processes: Sequence[Process], workers: int, spans: Spans | None = None) -> None:
+    """Put the shared memory of restored processes into their page tables, which are empty, on all cores.
+
+    The driver has pinned memory as shared memory, and faults in each page of it on its one thread.
+    """
+    for process in processes:
+        with contextlib.suppress(OSError), measured(spans, "populate", process) as span:
+            found = [part for part in shared_spans(process.pid) if part.size_bytes >= _LARGE_BYTES]
+            span["bytes"] = sum(part.size_bytes for part in found)
+            for part in found:
+                map_present(process, part, workers=workers)
 
 
 def _has_huge_pages() -> bool:

@@ -15,7 +15,7 @@ from ocihook.gpu.driver import CudaDriver, CudaState
 from ocihook.gpu.dump import GpuFacts, Taken, needed
 from ocihook.gpu.mapping import check_gpus, choose_gpu_map
 from ocihook.gpu.preflight import heed, restore_refusals
-from ocihook.gpu.processes import find_gpu_processes, read_node, resume_all, states
+from ocihook.gpu.processes import find_gpu_processes, populate, read_node, resume_all, states
 from ocihook.gpu.room import ROOM_TIMEOUT_S, room
 from ocihook.linux.cgroup import memory_headroom_bytes, wait_until_let_go, wait_until_thawed
 from ocihook.linux.files import make_device
@@ -81,6 +81,8 @@ class GpuRestored(Effect, kind="gpu-restored"):
                 return
             with journal.phase("gpu resume") as phase, journal.spans(phase) as spans:
                 is_away = CudaState.CHECKPOINTED in found.values()
+                if is_away:
+                    populate(waiting, journal.facts(CallFacts).workers, spans)
                 with self._room(journal, targets) if is_away else contextlib.nullcontext():
                     resume_all(driver, waiting, targets.gpu_map, spans)
 
@@ -109,8 +111,9 @@ def check_gpu_node(restore: Restore, checkpoint: Checkpoint) -> None:
     gpu = checkpoint.gpu
     if not gpu:
         return
-    CudaDriver()
-    version, gpus = read_node(restore.patience)
+    with restore.journal.phase("gpu check"):
+        CudaDriver()
+        version, gpus = read_node(restore.patience)
     devices: list[DeviceNode] = []
     with contextlib.suppress(IdentificationError, OSError):
         call = find_runtime_call(restore.criu_pid)

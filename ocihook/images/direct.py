@@ -24,10 +24,10 @@ from ocihook.criu.images import (
     cut_pagemap,
     join_pagemap,
     page_images,
+    pages_name_in,
     parse_pagemap,
     parse_runs,
     read_bounded,
-    read_pagemaps,
 )
 from ocihook.criu.mappings import AddressSpace, Area, read_address_spaces, read_parents
 from ocihook.errors import ImageError
@@ -239,7 +239,7 @@ def read_memory_images(directory: Path) -> MemoryImages:
         spaces,
         read_parents(directory),
         {pid: read_bounded(path) for pid, path in paths.items() if path.exists()},
-        [pagemap.pages_name for pagemap in read_pagemaps(directory).values()],
+        [pages_name_in(read_bounded(path), path.name) for path in sorted(directory.glob("pagemap-*.img"))],
     )
 
 

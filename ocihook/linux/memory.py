@@ -12,12 +12,14 @@ from typing import NamedTuple
 from ocihook.linux.procfs import Process, descendants, status_fields
 from ocihook.linux.workers import WorkerDied, run_forked
 
-_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ ([0-9]+) *(.*)")  # proc_pid_maps(5)
+_OF_TMPFS = ("/dev/zero (deleted)", "/memfd:", "/dev/shm/")  # noqa: S108 - as maps has it
 _MEMINFO = Path("/proc/meminfo")
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
 _PREFAULT_BYTES = 64 << 20  # what a worker takes at a time
+_FAULT_AROUND_BYTES = 64 << 10  # as Linux has it by default
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
@@ -85,6 +87,7 @@ class Mapping(NamedTuple):
     mode: str  # as there: rwxp, s instead of p where shared
     inode: int  # 0: anonymous
     name: str
+    offset: int = 0  # in the file, of its first byte
 
     @property
     def is_anonymous(self) -> bool:
@@ -103,7 +106,7 @@ def read_mappings(pid: int) -> list[Mapping]:
 
 
 def _mapping(row: re.Match[str]) -> Mapping:
-    return Mapping(Span(int(row[1], 16), int(row[2], 16)), row[3], int(row[4]), row[5])
+    return Mapping(Span(int(row[1], 16), int(row[2], 16)), row[3], int(row[5]), row[6], int(row[4], 16))
 
 
 class DetailedMapping(NamedTuple):
@@ -148,6 +151,41 @@ def huge_spans(pid: int) -> list[Span]:
 def anonymous_spans(pid: int) -> list[Span]:
     """Return the addresses of a process that are plain private memory."""
     return [mapping.span for mapping in read_mappings(pid) if mapping.is_anonymous]
+
+
+def shared_spans(pid: int) -> list[Span]:
+    """Return where a process has memory that is shared (tmpfs), without holes: what is there costs no memory to map.
+
+    Raises:
+        OSError: if it is gone, or its mappings may not be opened.
+    """
+    found: list[Span] = []
+    for mapping in read_mappings(pid):
+        if mapping.mode == "rw-s" and mapping.name.startswith(_OF_TMPFS):
+            start, end = mapping.span
+            fd = os.open(f"/proc/{pid}/map_files/{start:x}-{end:x}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                first = mapping.offset
+                content = _content(fd, first, first + mapping.span.size_bytes)
+                found += [Span(start + low - first, start + high - first) for low, high in content]
+            finally:
+                os.close(fd)
+    return found
+
+
+def _content(fd: int, at: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a file between two offsets that are no holes."""
+    while at < end:
+        try:
+            low = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # holes to its end
+                return
+            raise
+        high = min(end, os.lseek(fd, low, os.SEEK_HOLE))
+        if low < end:
+            yield low, high
+        at = high
 
 
 def common_spans(pids: Iterable[int]) -> list[Span]:
@@ -301,6 +339,38 @@ def prefault(process: Process, span: Span, *, workers: int) -> None:
     with contextlib.suppress(OSError, WorkerDied):  # no memory, no process
         for _ in run_forked(worker, tasks=tasks, workers=workers):
             pass
+
+
+def map_present(process: Process, span: Span, *, workers: int) -> None:
+    """Put pages of shared memory that are there into a process's page tables, on all cores.
+
+    A read of one byte has the kernel map the pages around it that are there, too (do_fault_around() in mm/memory.c).
+
+    Args:
+        process: whose mapping it is.
+        span: its addresses, without holes.
+        workers: how many processes share the work.
+    """
+
+    def worker(_number: int, tasks: Iterator[int]) -> Iterator[None]:
+        for task in tasks:
+            start = span.start + task * _PREFAULT_BYTES
+            _read_bytes(process.pid, range(start, min(start + _PREFAULT_BYTES, span.end), _FAULT_AROUND_BYTES))
+            yield
+
+    tasks = -(-span.size_bytes // _PREFAULT_BYTES)
+    with contextlib.suppress(OSError, WorkerDied):
+        for _ in run_forked(worker, tasks=tasks, workers=workers):
+            pass
+
+
+def _read_bytes(pid: int, addresses: Sequence[int]) -> None:
+    """Read a byte at each of some addresses of a process, up to IOV_MAX."""
+    count = len(addresses)
+    buffer = ctypes.create_string_buffer(count)
+    local = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), count)
+    remote = (ctypes.c_size_t * (2 * count))(*[number for address in addresses for number in (address, 1)])
+    _done(_libc.process_vm_readv(pid, local, 1, remote, count, 0))
 
 
 class CopyBuffer:

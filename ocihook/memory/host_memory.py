@@ -3,6 +3,7 @@
 All is verified as it is written, while nothing runs yet: a damaged checkpoint fails the restore there at the latest.
 """
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,8 @@ class HostMemory(Participant):
             return
         packed = restore.checkpoint.image_names if restore.checkpoint else ()
         try:
-            cuts = plan(restore.directory, packed)
+            with restore.journal.phase("read pagemaps"):
+                cuts = plan(restore.directory, packed)
         except (ImageError, OSError) as error:  # the next reader of the images refuses them, or can do with them
             log.warning("all memory goes through CRIU: %s", plain(error))
             return
@@ -94,7 +96,9 @@ class HostMemory(Participant):
 
     def processes_wait(self, restore: Restore) -> str:
         """Write what CRIU did not know of."""
-        found, cut = read_cut(restore.directory), restore.journal.find(CutPagemaps)
+        cut = restore.journal.find(CutPagemaps)
+        with restore.journal.phase("read pagemaps") if cut is not None else contextlib.nullcontext():
+            found = read_cut(restore.directory)
         if cut is not None and cut.names != [f"pagemap-{direct.pid}.img" for direct in found]:
             raise OcihookError("the pagemaps in the image directory were changed by somebody else during the restore")
         if not found:

@@ -356,7 +356,7 @@ class Domain:
         *,
         replaced: str | None = None,
     ) -> None:
-        """Make a checkpoint part of the domain; call it with the lock shared.
+        """Make a checkpoint part of the domain; call it with the lock shared, and `merge_index` later.
 
         Args:
             manifest: `sequence` and `previous` are set here.
@@ -366,7 +366,6 @@ class Domain:
 
         Raises:
             OSError: from the file system, a full one included.
-            StoreError: if the index cannot be written.
         """
         self._put_parts(manifest.id, self._sealed(f"layout {manifest.id}", encode_layout(layout)), ids)
         with self._locked("chain.lock", fcntl.LOCK_EX):
@@ -378,9 +377,18 @@ class Domain:
             data = self._sealed(f"manifest {manifest.id}", record)
             replace_file(self.checkpoints_dir / f"{manifest.id}.manifest", data, mode=0o600)
             self._write_head(entry_of(linked, record))
-        merge_index(self.index_dir)
         if replaced is not None:  # later checkpoints are compared with the newest only
             self._ids_path(replaced).unlink(missing_ok=True)
+
+    def merge_index(self) -> None:
+        """Merge what new packs have brought to the index, if that is much: the work of one process, for seconds.
+
+        Raises:
+            OSError: from the file system, a full one included.
+            StoreError: if the index is damaged.
+        """
+        with self.shared():
+            merge_index(self.index_dir)
 
     def settle(self) -> None:
         """Return when no power loss can undo that checkpoints were completed or removed, by any process."""

@@ -26,13 +26,15 @@ from ocihook.linux.memory import (
     Span,
     anonymous_spans,
     common_spans,
+    map_present,
     memory_path,
     prefault,
     read_mappings,
+    shared_spans,
     subtract,
 )
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.procfs import Process, thread_ids, tracer_pid
+from ocihook.linux.procfs import Process, status_fields, thread_ids, tracer_pid
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
 from ocihook.linux.workers import call_each, start_call
 from tests.unit.test_ptrace import wait_until
@@ -468,3 +470,33 @@ def resident_bytes(pid: int, address: int) -> int:
     found = re.search(r"^Rss: +(\d+) kB$", smaps_entry(pid, address), re.MULTILINE)
     assert found
     return int(found[1]) << 10
+
+
+SHARED = """
+import ctypes, mmap, sys
+region = mmap.mmap(-1, 64 << 20)
+region[: 32 << 20] = b"x" * (32 << 20)
+address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+assert ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(64 << 20), mmap.MADV_DONTNEED) == 0
+print(address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shared_memory_is_mapped_again_and_holes_are_not_filled() -> None:
+    """As pinned memory is after a restore: in the file, and in no page table."""
+    with subprocess.Popen([sys.executable, "-c", SHARED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
+        assert popen.stdout is not None
+        start = int(popen.stdout.readline())
+        process = Process.find(popen.pid)
+        assert process is not None
+
+        def resident_kib() -> int:
+            return int(status_fields(popen.pid)["RssShmem"].split()[0])
+
+        before = resident_kib()
+        (span,) = (one for one in shared_spans(popen.pid) if one.start == start)
+        assert span.size_bytes == 32 << 20
+        map_present(process, span, workers=2)
+        assert resident_kib() - before == 32 << 10
+        popen.kill()
