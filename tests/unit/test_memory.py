@@ -498,5 +498,5 @@ def test_shared_memory_is_mapped_again_and_holes_are_not_filled() -> None:
         (span,) = (one for one in shared_spans(popen.pid) if one.start == start)
         assert span.size_bytes == 32 << 20
         map_present(process, span, workers=2)
-        assert resident_kib() - before == 32 << 10
+        assert 31 << 10 < resident_kib() - before <= 32 << 10  # the kernel counts in batches of a processor
         popen.kill()
