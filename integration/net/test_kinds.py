@@ -64,7 +64,7 @@ _ALWAYS = {
     "raw-udp": r"name=0.0.0.0/17",
     "raw-multipath": r"name=0.0.0.0/262",
     "packet": r"",
-    "multicast": r"name=0.0.0.0/9102 member=0",  # CRIU does not restore it, which is said
+    "multicast": r"name=0.0.0.0/9102 member=1",
 }
 
 

@@ -61,3 +61,25 @@ def test_the_old_address_comes_back_early(make_node: MakeNode, runtime: str) -> 
     node.restore(pair.archives["server"])
     pair.assert_flows()
     pair.assert_nothing_is_left()
+
+
+def test_what_is_no_connection_passes_a_hold(make_node: MakeNode) -> None:
+    """Datagrams, and what tells an address that another host has from one that is free."""
+    pair = Pair(make_node())
+    node = pair.node
+    node.inside("client", "ip", "addr", "add", "fd77::99/64", "dev", "eth0", "nodad")
+    datagram = f'socket.socket(2, 2).sendto(b"x", ("{pair.places["client"].four}", 9))'
+    steps = [
+        *(f"ip addr add fd77::{host}/64 dev eth0" for host in (98, 99)),
+        "while ip -6 addr show dev eth0 tentative -dadfailed | grep -q inet6; do sleep 0.1; done",
+        f"python3 -c 'import socket; {datagram}'",
+    ]
+    script = node.scratch / "held"
+    script.write_text("\n".join(["set -e", "nft list ruleset | grep '@held drop'", *steps, ""]))
+    node.act_at("pre-dump", f"nsenter --net=/run/netns/server sh {script}")
+    node.checkpoint("server", pair.archives["server"], "--leave-running")
+    shown = json.loads(node.inside("server", "ip", "-json", "-6", "addr", "show", "dev", "eth0"))
+    found = {one["local"]: one.get("dadfailed", False) for one in shown[0]["addr_info"]}
+    assert (found["fd77::98"], found["fd77::99"]) == (False, True)
+    pair.assert_flows()
+    pair.assert_nothing_is_left()

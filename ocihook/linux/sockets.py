@@ -53,6 +53,12 @@ def sockets(pid: int) -> Iterator[Socket]:
 
 def copies(pid: int) -> Iterator[tuple[int, socket.socket]]:
     """Yield inode and copy of each socket of a process, which is open until the next one; as `sockets`."""
+    for _, inode, sock in numbered_copies(pid):
+        yield inode, sock
+
+
+def numbered_copies(pid: int) -> Iterator[tuple[int, int, socket.socket]]:
+    """Yield descriptor, inode and copy of each socket of a process; as `copies`."""
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(pid)
         try:
@@ -60,9 +66,21 @@ def copies(pid: int) -> Iterator[tuple[int, socket.socket]]:
                 found = _copy(pid, pidfd, int(fd))
                 if found is not None:
                     with found[1]:
-                        yield found
+                        yield int(fd), *found
         finally:
             os.close(pidfd)
+
+
+def copy_socket(pid: int, fd: int) -> socket.socket | None:
+    """Return a copy of a socket of a process, which the caller closes; None if there is none."""
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            found = _copy(pid, pidfd, fd)
+            return found[1] if found else None
+        finally:
+            os.close(pidfd)
+    return None
 
 
 def _copy(pid: int, pidfd: int, fd: int) -> tuple[int, socket.socket] | None:

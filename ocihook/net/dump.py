@@ -14,7 +14,8 @@ from ocihook.criu.socket_images import FilesImage, read_stream
 from ocihook.errors import OcihookError, PreflightError, plain
 from ocihook.linux.procfs import Process, descendants
 from ocihook.net.hold import TrafficHeld, Waiting, hold
-from ocihook.net.lost_options import TcpOptions, multicast_groups, read_options, tcp_sockets
+from ocihook.net.lost_options import TcpOptions, read_options, tcp_sockets
+from ocihook.net.memberships import read_memberships
 from ocihook.net.netlink import InetSocket, links, routes
 from ocihook.net.nftables import RulesRefused
 from ocihook.net.note import NETWORK_NAME, NetworkNote, write_note
@@ -80,7 +81,7 @@ def hold_network(dump: Dump) -> None:
         routes=tuple(routes(survey.namespace)),
         options=options.tcp,
         of_link=_link_local(survey),
-        groups=tuple(multicast_groups(init.pid)),
+        memberships=tuple(read_memberships(pids)),
         is_node=survey.namespace.is_ours,
     )
     write_note(dump.directory, note)

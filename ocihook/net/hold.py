@@ -1,8 +1,10 @@
-"""The hold: no packet leaves or reaches a container's network while its connections are on their way.
+"""The hold: no packet of TCP leaves or reaches a container's network while its connections are on their way.
 
-A table of nftables does it, one for each session: `inet ocihook-SESSION`. A packet passes if no table drops it, so
-where several containers of a pod are dumped at once the last of them releases it, and nobody counts. CRIU's own lock
-begins later and ends earlier, and with crun there is none in a restore.
+All else passes: what finds neighbours and duplicate addresses, what tells switches who is in a multicast group, and the
+datagrams of other containers in the network, whose senders would get an error. A table of nftables does it, one for
+each session: `inet ocihook-SESSION`. A packet passes if no table drops it, so where several containers of a pod are
+dumped at once the last of them releases it, and nothing counts. CRIU's own lock begins later and ends earlier, and with
+crun there is none in a restore.
 
 Where the container has ended with its dump its peers still wait for it, and so do those that know where it was about to
 be where a restore has failed. Then one rule of the table stays: for `AWAITED_S` the kernel does not reset their
@@ -48,8 +50,8 @@ TABLE_PREFIX = "ocihook-"
 
 _ACKNOWLEDGEMENT_BYTES = 120  # no IP packet without data is longer: headers with all their options
 _DRAIN = f"meta l4proto tcp meta length > {_ACKNOWLEDGEMENT_BYTES} meta nfproto @held drop"
-_HOLD = "meta nfproto @held drop"
-_PASSES = (f"meta mark {CRIU_MARK:#x} accept", "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept")
+_HOLD = "meta l4proto tcp meta nfproto @held drop"
+_PASSES = f"meta mark {CRIU_MARK:#x} accept"
 # The kernel's answer to a segment of a connection that nobody has is a reset without ACK (RFC 9293 3.10.7.1).
 _NO_ANSWER = "meta nfproto @awaited meta l4proto tcp tcp flags & (rst | ack) == rst drop"
 _CRIU_TABLE = re.compile(r"CRIU-\S+")
@@ -295,7 +297,7 @@ def make_table(
     lines = [f"table inet {name}", f"delete table inet {name}", f"table inet {name} {{"]
     lines += [f"set {while_in} {{ typeof meta nfproto; flags timeout; }}"]
     for chain, hook, device in (("in", "input", "iif"), ("out", "output", "oif")):
-        passes = [*([] if with_loopback else [f"{device} lo accept"]), *_PASSES]
+        passes = [*([] if with_loopback else [f"{device} lo accept"]), _PASSES]
         lines += [f"chain {chain} {{", f"type filter hook {hook} priority -300; policy accept"]
         lines += [*passes, *rules[chain], "}"]
     nftables.run(namespace, "\n".join([*lines, "}", _elements(name, while_in, timeout_s)]))

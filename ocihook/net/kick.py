@@ -25,7 +25,9 @@ from ocihook.linux.procfs import descendants
 from ocihook.net.lost_options import tcp_sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.policy import IPAddress
+from ocihook.net.stall import Place, place_of
 
+_IP_RECVERR, _IPV6_RECVERR = 11, 25  # linux/in.h, linux/in6.h
 _UNSENT = 0x894B  # SIOCOUTQNSD of linux/sockios.h: bytes that have never left
 _STEPS = 16  # more than any timer backs off: from 1 s to 120 s it takes 7
 _ICMP, _HOST_UNREACHABLE = 3, 1
@@ -46,9 +48,14 @@ class Sender(NamedTuple):
     remote_port: int
     unacknowledged: int  # sequence number of the oldest unacknowledged byte
 
+    @property
+    def place(self) -> Place:
+        """Where the connection is."""
+        return Place(str(self.local), self.local_port, str(self.remote), self.remote_port)
+
 
 def wake(namespace: NetNamespace, senders: Iterable[Sender], init_pid: int) -> None:
-    """Wake senders; it does not disturb those that do not wait.
+    """Wake senders; it does not disturb those that do not wait, nor those whose owner would read of the message.
 
     Args:
         namespace: the container's.
@@ -58,11 +65,11 @@ def wake(namespace: NetNamespace, senders: Iterable[Sender], init_pid: int) -> N
     Raises:
         OSError: if the namespace cannot be entered.
     """
-    found = list(senders)
+    found, pids = list(senders), descendants(init_pid) if init_pid else ()
     if found:
-        if init_pid:
-            push(descendants(init_pid))
-        namespace.run(lambda: _kick(found))
+        push(pids)
+        told = _told_of_errors(pids)
+        namespace.run(lambda: _kick([sender for sender in found if sender.place not in told]))
 
 
 def push(pids: Iterable[int]) -> None:
@@ -73,6 +80,17 @@ def push(pids: Iterable[int]) -> None:
             fcntl.ioctl(sock, _UNSENT, unsent)
             if unsent[0] and not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+
+
+def _told_of_errors(pids: Iterable[int]) -> set[Place]:
+    """Return the connections whose owner is told of what ICMP says, with an error in place of data (IP_RECVERR)."""
+    found = set()
+    for _, sock in tcp_sockets(pids):
+        options = [(socket.IPPROTO_IP, _IP_RECVERR)]
+        options += [(socket.IPPROTO_IPV6, _IPV6_RECVERR)] if sock.family == socket.AF_INET6 else []
+        if any(sock.getsockopt(level, option) for level, option in options):
+            found.add(place_of(sock))
+    return found
 
 
 def _kick(senders: Sequence[Sender]) -> None:

@@ -5,21 +5,15 @@ A socket is reached through a copy of its descriptor, which changes nothing for 
 
 import contextlib
 import os
-import re
 import socket
 from collections.abc import Iterable, Iterator
-from ipaddress import ip_address
-from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.errors import printable
 from ocihook.linux.sockets import copies, is_tcp
 
 _USER_TIMEOUT, _NOTSENT_LOWAT = 18, 25  # linux/tcp.h
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 _IP_OPTIONS_BYTES = 40  # MAX_IPOPTLEN
-# Groups that every interface is in: all nodes (RFC 1112, RFC 4291), and the solicited-node addresses.
-_ALL_NODES = re.compile(r"010000e0|ff0[12]0{27}1|ff020{19}1ff[0-9a-f]{6}", re.IGNORECASE)
 
 
 class TcpOptions(NamedTuple):
@@ -96,34 +90,3 @@ def use_whole_segments(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the connection is over
         options = sock.getsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, _IP_OPTIONS_BYTES)
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, options)
-
-
-def multicast_groups(pid: int) -> list[str]:
-    """Return the multicast groups that are joined in the network of a process, each with its interface.
-
-    Which socket has joined one, the kernel does not report.
-    """
-    found, device = [], b""
-    for line in _lines(pid, "igmp")[1:]:
-        words = line.split()
-        if not line.startswith(b"\t"):
-            device = words[1].rstrip(b":")
-        else:
-            found.append((words[0].decode(), device))
-    for line in _lines(pid, "igmp6"):
-        _, device, group, *_ = line.split()
-        found.append((group.decode(), device))
-    return [_named(group, device) for group, device in found if not _ALL_NODES.fullmatch(group)]
-
-
-def _named(group: str, device: bytes) -> str:
-    raw = bytes.fromhex(group)  # IPv4: a number of this machine
-    address = ip_address(raw[::-1] if len(raw) == 4 else raw)
-    return f"{address} on {printable(device.decode('utf-8', 'surrogateescape'))}"
-
-
-def _lines(pid: int, name: str) -> list[bytes]:
-    """Return the lines of a file; names in it are a container's, with whatever other characters end lines of text."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/net/{name}").read_bytes().split(b"\n")[:-1]
-    return []

@@ -8,12 +8,13 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address, ip_interface
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface
 from pathlib import Path
 
 from ocihook.errors import IntegrityError, printable
 from ocihook.linux.files import replace_file
 from ocihook.net.lost_options import TcpOptions
+from ocihook.net.memberships import Membership
 from ocihook.net.netlink import Link, Route
 from ocihook.packs.frame import decode_frame, encode_frame, load_json, read_record
 from ocihook.packs.packed_manifest import NETWORK_NAME
@@ -22,7 +23,7 @@ from ocihook.session.record import from_json, to_json
 __all__ = ["NETWORK_NAME", "NetworkNote", "decode_note", "read_note", "write_note"]
 
 _KIND, _VERSION = "network", 1
-_TEXT_CHARACTERS = 160  # of a group with its interface: INET6_ADDRSTRLEN, and IFNAMSIZ escaped
+_TEXT_CHARACTERS = 160  # of a name: IFNAMSIZ escaped, or a pid in each namespace
 _MAX_BYTES = 16 << 20  # 100,000 sockets with options
 
 IPAddress = IPv4Address | IPv6Address
@@ -36,7 +37,7 @@ class NetworkNote:
     routes: tuple[Route, ...] = ()
     options: Mapping[str, TcpOptions] = field(default_factory=dict)  # of TCP sockets, by inode
     of_link: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # IPv4 addresses of that scope, by interface
-    groups: tuple[str, ...] = ()  # multicast groups, which CRIU does not restore
+    memberships: tuple[Membership, ...] = ()  # of multicast groups
     is_node: bool = False  # it was the node's own network
     ended: tuple[int, ...] = ()  # ids of sockets that `relocate` has ended, and that a restore has to destroy
 
@@ -94,6 +95,9 @@ def _check_texts(note: NetworkNote) -> None:
     """Check that what messages name can be printed, and is no longer than any kernel has it; else a ValueError."""
     names = [*(link.name for link in note.links), *note.of_link]
     names += [options.congestion for options in note.options.values()]
-    for text in (*names, *note.groups):
+    for one in note.memberships:
+        names += [one.pid, one.interface]
+        [ip_address(text) for text in (one.group, *one.sources)]
+    for text in names:
         if len(text) > _TEXT_CHARACTERS or printable(text) != text:
             raise ValueError(f"{reprlib.repr(text)} is no name that a kernel knows")

@@ -23,6 +23,7 @@ from ocihook.net.addresses import AddressMap, Interfaces, map_addresses, parse_p
 from ocihook.net.hold import forget_hold, hold, release
 from ocihook.net.kick import Sender, wake
 from ocihook.net.lost_options import TcpOptions, put_back, tcp_sockets, use_whole_segments
+from ocihook.net.memberships import Membership, rejoin
 from ocihook.net.moving import Plan, make_plan
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket as NetlinkSocket
@@ -51,7 +52,7 @@ class NetworkFacts(Facts):
     senders: list[tuple[Place, int]] = field(default_factory=list)  # with the number of the oldest unacknowledged byte
     to_destroy: list[Place] = field(default_factory=list)
     tcp_options: list[tuple[Place, TcpOptions]] = field(default_factory=list)
-    lost_groups: list[str] = field(default_factory=list)  # of multicast
+    memberships: list[Membership] = field(default_factory=list)  # of multicast groups, that are to be joined again
     routes: list[Route] = field(default_factory=list)  # that the container's network had at the dump
     released_at: float = 0.0  # seconds since 1970
 
@@ -119,7 +120,7 @@ def move_sockets(restore: Restore, moving: Moving) -> str:
             to_destroy=[*map(_place, plan.to_destroy), *_ended_before(moving)],
             routes=list(note.routes) if note else [],
             tcp_options=list(_options(moving.sockets, plan, note, namespace)) if note else [],
-            lost_groups=list(note.groups) if note else [],
+            memberships=list(note.memberships) if note else [],
         )
     )
     return _told(restore, plan)
@@ -272,7 +273,7 @@ def release_sockets(restore: Restore) -> str:
     if not restore.journal.knows(NetworkFacts):
         return ""
     lost = _put_back(restore.init_pid, facts.tcp_options)
-    lost += [f"membership of {group}" for group in facts.lost_groups]
+    lost += rejoin(descendants(restore.init_pid), facts.memberships)
     if facts.to_destroy and facts.network is not None:
         places = set(facts.to_destroy)
         destroy(facts.network, [s for s in inet_sockets(facts.network, [socket.IPPROTO_TCP]) if _place_of(s) in places])

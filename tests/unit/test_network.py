@@ -28,7 +28,8 @@ from ocihook.net import hold, netlink, nftables, repair
 from ocihook.net import restore as restore_half
 from ocihook.net.addresses import map_addresses
 from ocihook.net.kick import Sender, wake
-from ocihook.net.lost_options import TcpOptions, keep, multicast_groups, put_back, read_options, tcp_sockets
+from ocihook.net.lost_options import TcpOptions, keep, put_back, read_options, tcp_sockets
+from ocihook.net.memberships import Membership, read_memberships, rejoin
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.note import NETWORK_NAME, NetworkNote, decode_note, read_note, write_note
 from ocihook.net.restore import NetworkFacts, end_release, wake_senders
@@ -169,7 +170,7 @@ def test_what_the_kernel_tells(workload: "subprocess.Popen[str]") -> None:
     assert {str(sock.local) for sock in survey.connections} == {"10.7.0.1"}
     (listener,) = [sock for sock in survey.sockets if sock.state == netlink.LISTEN]
     assert str(listener) == f"TCP 10.7.0.1:{listener.local_port}"
-    assert multicast_groups(workload.pid) == ["239.1.2.3 on lo"]
+    assert [str(one) for one in read_memberships([workload.pid])] == ["239.1.2.3 on lo"]
     options = {read_options(sock).user_timeout_ms for _, sock in tcp_sockets([workload.pid])}
     assert options == {0, 12345}
     assert netlink.destroy(namespace, survey.connections[:1]) == 1  # whose reset ends the other one
@@ -239,6 +240,33 @@ def test_options_are_put_back_and_what_cannot_be_is_named() -> None:
         assert read_options(sock) == TcpOptions(0, 0, "reno")
 
 
+@pytest.mark.parametrize("group", ["239.1.2.3", "ff15::1:3"])
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_group_is_joined_again_with_its_sources(group: str, mode: int, count: int) -> None:
+    """By the one socket of several at the same address that had joined it, and as it had."""
+    family = socket.AF_INET6 if ":" in group else socket.AF_INET
+    sources = ("fd07::5", "fd07::6") if ":" in group else ("192.0.2.5", "192.0.2.6")
+    with socket.socket(family, socket.SOCK_DGRAM) as sock, socket.socket(family, socket.SOCK_DGRAM):
+        wanted = Membership(str(os.getpid()), sock.fileno(), "lo", group, mode, sources[:count])
+        assert rejoin([os.getpid()], [wanted]) == []
+        had = [one for one in read_memberships([os.getpid()]) if one.fd == sock.fileno()]
+        left = mode == 1 and count == 0  # datagrams of no source: the kernel has such a one leave the group
+        assert [one._replace(pid=wanted.pid, sources=tuple(sorted(one.sources))) for one in had] == (
+            [] if left else [wanted]
+        )
+        assert rejoin([os.getpid()], had) == []
+        assert [one for one in read_memberships([os.getpid()]) if one.fd == sock.fileno()] == had
+
+
+def test_a_group_that_cannot_be_joined_is_named() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        here = Membership(str(os.getpid()), sock.fileno(), "no-such", "239.1.2.3")
+        lost = ["membership of 239.1.2.3 on no-such"]
+        assert rejoin([os.getpid()], [here]) == lost
+        assert rejoin([os.getpid()], [here._replace(pid="1/2")]) == lost
+
+
 def test_traffic_is_held_drained_and_let_go(workload: "subprocess.Popen[str]", journal: Journal) -> None:
     namespace = NetNamespace.of(workload.pid)
     nftables.run(namespace, "table inet theirs { chain c { type filter hook input priority 0; }; }")
@@ -249,7 +277,7 @@ def test_traffic_is_held_drained_and_let_go(workload: "subprocess.Popen[str]", j
     hold.hold(journal, namespace)
     held = nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
     assert held.count("drop") == 2
-    assert held.count("0x0000c114 accept") == held.count("nd-neighbor-solicit") == 2
+    assert held.count("0x0000c114 accept") == held.count("tcp meta nfproto @held drop") == 2
     assert len(journal.effects) == 1
     hold.hold(journal, namespace, with_loopback=True)
     assert '"lo"' not in nftables.run(namespace, f"list table inet {hold.table_of(journal)}")
@@ -524,7 +552,7 @@ def test_a_dump_notes_drains_and_holds(workload: "subprocess.Popen[str]", journa
     assert note is not None
     assert ip_address("10.7.0.1") in note.own
     assert note.of_link == {"lo": ("169.254.7.1/16",)}
-    assert note.groups == ("239.1.2.3 on lo",)
+    assert [str(one) for one in note.memberships] == ["239.1.2.3 on lo"]
     assert [o.user_timeout_ms for o in note.options.values() if o.user_timeout_ms] == [12345]
     assert [effect.kind for effect in journal.effects] == ["in-repair", "traffic-held"]
     assert [phase["name"] for phase in journal.to_json()["phases"]] == ["drain"]
@@ -623,7 +651,9 @@ def test_connections_come_out_of_repair_mode(
 
 def test_a_note_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
     link = netlink.Link("eth0", 2, "02:00:00:00:00:01", "veth", 1500, True, False, ("10.0.0.5/16", "fd00::5/64"))
-    note = NetworkNote(links=(link,), options={"12": TcpOptions(1, 2, "bbr")}, groups=("239.0.0.1 on eth0",))
+    note = NetworkNote(
+        links=(link,), options={"12": TcpOptions(1, 2, "bbr")}, memberships=(Membership("1", 3, "eth0", "239.0.0.1"),)
+    )
     write_note(tmp_path, note)
     assert read_note(tmp_path) == note
     data = (tmp_path / NETWORK_NAME).read_bytes()
@@ -640,9 +670,9 @@ def test_a_note_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
         {"links": [["eth0", 2, "", "", 1500, True, False, ["no address"]]]},
         {"links": [], "options": {"x": [0, 0, ""]}},
         {"links": [], "options": {"1": [0, "0"]}},
-        {"links": [], "groups": [1]},
-        {"links": [], "groups": ["239.0.0.1 on \x1b[2Jeth0"]},
-        {"links": [], "groups": ["239.0.0.1 on " + 1000 * "e"]},
+        {"links": [], "memberships": [1]},
+        {"links": [], "memberships": [["1", 3, "\x1b[2Jeth0", "239.0.0.1"]]},
+        {"links": [], "memberships": [["1", 3, 1000 * "e", "239.0.0.1"]]},
         {"links": [], "options": {"1": [0, 0, "\ud800"]}},
         {"links": [["eth0", 2, "", "", 1500, True, False, 1 << 400]]},
         [],
@@ -675,12 +705,12 @@ def test_a_container_may_call_its_interfaces_what_it_likes(name: bytes, tmp_path
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        links, groups = netlink.links(NetNamespace.of(process.pid)), tuple(multicast_groups(process.pid))
-    note = NetworkNote(links=tuple(links), groups=groups)
+        links, groups = netlink.links(NetNamespace.of(process.pid)), tuple(read_memberships([process.pid]))
+    note = NetworkNote(links=tuple(links), memberships=groups)
     write_note(tmp_path, note)
     assert read_note(tmp_path) == note
     shown = printable(name.decode("utf-8", "surrogateescape"))
-    assert f"239.1.2.3 on {shown}" in groups
+    assert [str(one) for one in groups] == [f"239.1.2.3 on {shown}"]
     assert [str(address) for address in note.addresses[shown]] == ["10.9.9.1"]
 
 
