@@ -1,4 +1,6 @@
-"""What containerd's own error, and with it the kubelet's answer, says of a dump that fails."""
+"""The cause of a failed dump or restore in containerd's own error, and with it in the kubelet's answer and events."""
+
+import tarfile
 
 import grpc
 import pytest
@@ -17,3 +19,18 @@ def test_the_cause_is_in_the_error(containerd: Containerd) -> None:
         with pytest.raises(grpc.RpcError, match=cause):
             containerd.checkpoint(container, "c.tar")
         containerd.assert_counts(container)
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_the_cause_of_a_failed_restore_is_in_the_error(containerd: Containerd, runtime: str) -> None:
+    """containerd shows the last error of the runtime's log."""
+    containerd.configure('[policy]\nmode = "off"\n[agent]\nidle_timeout_s = 2\n')  # CRIU finds out, not ocihook
+    container = containerd.start("c1", runtime=runtime)
+    archive = containerd.checkpoint(container, "c1.tar")
+    containerd.remove(container)
+    with tarfile.open(archive) as source, tarfile.open(archive.with_name("c2.tar"), "w") as target:
+        for member in source:
+            if member.name != "checkpoint/core-1.img":
+                target.addfile(member, source.extractfile(member))
+    with pytest.raises(grpc.RpcError, match=r"ocihook: the restore of .* failed: an image of the checkpoint is"):
+        containerd.start("c2", runtime=runtime, image="/scratch/c2.tar")

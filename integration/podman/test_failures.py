@@ -4,9 +4,12 @@ import json
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from integration.criu.logs import record
 from integration.criu.mount_behind import mount_behind
 from integration.journals import last_session
+from integration.podman.conftest import MakePodman
 from integration.podman.engine import Podman
 
 
@@ -37,8 +40,11 @@ def test_dump_that_doctor_foresaw(podman: Podman) -> None:
     podman.assert_counts("c")
 
 
-def test_restore_without_an_image(podman: Podman) -> None:
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_restore_without_an_image(make_podman: MakePodman, runtime: str) -> None:
     """In mode off nothing is verified before CRIU reads it."""
+    podman = make_podman(runtime)
+    podman.install()
     archive, partial = podman.scratch / "c.tar", podman.scratch / "partial.tar"
     podman.start("c", mode="off")
     podman.checkpoint("c", archive)
@@ -47,11 +53,29 @@ def test_restore_without_an_image(podman: Podman) -> None:
         for member in source:
             if member.name != "checkpoint/core-1.img":
                 target.addfile(member, source.extractfile(member))
-    podman.restore(partial, check=False)  # conmon reads the runtime's errors but once, perhaps before ours are there
+    output = podman.restore(partial, check=False)
     session = last_session(podman.namespace, "pre-restore")
     failure = session["facts"]["failure"]
     assert session["error_code"] == "criu-image-missing"
+    assert failure["what"] in output
     assert "Restoring FAILED" in kept_log(podman, failure)
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_restore_that_a_stage_refuses(make_podman: MakePodman, runtime: str) -> None:
+    podman = make_podman(runtime)
+    podman.install()
+    archive, partial = podman.scratch / "c.tar", podman.scratch / "partial.tar"
+    podman.start("c")
+    podman.checkpoint("c", archive)
+    podman.remove("c")
+    with tarfile.open(archive) as source, tarfile.open(partial, "w") as target:
+        for member in source:
+            if not member.name.endswith(".pack"):
+                target.addfile(member, source.extractfile(member))
+    output = podman.restore(partial, check=False)
+    assert "ocihook-0.pack cannot be opened" in output
+    assert "The restore is refused, nothing was started" in output
 
 
 def test_refusal_is_shown_by_the_engine(podman: Podman) -> None:

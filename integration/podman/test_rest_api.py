@@ -166,3 +166,17 @@ def test_a_container_that_is_created_again_resumes(make_handled: MakeHandled, ru
         run(client)
         assert podman.counts("job")[0] == last + 1
         assert podman.count("job")[1] == checksum
+
+
+def test_the_cause_of_a_failed_restore_reaches_the_client(podman: Podman) -> None:
+    shared = podman.scratch / "shared"
+    shared.mkdir()
+    (shared / "file").write_bytes(bytes(5 << 20))
+    podman.start("c", "/shared/file", volume=f"{shared}:/shared", mode="off")
+    with service(podman) as client:
+        archive = podman.scratch / "a.tar"
+        archive.write_bytes(checkpoint(client, "c", export=True))
+        client.containers.get("c").remove(force=True)
+        (shared / "file").unlink()
+        with pytest.raises(APIError, match=r"ocihook: the restore of container .*/shared/file"):
+            restore(client, "c", archive)

@@ -282,6 +282,8 @@ class Session:
         packet, fds, _, _ = socket.recv_fds(control, wire.PACKET_BYTES, 1)  # waits: no, it is ready
         connection = socket.socket(fileno=fds[0])
         request = wire.Request.decode(packet)
+        if request.stage in wire.RESTORE_STAGES:
+            attempt.delay_exit()
         if request.stage == wire.DETACHED_STAGE and is_kept_from_end(self.journal):
             self._waiting.append(connection)
             return

@@ -42,17 +42,9 @@ def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
     runtime = os.path.basename(argv[0]) if argv else ""
     if runtime not in _DEFAULT_ROOTS:
         return None
-    root = _DEFAULT_ROOTS[runtime]
-    position = 1
-    while position < len(argv) and argv[position].startswith("-"):
-        name, equals, value = argv[position].partition("=")
-        if not equals and name in _VALUE_OPTIONS:
-            position += 1
-            value = argv[position] if position < len(argv) else ""
-        if name == "--root":
-            root = value
-        position += 1
-    verb, *options = argv[position:] or [""]
+    settings, words = _split(argv)
+    root = settings.get("--root", _DEFAULT_ROOTS[runtime])
+    verb, *options = words or [""]
     if verb not in ("checkpoint", "restore") or not options:
         return None
     call = RuntimeCall(
@@ -64,6 +56,27 @@ def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
         options=frozenset(o.removeprefix("--").partition("=")[0] for o in options if o.startswith("--")),
     )
     return call, root
+
+
+def _split(argv: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
+    """Split a runtime's command line into its global options and the rest, which begins with the verb."""
+    settings, position = {}, 1
+    while position < len(argv) and argv[position].startswith("-"):
+        name, equals, value = argv[position].partition("=")
+        if not equals and name in _VALUE_OPTIONS:
+            position += 1
+            value = argv[position] if position < len(argv) else ""
+        settings[name] = value
+        position += 1
+    return settings, argv[position:]
+
+
+def find_error_log(runtime_pid: int) -> Path | None:
+    """Return the file to which a runtime writes its errors for its engine, as JSON lines; None without such a file."""
+    settings, _ = _split(command_line(runtime_pid))
+    if settings.get("--log-format") != "json" or not settings.get("--log"):
+        return None
+    return _seen_by(runtime_pid, settings["--log"])
 
 
 def _option(options: Sequence[str], *names: str) -> str:

@@ -35,9 +35,11 @@ from ocihook.linux.workers import outliving_parent
 # linux/ptrace.h, linux/elf.h, linux/wait.h
 _DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
 _SYSCALL, _CONT, _SETOPTIONS = 24, 7, 0x4200
+_GETEVENTMSG, _LISTEN = 0x4201, 0x4208
 _GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO = 0x420A, 0x420B, 0x420E
 # Without it, a stop at a system call is one with SIGTRAP, which the thread gets if its tracer dies then.
 _O_TRACESYSGOOD = 1
+_O_TRACEEXIT, _EVENT_EXIT = 1 << 6, 6
 _O_EXITKILL, _O_SUSPEND_SECCOMP = 1 << 20, 1 << 21
 _SYSCALL_STOP = signal.SIGTRAP | 0x80
 _SYSCALL_INFO = struct.Struct("<B3xIQQQ6Q")  # op, arch, ip, sp; of an entry: number, arguments; of an exit: result
@@ -559,3 +561,26 @@ def held(pid: int, patience: Patience | None, *, without: int = 0) -> Iterator[l
         yield list(threads.values())
     finally:
         release_all(threads.values())
+
+
+def await_exit(pid: int) -> int:
+    """Trace the first thread of a process until it begins to exit; return the status that wait(2) is to give for it.
+
+    The thread is stopped then, until this process exits.
+
+    Raises:
+        OSError: if it cannot be traced.
+    """
+    _ptrace(_SEIZE, pid, 0, _O_TRACEEXIT)
+    while True:
+        _, status = os.waitpid(pid, _WALL)  # waits: in a process of its own
+        event, number = status >> 16, os.WSTOPSIG(status)
+        if event == _EVENT_EXIT:
+            break
+        if event == _EVENT_STOP and number != signal.SIGTRAP:  # a group stop lasts until SIGCONT (ptrace(2))
+            _ptrace(_LISTEN, pid)
+        else:
+            _ptrace(_CONT, pid, 0, 0 if event else number)
+    found = ctypes.c_ulong()
+    _ptrace(_GETEVENTMSG, pid, 0, ctypes.byref(found))
+    return found.value

@@ -2,21 +2,26 @@
 
 Engines remove CRIU's log, which runc and crun have it write where images go. So it is opened at the first stage, with
 the runtime's standard error, which engines show: of a dump podman and CRI-O show all, containerd the first line; of a
-restore podman and CRI-O show what conmon reads once, when the runtime ends, containerd nothing. By then, a refusal by a
-stage is always written. An error of CRIU is always written if CRIU had locked a network, since it calls us when it
-unlocks that; else only if there is time. An engine may wait until all copies of standard error are closed, so ours is
-closed as soon as CRIU or the runtime ends.
+restore podman and CRI-O show what conmon reads once, when the runtime exits. By then a refusal by a stage is always
+written; for an error of CRIU the runtime's exit is delayed until it is written. podman prefers the runtime's error log
+to standard error if that log is one JSON object (libpod, readConmonPipeData), and containerd shows its last error. So
+the error is the last object there, and podman shows standard error. An engine may wait until all copies of standard
+error are closed, so ours is closed as soon as CRIU or the runtime exits.
 """
 
 import contextlib
+import json
 import logging
 import os
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ocihook.container.runtime_call import find_error_log
 from ocihook.criu.explain import Explanation, explain
 from ocihook.errors import CriuError
+from ocihook.linux.delayed_exit import DelayedExit
 from ocihook.linux.descriptors import copy_descriptor, write_at_once
 from ocihook.linux.files import replace_file
 from ocihook.linux.procfs import Process
@@ -42,20 +47,30 @@ class Attempt:
     """One dump or restore by CRIU, while it lasts."""
 
     def __init__(self, criu: Process, runtime: Process | None) -> None:
+        self._criu, self._runtime = criu, runtime
+        self._delayed: DelayedExit | None = None
         self._log = _open_log(criu.pid)
         found = runtime.open() if runtime else None  # none: `criu dump` was called directly
         self.runtime = -1 if found is None else found  # pidfd
-        self._stderr = -1
-        if self.runtime >= 0:
+        self._stderr = self._error_log = -1
+        self._reported = ""
+        if self.runtime >= 0 and runtime:
             with contextlib.suppress(OSError):
                 self._stderr = copy_descriptor(self.runtime, _STDERR)
+                self._error_log = _open_error_log(runtime.pid)
+
+    def delay_exit(self) -> None:
+        """Let a runtime whose CRIU has failed exit only once the cause is reported."""
+        if self._runtime and self._stderr >= 0 and self._delayed is None:
+            self._delayed = DelayedExit(self._runtime.pid, is_wanted=lambda: not self._criu.is_alive())
 
     def report(self, message: str) -> None:
         """Write a line where the engine shows the runtime's errors; only the first, and only if that does not block."""
         if self._stderr < 0:
             return
-        with contextlib.suppress(OSError):
-            write_at_once(self._stderr, f"ocihook: {message}\n".encode())
+        self._reported = f"ocihook: {message}"
+        with contextlib.suppress(OSError):  # the error is in the agent's log and the journal
+            write_at_once(self._stderr, f"{self._reported}\n".encode())
         os.close(self._stderr)
         self._stderr = -1
 
@@ -65,11 +80,23 @@ class Attempt:
         return explain(text), text
 
     def release(self) -> None:
-        """Release the engine's standard error; it may be waiting for the end of it."""
-        for fd in (self.runtime, self._stderr):
+        """Release the runtime and the engine's standard error, on whose end the engine may wait."""
+        if self._delayed:
+            self._append_to_error_log(self._delayed)
+            self._delayed.close()
+        for fd in (self.runtime, self._stderr, self._error_log):
             if fd >= 0:
                 os.close(fd)
-        self.runtime = self._stderr = -1
+        self.runtime = self._stderr = self._error_log = -1
+        self._delayed = None
+
+    def _append_to_error_log(self, delayed: DelayedExit) -> None:
+        """Make what was reported the last error of the runtime's log."""
+        if self._reported and self._error_log >= 0:
+            delayed.wait()  # waits: for a runtime whose CRIU has exited, two seconds at most
+            line = json.dumps({"level": "error", "msg": self._reported})
+            with contextlib.suppress(OSError):  # the error is in the agent's log and the journal
+                os.write(self._error_log, f"{line}\n".encode())
 
     def close(self) -> None:
         """Release everything."""
@@ -87,6 +114,18 @@ def _open_log(criu_pid: int) -> int:
             with contextlib.suppress(OSError):
                 if os.readlink(path).endswith(".log"):
                     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return -1
+
+
+def _open_error_log(runtime_pid: int) -> int:
+    """Return the runtime's own error log, -1 without one."""
+    path = find_error_log(runtime_pid)
+    if path is None:
+        return -1
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
     return -1
 
 
