@@ -10,6 +10,7 @@ OcihookError
 ├─ QuiesceError             an application did not answer before its dump
 ├─ GangError                the members of a gang have not come to one end; none is dumped, or restored
 ├─ GivenUp                  whoever wanted something done is gone (linux/patience.py)
+├─ StateLost               a part of a container's state is not in its checkpoint, or is not restored
 ├─ PreflightError           something in the container could not be restored; nothing was touched
 ├─ CudaError                the driver refused a checkpoint call (`result` is its CUresult)
 │  ├─ CudaLockTimeout       CUDA calls did not end in time; the process runs on
@@ -111,6 +112,12 @@ class GivenUp(OcihookError):
     """Whoever wanted a dump or restore does not wait for it any more; what was done for it is undone."""
 
     code = "given-up"
+
+
+class StateLost(OcihookError):
+    """A part of a container's state is not in its checkpoint, or differs after a restore; it runs without."""
+
+    code = "state-lost"
 
 
 class PreflightError(UnsupportedError):

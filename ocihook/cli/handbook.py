@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from ocihook import config
+from ocihook.audit.rows import PROCESS, THREAD, Row
 from ocihook.cli.main import EXIT_STATUS, cli
 from ocihook.cli.manual import commands_of, settings_of
 from ocihook.criu.explain import catalogue
@@ -109,6 +110,19 @@ def _participants() -> str:
     return _table(("", "participant", "what it does", "takes part in"), rows)
 
 
+def _audit() -> str:
+    """Rows that differ in a name in brackets only are one line: what has it, in the order of the table."""
+    rows: dict[tuple[str, str, str, str], None] = {}
+    for scope, found in (("thread", THREAD), ("process", PROCESS)):
+        for row in found.values():
+            rows[_general(row), scope, row.criu, "put back" if row.put_back else "reported"] = None
+    return _table(("state", "of each", "CRIU", "if it differs after a restore"), rows)
+
+
+def _general(row: Row) -> str:
+    return re.sub(r" \((?:Max [a-z ]+|Inh|Prm|Eff|Bnd|Amb|exec|\w+create)\)$", "s", row.what).replace("tys", "ties")
+
+
 def _calls(kind: type) -> str:
     return "`, `".join(name for name in vars(kind) if inspect.isfunction(vars(kind)[name]) and not name.startswith("_"))
 
@@ -125,6 +139,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "causes": _causes,
     "effects": _effects,
     "participants": _participants,
+    "audit": _audit,
 }
 
 

@@ -21,6 +21,7 @@ FREEZE_TIMEOUT_S = 10.0  # for all tasks of a container to stop, or to resume
 _V2_MEMORY = ("memory.max", "memory.current")
 _RECLAIMED = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.stat; in v1 with those below: total_
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_CPUSETS = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # v2, v1
 _V1_UNLIMITED_BYTES = 1 << 60
 
 
@@ -276,6 +277,16 @@ def task_headroom(pid: int) -> int | None:
             limit, used = (int((directory / name).read_text()) for name in ("pids.max", "pids.current"))
             rooms.append(limit - used)
     return min(rooms, default=None)
+
+
+def allowed_cpus(pid: int) -> str:
+    """Return the processors on which the cgroup of a process lets it run, as the kernel lists them; "" if unknown."""
+    for row in _rows(pid, "cpuset"):
+        for directory in row:
+            for name in _CPUSETS:
+                with contextlib.suppress(OSError):
+                    return (directory / name).read_text().strip()
+    return ""
 
 
 def _rows(pid: int, controller: str) -> Iterator[list[Path]]:

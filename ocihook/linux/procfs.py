@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
+_READ_BYTES = 4096
 _EXITING = 0x4  # PF_EXITING (include/linux/sched.h), of field 9 of proc_pid_stat(5)
 
 
@@ -197,8 +198,25 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     for task in _listed(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError):
-            found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+            found += map(int, _content(f"/proc/{pid}/task/{task}/children").split())
     return found
+
+
+def _content(path: str) -> bytes:
+    """Return the content of a file, in no more calls than needed: a container may have thousands of such files.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = last = os.read(fd, _READ_BYTES)  # waits: no, a file of /proc answers at once
+        while len(last) == _READ_BYTES:  # a file of /proc gives as much as there is
+            last = os.read(fd, _READ_BYTES)  # waits: no, as above
+            found += last
+        return found
+    finally:
+        os.close(fd)
 
 
 def _listed(directory: str) -> list[str]:

@@ -104,6 +104,7 @@ class Act:
     image_dir: str  # as the agent's own mount namespace may see it
     directory: Path  # the same, whatever mount namespace CRIU is in
     gang: Gang = field(default_factory=Alone, kw_only=True)
+    remark: str = field(default="", kw_only=True)  # to be reported, though the dump or restore continues
 
     def call(self) -> CallFacts:
         """Return what CRIU was called for."""
@@ -144,7 +145,6 @@ class Dump(Act):
     )
     awaited: Mapping[str, int] = field(default_factory=dict)  # page images that await a snapshot, and their sizes then
     completes_later: bool = False  # once the container runs on: CRIU waits at its end
-    remark: str = ""  # to be reported, though the dump continues
 
     @property
     def place(self) -> Path:

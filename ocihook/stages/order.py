@@ -1,5 +1,6 @@
 """Who takes part in a dump and a restore, the outermost first. Whoever is new has a line here."""
 
+from ocihook.audit.participant import Audit
 from ocihook.gang.participant import Membership
 from ocihook.gpu.participant import Gpu
 from ocihook.memory.clean_pages import MergedPages, ReadPages
@@ -35,6 +36,7 @@ _ORDER: tuple[type[Participant], ...] = (
     Gpu,  # GPU memory goes into packs, or into the processes' own
     ChosenSnapshot,  # or stays there, where all memory is read later
     NotedOrigin,  # first once there are images: it is one of those that are packed or stored
+    Audit,  # likewise: how each task was, while all of them are stopped; and how it is before any runs again
 )
 
 

@@ -75,7 +75,7 @@ def pre_resume(journal: Journal, patience: Patience, request: Request, directory
     restore = _restore(journal, patience, request, directory, _settings(load))
     for participant in reversed(participants()):
         participant.about_to_run(restore)
-    return ""
+    return restore.remark
 
 
 def post_resume(journal: Journal, patience: Patience, request: Request, directory: Path, load: Load) -> str:

@@ -1,0 +1,29 @@
+"""A podman whose containers run the program with many states."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.podman.engine import Podman
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program."""
+    binary = tmp_path_factory.mktemp("states") / "states"
+    options = ["-O1", "-Wall", "-Wno-unused-function", "-Werror", "-static", "-pthread"]
+    subprocess.run(["gcc", *options, "-o", binary, HERE / "states.c"], check=True, timeout=120)
+    return binary
+
+
+@pytest.fixture
+def podman(scratch: Path, states: Path) -> Iterator[Podman]:
+    """A podman with runc and ocihook installed."""
+    made = Podman(scratch, "runc", states)
+    made.install()
+    yield made
+    made.close()

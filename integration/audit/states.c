@@ -1,0 +1,220 @@
+/* A container that is in some of many states, and looks again and again whether it still is: `states NAME...`.
+ * It prints `count N checksum ok`, or `count N checksum lost` after a line `lost NAME...`. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/inotify.h>
+#include <sys/mman.h>
+#include <sys/personality.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/timerfd.h>
+#include <time.h>
+#include <unistd.h>
+
+static void need(int is_good, const char *what) { if (!is_good) { perror(what); exit(1); } }
+
+/* A thread that does as it is told: states of one thread that the others do not have. */
+struct worker { int (*act)(void); int result; pthread_mutex_t lock; pthread_cond_t told; };
+
+static void *work(void *given)
+{
+    struct worker *worker = given;
+    pthread_mutex_lock(&worker->lock);
+    for (;;) {
+        while (!worker->act)
+            pthread_cond_wait(&worker->told, &worker->lock);
+        worker->result = worker->act();
+        worker->act = NULL;
+        pthread_cond_broadcast(&worker->told);
+    }
+    return NULL;
+}
+
+static struct worker *new_worker(void)
+{
+    struct worker *worker = calloc(1, sizeof *worker);
+    pthread_t thread;
+    pthread_mutex_init(&worker->lock, NULL), pthread_cond_init(&worker->told, NULL);
+    need(!pthread_create(&thread, NULL, work, worker), "thread");
+    return worker;
+}
+
+static int tell(struct worker *worker, int (*act)(void))
+{
+    pthread_mutex_lock(&worker->lock);
+    worker->act = act;
+    pthread_cond_broadcast(&worker->told);
+    while (worker->act)
+        pthread_cond_wait(&worker->told, &worker->lock);
+    int result = worker->result;
+    pthread_mutex_unlock(&worker->lock);
+    return result;
+}
+
+static int write_text(const char *path, const char *text)
+{
+    int fd = open(path, O_WRONLY);
+    int is_done = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    close(fd);
+    return is_done;
+}
+
+static long read_number(const char *path, int base)
+{
+    char text[64] = "";
+    int fd = open(path, O_RDONLY);
+    need(fd >= 0 && read(fd, text, sizeof text - 1) > 0, path), close(fd);
+    return strtol(text, NULL, base);
+}
+
+/* sched_setattr(2); the C library of Debian 13 declares it, older ones do not. */
+struct attributes { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t runtime, deadline, period; uint32_t least, most; };
+static int set_attributes(struct attributes *a) { a->size = sizeof *a; return !syscall(SYS_sched_setattr, 0, a, 0); }
+static struct attributes attributes(void) { struct attributes a; need(!syscall(SYS_sched_getattr, 0, &a, sizeof a, 0), "sched_getattr"); return a; }
+
+#define DO(name, ...) static int do_##name(void) { __VA_ARGS__; }
+#define LOOK(name, ...) static int look_##name(void) { return __VA_ARGS__; }
+
+/* Scheduling */
+static int on_one_cpu(void) { cpu_set_t set; CPU_ZERO(&set); sched_getaffinity(0, sizeof set, &set); return CPU_COUNT(&set) == 1; }
+static int pin(void) { cpu_set_t set; CPU_ZERO(&set); CPU_SET(sched_getcpu(), &set); return !sched_setaffinity(0, sizeof set, &set); }
+DO(affinity, return pin()) LOOK(affinity, on_one_cpu())
+DO(nice, return !setpriority(PRIO_PROCESS, 0, 5)) LOOK(nice, getpriority(PRIO_PROCESS, 0) == 5)
+DO(batch, struct attributes a = { .policy = SCHED_BATCH, .nice = 3 }; return set_attributes(&a)) LOOK(batch, sched_getscheduler(0) == SCHED_BATCH)
+DO(idle, struct attributes a = { .policy = SCHED_IDLE }; return set_attributes(&a)) LOOK(idle, sched_getscheduler(0) == SCHED_IDLE)
+DO(reset_on_fork, struct attributes a = { .flags = 1 }; return set_attributes(&a)) LOOK(reset_on_fork, attributes().flags == 1)
+DO(slice, struct attributes a = { .runtime = 7000000 }; return set_attributes(&a)) LOOK(slice, attributes().runtime == 7000000)
+DO(io_priority, return !syscall(SYS_ioprio_set, 1, 0, 2 << 13 | 6)) LOOK(io_priority, syscall(SYS_ioprio_get, 1, 0) == (2 << 13 | 6))
+DO(timer_slack, return !prctl(PR_SET_TIMERSLACK, 1234567)) LOOK(timer_slack, prctl(PR_GET_TIMERSLACK) == 1234567)
+
+/* Files of /proc, limits */
+DO(coredump_filter, return write_text("/proc/self/coredump_filter", "0x7f")) LOOK(coredump_filter, read_number("/proc/self/coredump_filter", 16) == 0x7f)
+DO(oom_score_adj, return write_text("/proc/self/oom_score_adj", "321")) LOOK(oom_score_adj, read_number("/proc/self/oom_score_adj", 10) == 321)
+static int limit(int kind, rlim_t soft) { struct rlimit l; getrlimit(kind, &l); l.rlim_cur = soft; return !setrlimit(kind, &l); }
+static int limited(int kind, rlim_t soft) { struct rlimit l; getrlimit(kind, &l); return l.rlim_cur == soft; }
+DO(open_files_limit, return limit(RLIMIT_NOFILE, 222)) LOOK(open_files_limit, limited(RLIMIT_NOFILE, 222))
+DO(core_limit, return limit(RLIMIT_CORE, 0)) LOOK(core_limit, limited(RLIMIT_CORE, 0))
+DO(stack_limit, return limit(RLIMIT_STACK, 1 << 20)) LOOK(stack_limit, limited(RLIMIT_STACK, 1 << 20))
+DO(cpu_limit, return limit(RLIMIT_CPU, 4000)) LOOK(cpu_limit, limited(RLIMIT_CPU, 4000))
+
+/* Of a process */
+DO(personality, return personality(personality(0xffffffff) | ADDR_NO_RANDOMIZE) >= 0) LOOK(personality, (personality(0xffffffff) & ADDR_NO_RANDOMIZE) != 0)
+DO(umask, umask(027); return 1) LOOK(umask, ({ mode_t m = umask(027); umask(m); m == 027; }))
+DO(ignored_signal, return signal(SIGWINCH, SIG_IGN) != SIG_ERR) LOOK(ignored_signal, ({ struct sigaction a; sigaction(SIGWINCH, NULL, &a); a.sa_handler == SIG_IGN; }))
+DO(blocked_signal, sigset_t s; sigemptyset(&s); sigaddset(&s, SIGURG); return !pthread_sigmask(SIG_BLOCK, &s, NULL))
+LOOK(blocked_signal, ({ sigset_t s; pthread_sigmask(SIG_BLOCK, NULL, &s); sigismember(&s, SIGURG); }))
+DO(no_new_privs, return !prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) LOOK(no_new_privs, prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) == 1)
+DO(not_dumpable, return !prctl(PR_SET_DUMPABLE, 0)) LOOK(not_dumpable, prctl(PR_GET_DUMPABLE) == 0)
+DO(subreaper, return !prctl(PR_SET_CHILD_SUBREAPER, 1)) LOOK(subreaper, ({ int is = 0; prctl(PR_GET_CHILD_SUBREAPER, &is); is; }))
+DO(death_signal, return !prctl(PR_SET_PDEATHSIG, SIGUSR2)) LOOK(death_signal, ({ int number = 0; prctl(PR_GET_PDEATHSIG, &number); number == SIGUSR2; }))
+DO(no_huge_pages, return !prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)) LOOK(no_huge_pages, prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1)
+DO(keep_capabilities, return !prctl(PR_SET_KEEPCAPS, 1)) LOOK(keep_capabilities, prctl(PR_GET_KEEPCAPS) == 1)
+DO(thread_name, return !prctl(PR_SET_NAME, "renamed")) LOOK(thread_name, ({ char n[16]; prctl(PR_GET_NAME, n); !strcmp(n, "renamed"); }))
+DO(groups, gid_t g[] = { 7, 9 }; return !syscall(SYS_setgroups, 2, g)) LOOK(groups, ({ gid_t g[9]; getgroups(9, g) == 2 && g[0] == 7; }))
+DO(no_groups, return !syscall(SYS_setgroups, 0, NULL)) LOOK(no_groups, getgroups(0, NULL) == 0)
+
+/* Descriptors */
+static int event_fd, semaphore_fd, timer_fd, watch_fd, once_fd, pipe_fds[2], socket_fd, datagram_fd;
+static timer_t posix_timer;
+DO(event_counter, return (event_fd = eventfd(5, EFD_NONBLOCK)) >= 0) LOOK(event_counter, ({ uint64_t n = 0; read(event_fd, &n, 8) == 8 && n == 5 && write(event_fd, &n, 8) == 8; }))
+DO(semaphore, return (semaphore_fd = eventfd(5, EFD_SEMAPHORE | EFD_NONBLOCK)) >= 0) LOOK(semaphore, ({ uint64_t n = 0; read(semaphore_fd, &n, 8) == 8 && n == 1 && write(semaphore_fd, &n, 8) == 8; }))
+DO(timer_descriptor, struct itimerspec t = { { 500, 0 }, { 900, 0 } }; return (timer_fd = timerfd_create(CLOCK_MONOTONIC, 0)) >= 0 && !timerfd_settime(timer_fd, 0, &t, NULL))
+LOOK(timer_descriptor, ({ struct itimerspec t; !timerfd_gettime(timer_fd, &t) && t.it_interval.tv_sec == 500 && t.it_value.tv_sec > 500; }))
+DO(posix_timer, struct sigevent e = { .sigev_notify = SIGEV_NONE }; struct itimerspec t = { { 0, 0 }, { 900, 0 } }; return !timer_create(CLOCK_REALTIME, &e, &posix_timer) && !timer_settime(posix_timer, 0, &t, NULL))
+LOOK(posix_timer, ({ struct itimerspec t; !timer_gettime(posix_timer, &t) && t.it_value.tv_sec > 300; }))
+DO(interval_timer, struct itimerval t = { { 0, 0 }, { 900, 0 } }; return !setitimer(ITIMER_REAL, &t, NULL)) LOOK(interval_timer, ({ struct itimerval t; !getitimer(ITIMER_REAL, &t) && t.it_value.tv_sec > 300; }))
+DO(watch, return (watch_fd = inotify_init1(IN_NONBLOCK)) >= 0 && inotify_add_watch(watch_fd, "/", IN_CREATE) >= 0)
+LOOK(watch, ({ char b[4096]; close(creat("/made", 0600)); int n = read(watch_fd, b, sizeof b); unlink("/made"); n > 0; }))
+DO(watch_once, return (once_fd = inotify_init1(IN_NONBLOCK)) >= 0 && inotify_add_watch(once_fd, "/", IN_DELETE_SELF | IN_ONESHOT | IN_EXCL_UNLINK) >= 0)
+LOOK(watch_once, ({ char p[40], b[400] = ""; snprintf(p, sizeof p, "/proc/self/fdinfo/%d", once_fd); int f = open(p, O_RDONLY); need(read(f, b, 399) > 0, p); close(f); strstr(b, "mask:84000400") != NULL; }))
+DO(pipe_size, return !pipe(pipe_fds) && fcntl(pipe_fds[1], F_SETPIPE_SZ, 1 << 18) > 0) LOOK(pipe_size, fcntl(pipe_fds[0], F_GETPIPE_SZ) == 1 << 18)
+static int option(int fd, int level, int name, int value) { return !setsockopt(fd, level, name, &value, sizeof value); }
+static int has_option(int fd, int level, int name, int value) { int found = -1; socklen_t size = sizeof found; return !getsockopt(fd, level, name, &found, &size) && found == value; }
+DO(stream_options, socket_fd = socket(AF_INET, SOCK_STREAM, 0); struct sockaddr_in a = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+   return !bind(socket_fd, (struct sockaddr *)&a, sizeof a) && !listen(socket_fd, 5) && option(socket_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, 7) && option(socket_fd, IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO)
+       && option(socket_fd, IPPROTO_TCP, TCP_SYNCNT, 3) && option(socket_fd, SOL_SOCKET, SO_BUSY_POLL, 0) && option(socket_fd, IPPROTO_TCP, TCP_LINGER2, 9))
+LOOK(stream_options, has_option(socket_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, 7) && has_option(socket_fd, IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO) && has_option(socket_fd, IPPROTO_TCP, TCP_SYNCNT, 3) && has_option(socket_fd, IPPROTO_TCP, TCP_LINGER2, 9))
+DO(datagram_options, datagram_fd = socket(AF_INET, SOCK_DGRAM, 0); return option(datagram_fd, SOL_SOCKET, SO_TIMESTAMP, 1) && option(datagram_fd, IPPROTO_IP, IP_MULTICAST_TTL, 9) && option(datagram_fd, IPPROTO_IP, IP_RECVTTL, 1))
+LOOK(datagram_options, has_option(datagram_fd, SOL_SOCKET, SO_TIMESTAMP, 1) && has_option(datagram_fd, IPPROTO_IP, IP_MULTICAST_TTL, 9) && has_option(datagram_fd, IPPROTO_IP, IP_RECVTTL, 1))
+
+/* Memory */
+static char *area;
+static int map(void) { return area || (area = mmap(NULL, 1 << 16, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) != MAP_FAILED; }
+static int has_flag(const char *flag)
+{
+    char line[400], range[40], words[10];
+    int is_area = 0, found = 0;
+    snprintf(range, sizeof range, "%lx-", (long)area), snprintf(words, sizeof words, " %s", flag);
+    FILE *smaps = fopen("/proc/self/smaps", "r");
+    while (fgets(line, sizeof line, smaps)) {
+        if (strstr(line, "-") && strstr(line, " r"))
+            is_area = !strncmp(line, range, strlen(range));
+        if (is_area && !strncmp(line, "VmFlags:", 8))
+            found = strstr(line, words) != NULL;
+    }
+    fclose(smaps);
+    return found;
+}
+DO(locked, return map() && !mlock(area, 1 << 16)) LOOK(locked, has_flag("lo"))
+DO(not_forked, return map() && !madvise(area, 1 << 16, MADV_DONTFORK)) LOOK(not_forked, has_flag("dc"))
+DO(not_dumped, return map() && !madvise(area, 1 << 16, MADV_DONTDUMP)) LOOK(not_dumped, has_flag("dd"))
+
+/* Of one thread alone: the same, in a thread */
+#define THREAD(name) static struct worker *worker_##name; \
+    static int do_thread_##name(void) { worker_##name = new_worker(); return tell(worker_##name, do_##name); } \
+    static int look_thread_##name(void) { return tell(worker_##name, look_##name); }
+THREAD(affinity) THREAD(batch) THREAD(nice) THREAD(slice) THREAD(timer_slack) THREAD(io_priority) THREAD(blocked_signal) THREAD(idle)
+DO(own_directory, return !unshare(CLONE_FS) && !chdir("/proc")) LOOK(own_directory, ({ char d[99]; getcwd(d, 99) && !strcmp(d, "/proc"); }))
+DO(own_files, return !unshare(CLONE_FILES) && dup2(1, 77) == 77) LOOK(own_files, fcntl(77, F_GETFD) >= 0)
+THREAD(own_directory) THREAD(own_files)
+
+#define STATE(name) { #name, do_##name, look_##name }
+static const struct { const char *name; int (*make)(void), (*look)(void); } STATES[] = {
+    STATE(affinity), STATE(nice), STATE(batch), STATE(idle), STATE(reset_on_fork), STATE(slice), STATE(io_priority), STATE(timer_slack),
+    STATE(coredump_filter), STATE(oom_score_adj), STATE(open_files_limit), STATE(core_limit), STATE(stack_limit), STATE(cpu_limit),
+    STATE(personality), STATE(umask), STATE(ignored_signal), STATE(blocked_signal), STATE(no_new_privs), STATE(not_dumpable),
+    STATE(subreaper), STATE(death_signal), STATE(no_huge_pages), STATE(keep_capabilities), STATE(thread_name), STATE(groups), STATE(no_groups),
+    STATE(event_counter), STATE(timer_descriptor), STATE(posix_timer), STATE(interval_timer), STATE(watch),
+    STATE(pipe_size), STATE(stream_options), STATE(datagram_options), STATE(locked), STATE(not_forked), STATE(not_dumped),
+    STATE(thread_affinity), STATE(thread_batch), STATE(thread_nice), STATE(thread_slice), STATE(thread_timer_slack), STATE(thread_io_priority),
+    STATE(thread_blocked_signal), STATE(thread_idle), STATE(thread_own_directory), STATE(thread_own_files),
+};
+#define COUNT (sizeof STATES / sizeof *STATES)
+
+int main(int argc, char **argv)
+{
+    int is_in[COUNT] = { 0 };
+    if (argc == 2 && !strcmp(argv[1], "list")) {
+        for (size_t i = 0; i < COUNT; i++)
+            puts(STATES[i].name);
+        return 0;
+    }
+    for (int word = 1; word < argc; word++)
+        for (size_t i = 0; i < COUNT; i++)
+            if (!strcmp(argv[word], STATES[i].name))
+                is_in[i] = 1, need(STATES[i].make(), STATES[i].name);
+    for (unsigned count = 1;; count++, usleep(200000)) {
+        int is_good = 1;
+        for (size_t i = 0; i < COUNT; i++)
+            if (is_in[i] && !STATES[i].look())
+                printf("lost %s\n", STATES[i].name), is_good = 0;
+        printf("count %u checksum %s\n", count, is_good ? "ok" : "lost");
+        fflush(stdout);
+    }
+}

@@ -1,0 +1,95 @@
+"""Whatever state a program is in comes back, or the restore names what does not.
+
+The program (states.c) looks from inside; what the agent reports is compared with that.
+"""
+
+import os
+import random
+import re
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from integration.namespace import wait_for
+from integration.podman.engine import IMAGE, Podman
+
+UNCONFINED = ("--security-opt", "seccomp=unconfined", "--cap-add", "SYS_NICE", "--cap-add", "IPC_LOCK")
+# One thread can be in one of these at a time.
+EXCLUSIVE = (
+    {"nice", "batch", "idle", "reset_on_fork", "slice"},
+    {"groups", "no_groups"},
+)
+# What no restore brings back, and what the report calls it.
+REPORTED = {
+    "personality": "personality of",
+    "thread_own_directory": "working directory of a thread's own",
+    "thread_own_files": "descriptors of a thread's own",
+}
+SEEDS = range(40 if os.environ.get("OCIHOOK_NIGHTLY") else 2)
+
+
+def start(podman: Podman, name: str, wanted: Collection[str], *options: str) -> None:
+    """Run the program in some states."""
+    command = ["run", "--detach", "--name", name, "--network", "none", "--pids-limit", "0"]
+    podman(*command, *UNCONFINED, *options, IMAGE, "/workload", *wanted)
+    wait_for(f"{name} to count", lambda: podman.count(name)[0] > 2)
+    assert podman.count(name)[1] == "ok"
+
+
+def lost_after_restore(podman: Podman, name: str) -> set[str]:
+    """Dump, remove and restore the container; return the states that its program has lost."""
+    archive = podman.scratch / f"{name}.tar"
+    before = podman.count(name)[0]
+    podman.checkpoint(name, archive)
+    podman.remove(name)
+    podman.restore(archive)
+    wait_for(f"{name} to count", lambda: podman.count(name)[0] > before + 4)
+    return set(re.findall(r"^lost (\w+)$", podman("logs", name), re.MULTILINE))
+
+
+def choose(states: Path, seed: int, *, has_sockets: bool = False) -> list[str]:
+    """Return some of all states that a program can be in at once."""
+    names = subprocess.run([states, "list"], check=True, capture_output=True, text=True, timeout=10).stdout.split()
+    names = [name for name in names if has_sockets or not name.endswith("_options")]
+    chance = random.Random(seed)
+    chosen = [name for name in names if chance.random() < 0.5]
+    for group in EXCLUSIVE:
+        of_group = [name for name in chosen if name in group]
+        chosen = [name for name in chosen if name not in of_group[1:]]
+    return chosen
+
+
+def assert_nothing_lost_silently(podman: Podman, name: str) -> None:
+    lost = lost_after_restore(podman, name)
+    log = podman.agent_log()
+    silent = {state for state in lost if REPORTED.get(state, "no report") not in log}
+    assert not silent, log
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_state_is_lost_without_a_word(podman: Podman, states: Path, seed: int) -> None:
+    start(podman, "job", choose(states, seed))
+    assert_nothing_lost_silently(podman, "job")
+
+
+def test_affinity_survives(podman: Podman) -> None:
+    start(podman, "job", ["affinity", "thread_affinity"])
+    assert lost_after_restore(podman, "job") == set()
+    assert "not restored" not in podman.agent_log()
+
+
+def test_a_plain_container_has_nothing_to_report(podman: Podman) -> None:
+    start(podman, "job", [])
+    assert lost_after_restore(podman, "job") == set()
+    assert "not restored" not in podman.agent_log()
+
+
+def test_what_exec_has_started_is_named(podman: Podman) -> None:
+    """CRIU dumps what descends from the first process, and nothing else of the container."""
+    start(podman, "job", [])
+    podman("exec", "--detach", "job", "/workload", "nice")
+    wait_for("exec to run", lambda: podman("top", "job", "pid").count("\n") > 2)
+    lost_after_restore(podman, "job")
+    assert re.search(r"not in the checkpoint: workload \(pid \d+\), started by exec", podman.agent_log())

@@ -1,0 +1,1 @@
+"""What the kernel shows of a container's tasks, recorded at a dump and compared after a restore."""

@@ -1,0 +1,80 @@
+"""Compares the state of a container's tasks after a restore with that at its dump, and says in words what differs."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from ocihook.audit.rows import PROCESS, THREAD, Row
+from ocihook.audit.state import ContainerState, Values
+from ocihook.errors import printable
+
+_MISSING = Row("process", "processes", is_right=False, criu="kept")
+_SHOWN = 3  # tasks that a message names
+_TEXT = 60  # characters of a value in a message
+
+
+class Difference(NamedTuple):
+    """A piece of state of one task that is not as it was."""
+
+    row: Row
+    process: str  # its pid in the container
+    thread: str  # likewise; "" for what is of the whole process
+    name: str  # of its program
+    before: str
+    after: str
+
+
+def compare(before: ContainerState, after: ContainerState) -> list[Difference]:
+    """Return what differs, by rows in their order; a process or thread that is missing, first."""
+    found = list(_all(before, after))
+    order = {row: place for place, row in enumerate((_MISSING, *THREAD.values(), *PROCESS.values()))}
+    return sorted(found, key=lambda difference: order[difference.row])
+
+
+def _all(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
+    for pid, had in before.processes.items():
+        has = after.processes.get(pid)
+        if has is None:
+            yield Difference(_MISSING, pid, "", had.name, "", "missing")
+            continue
+        for row, old, new in _rows(PROCESS, had.own, has.own, after):
+            yield Difference(row, pid, "", had.name, old, new)
+        for tid, old_values in had.threads.items():
+            new_values = has.threads.get(tid)
+            if new_values is None:
+                yield Difference(_MISSING, pid, tid, had.name, "", "missing")
+            elif new_values != old_values:
+                for row, old, new in _rows(THREAD, old_values, new_values, after):
+                    yield Difference(row, pid, tid, had.name, old, new)
+
+
+def _rows(rows: Mapping[str, Row], had: Values, has: Values, here: ContainerState) -> Iterator[tuple[Row, str, str]]:
+    for name, row in rows.items():
+        old, new = had.get(name, row.absent), has.get(name, row.absent)
+        if old is not None and new is not None and not _is_same(row, old, new, here):
+            yield row, old, new
+
+
+def _is_same(row: Row, old: str, new: str, here: ContainerState) -> bool:
+    try:
+        return row.is_same(old, new, here)
+    except ValueError:  # a note that another program has written
+        return old == new
+
+
+def in_words(differences: Iterable[Difference]) -> list[str]:
+    """Return one line a row, with the first tasks by name: "CPU affinity of nginx (7, 8; was 0, is all)"."""
+    return [_line(row, list(found)) for row, found in groupby(differences, key=lambda difference: difference.row)]
+
+
+def _line(row: Row, found: Sequence[Difference]) -> str:
+    first = found[0]
+    named = (f"{printable(one.name)} {printable(one.thread or one.process)}" for one in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    values = f" (was {_shown(first.before)}, is {_shown(first.after)})" if first.before else ""
+    return f"{row.what} of {', '.join(named)}{more}{values}"
+
+
+def _shown(value: str) -> str:
+    text = printable(value) or "empty"
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."

@@ -1,0 +1,113 @@
+"""The audit's place in a dump and a restore.
+
+post-dump: tasks are stopped, and nothing of CRIU's is in them. pre-resume: their credentials and filters are in place,
+and none has run. Whatever goes wrong with the audit itself is logged: no dump and no restore fails for it.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from ocihook.audit.comparing import Difference, compare, in_words
+from ocihook.audit.reading import Reader
+from ocihook.audit.state import STATE_NAME, ContainerState, read_state, write_state
+from ocihook.errors import OcihookError, StateLost, plain
+from ocihook.linux.cgroup import allowed_cpus
+from ocihook.linux.procfs import descendants
+from ocihook.session.participant import Dump, Participant, Restore
+
+_FAULTS = (OcihookError, OSError, ValueError, LookupError, TypeError, OverflowError)
+
+_SHOWN = 5  # processes that a message names
+
+log = logging.getLogger(__name__)
+
+
+class Audit(Participant):
+    """Records the state of all tasks; after a restore compares it, puts back what can be, and reports the rest."""
+
+    def prepare(self, dump: Dump) -> None:
+        """Remove the note of an earlier dump into the same directory."""
+        (dump.directory / STATE_NAME).unlink(missing_ok=True)
+
+    def after_images(self, dump: Dump) -> str:
+        """Record, once: where the stage starts over the manifest may have the note's checksum already."""
+        if dump.policy.mode == "off" or (dump.directory / STATE_NAME).exists():
+            return ""
+        try:
+            with dump.journal.phase("record tasks") as phase:
+                state = _read_container(dump)
+                phase["bytes"] = write_state(dump.directory, state)
+        except _FAULTS as error:
+            log.warning("container %s: the state of its tasks is not recorded: %s", dump.container, plain(error))
+            return ""
+        return _about_left_out(dump, state)
+
+    def about_to_run(self, restore: Restore) -> None:
+        """Compare, and put back."""
+        try:
+            recorded = read_state(restore.directory)
+            if recorded is not None:
+                with restore.journal.phase("compare tasks"):
+                    _report(restore, audit(recorded, restore.init_pid))
+        except _FAULTS as error:
+            container = restore.journal.container
+            log.warning("container %s: the state of its tasks is not compared: %s", container, plain(error))
+
+
+def _read_container(dump: Dump) -> ContainerState:
+    """Read all processes of the container's cgroup; those of its tree, where others are in it, too."""
+    members = dump.freezer.all_members() if dump.freezer else set()
+    has_own_cgroup = dump.init_pid in members and dump.criu_pid not in members
+    pids = members if has_own_cgroup else descendants(dump.init_pid)
+    return Reader(dump.init_pid, allowed_cpus(dump.init_pid)).read(pids)
+
+
+def _about_left_out(dump: Dump, state: ContainerState) -> str:
+    if not state.left_out:
+        return ""
+    names = ", ".join(state.left_out[:_SHOWN]) + (" and more" if len(state.left_out) > _SHOWN else "")
+    message = f"container {dump.container}: not in the checkpoint: {names}, started by exec and not by the container"
+    log.warning("%s", message)
+    return f"warning: {message}"
+
+
+def audit(recorded: ContainerState, init_pid: int) -> list[Difference]:
+    """Put back what a restored container has lost; return what remains different.
+
+    Args:
+        recorded: the state at the dump.
+        init_pid: the container's first process.
+    """
+    pids = descendants(init_pid)
+    reader = Reader(init_pid, allowed_cpus(init_pid))
+    found = compare(recorded, reader.read(pids))
+    if not _put_back(found, reader, pids):
+        return found
+    return compare(recorded, Reader(init_pid, allowed_cpus(init_pid)).read(pids))
+
+
+def _put_back(found: Sequence[Difference], reader: Reader, pids: Sequence[int]) -> bool:
+    """Put back what can be; return whether anything may have changed."""
+    wanted = [difference for difference in found if difference.row.put_back]
+    tasks = reader.tasks(pids) if wanted else {}
+    for row, process, thread, name, before, after in wanted:
+        pid, threads = tasks.get(process, (0, {}))
+        target = threads.get(thread, 0) if thread else pid
+        if row.put_back is None or not target:
+            continue
+        try:
+            row.put_back(target, before, after)
+        except _FAULTS as error:  # the comparison that follows reports it
+            log.info("%s of process %s (%s) cannot be put back: %s", row.what, process, name, plain(error))
+    return bool(wanted)
+
+
+def _report(restore: Restore, left: Sequence[Difference]) -> None:
+    lines = in_words(left)
+    if not lines:
+        return
+    container = restore.journal.container
+    for line in lines:
+        log.warning("container %s: not restored: %s", container, line)
+    restore.journal.note_error(StateLost(f"not restored: {'; '.join(lines)}"), "degraded")
+    restore.remark = f"container {container}: not restored: {'; '.join(lines)}"

@@ -1,0 +1,349 @@
+"""The state of tasks is read as the kernel shows it, compared, put back, and reported."""
+
+import logging
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from ocihook.audit.comparing import compare, in_words
+from ocihook.audit.participant import Audit, audit
+from ocihook.audit.reading import ALL_CPUS, Reader
+from ocihook.audit.rows import PROCESS, THREAD
+from ocihook.audit.state import (
+    STATE_NAME,
+    ContainerState,
+    ProcessState,
+    Values,
+    decode_state,
+    encode_state,
+    read_state,
+    write_state,
+)
+from ocihook.config import Settings
+from ocihook.errors import IntegrityError
+from ocihook.linux.patience import ENDLESS
+from ocihook.linux.procfs import Process
+from ocihook.linux.task_state import parse_cpus, parse_limits, read_file
+from ocihook.model import ContainerRef
+from ocihook.packs.frame import encode_frame
+from ocihook.session.journal import Journal
+from ocihook.session.participant import Dump, Restore
+
+INIT, CHILD, THREAD_OF_CHILD, GONE = 4_200_001, 4_200_002, 4_200_003, 4_200_004  # above any pid_max
+STATUS = """Name:\t{name}
+Umask:\t0022
+State:\t{state}
+Pid:\t{pid}
+PPid:\t{parent}
+Uid:\t100000\t100000\t100000\t100000
+Gid:\t100000\t100000\t100000\t100000
+FDSize:\t64
+Groups:\t{groups}
+NStgid:\t{pid}\t{inside}
+NSpid:\t{pid}\t{inside}
+NSsid:\t{pid}\t1
+THP_enabled:\t1
+Threads:\t{threads}
+SigPnd:\t0000000000000000
+SigBlk:\t0000000000000000
+Seccomp:\t2
+Cpus_allowed:\tf
+Cpus_allowed_list:\t{cpus}
+Mems_allowed:\t1
+"""
+
+
+class FakeProc:
+    """A tree as /proc is, of the files that are read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def add(self, pid: int, inside: int, *, of: int = 0, net: str = "net:[1]", **words: str) -> None:
+        usual = {"name": "job", "threads": "1", "parent": str(INIT), "groups": "", "cpus": "0-3"}
+        words = usual | {"state": "S (sleeping)"} | words
+        directory = self.root / str(pid)
+        (directory / "ns").mkdir(parents=True)
+        (self.root / str(of or pid) / "task" / str(pid)).mkdir(parents=True)
+        (directory / "status").write_text(STATUS.format(pid=pid, inside=inside, **words))
+        (directory / "ns/net").symlink_to(net)
+        (directory / "timerslack_ns").write_text("50000\n")
+
+    def write(self, pid: int, **files: str) -> None:
+        for name, text in files.items():
+            (self.root / str(pid) / name).write_text(text)
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> FakeProc:
+    made = FakeProc(tmp_path / "proc")
+    made.add(INIT, 1, groups="100007 55 ")
+    made.write(INIT, uid_map="0 100000 65536\n", gid_map="0 100000 65536\n", oom_score_adj="-5\n")
+    made.write(INIT, limits="Limit  Soft Limit  Hard Limit  Units\nMax open files            10   unlimited   files\n")
+    made.write(INIT, timers="ID: 0\nsignal: 60/0000\nnotify: signal/pid.4200001\nClockID: 0\n")
+    made.write(INIT, autogroup="/autogroup-7 nice 3\n")
+    return made
+
+
+def read(proc: FakeProc, *pids: int, cpus: str = "0-3") -> ContainerState:
+    return Reader(INIT, cpus, str(proc.root)).read(pids)
+
+
+def test_a_process_is_read_by_what_it_is_called_inside(proc: FakeProc) -> None:
+    state = read(proc, INIT)
+    process = state.processes["1"]
+    values = process.threads["1"]
+    assert process.name == "job"
+    assert (values["Uid"], values["Groups"], values["CPU affinity"]) == ("0 0 0 0", "7 55", ALL_CPUS)
+    assert values["net namespace"] == "1"
+    assert values["timer slack"] == "50000"
+    assert process.own["oom_score_adj"] == "-5"
+    assert process.own["Max open files"] == "10 unlimited"
+    assert process.own["POSIX timers"] == "0 60/0000 signal/pid 0"
+    assert process.own["autogroup nice"] == "3"
+
+
+def test_each_thread_is_read(proc: FakeProc) -> None:
+    proc.add(CHILD, 5, threads="2")
+    proc.add(THREAD_OF_CHILD, 6, of=CHILD, threads="2", cpus="2", net="net:[2]")
+    state = read(proc, INIT, CHILD)
+    assert state.processes.keys() == {"1", "5"}
+    threads = state.processes["5"].threads
+    assert {tid: values["CPU affinity"] for tid, values in threads.items()} == {"5": ALL_CPUS, "6": "2"}
+    assert {tid: values["net namespace"] for tid, values in threads.items()} == {"5": "1", "6": "6"}
+
+
+def test_what_has_ended_is_left_out(proc: FakeProc) -> None:
+    proc.add(CHILD, 5, state="Z (zombie)")
+    assert read(proc, INIT, CHILD, GONE).processes.keys() == {"1"}
+
+
+def test_equal_states_are_one_object(proc: FakeProc) -> None:
+    proc.add(CHILD, 5)
+    proc.add(THREAD_OF_CHILD, 6)
+    state = read(proc, CHILD, THREAD_OF_CHILD)
+    assert state.processes["5"].threads["5"] is state.processes["6"].threads["6"]
+
+
+def test_a_pinned_thread_is_not_taken_for_one_on_all_processors(proc: FakeProc) -> None:
+    assert read(proc, INIT, cpus="0-7").processes["1"].threads["1"]["CPU affinity"] == "0-3"
+
+
+def test_left_out_processes_are_named(proc: FakeProc) -> None:
+    proc.add(CHILD, 9, name="probe\x1b", parent="1")
+    proc.add(GONE, 12, name="its child", parent=str(CHILD))
+    state = read(proc, INIT, CHILD, GONE)
+    assert state.left_out == (f"probe\\x1b (pid {CHILD})", f"its child (pid {GONE})")
+    assert state.processes.keys() == {"1"}
+
+
+def one(values: Values, own: Mapping[str, str] = {}, cpus: str = "0-3", tid: str = "1") -> ContainerState:
+    return ContainerState(processes={"1": ProcessState(name="job", own=own, threads={tid: values})}, cpus=cpus)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "allowed", "differs"),
+    [
+        ("all", "all", "0-3", False),
+        ("all", "0-1", "0-3", True),
+        ("0-1", "all", "0-3", True),
+        ("0,2", "2", "2-3", False),  # cut with the processors that there are
+        ("0,2", "2-3", "2-3", True),
+        ("0", "2-3", "2-3", True),  # none of them is there
+        ("x", "0", "0-3", True),
+    ],
+)
+def test_affinity(*, before: str, after: str, allowed: str, differs: bool) -> None:
+    found = compare(one({"CPU affinity": before}), one({"CPU affinity": after}, cpus=allowed))
+    assert bool(found) == differs
+
+
+@pytest.mark.parametrize("name", sorted(THREAD))
+def test_every_row_of_threads_is_compared(name: str) -> None:
+    (found,) = compare(one({name: "thread 0-1"}), one({name: "thread 0-2"}))
+    assert found.row is THREAD[name]
+
+
+@pytest.mark.parametrize("name", sorted(PROCESS))
+def test_every_row_of_processes_is_compared(name: str) -> None:
+    (found,) = compare(one({}, {name: "1"}), one({}, {name: "2"}))
+    assert (found.row, found.thread) == (PROCESS[name], "")
+
+
+def test_what_is_not_shown_here_is_not_compared() -> None:
+    assert compare(one({"untag_mask": "1"}, {"autogroup nice": "1"}), one({})) == []
+    assert compare(one({"files": "own"}), one({}))[0].after == "shared"
+
+
+def test_mitigations_of_the_machine_do_not_count() -> None:
+    name = "Speculation_Store_Bypass"
+    assert compare(one({name: "vulnerable"}), one({name: "not vulnerable"})) == []
+    assert compare(one({name: "thread vulnerable"}), one({name: "thread mitigated"})) != []
+
+
+def test_missing_processes_and_threads_come_first() -> None:
+    before = ContainerState(
+        processes={
+            "1": ProcessState(name="a", threads={"1": {"Umask": "1"}, "2": {}}),
+            "7": ProcessState(name="b"),
+        }
+    )
+    after = ContainerState(processes={"1": ProcessState(name="a", threads={"1": {"Umask": "2"}})})
+    lines = in_words(compare(before, after))
+    assert lines == ["processes of a 2, b 7", "umask of a 1 (was 1, is 2)"]
+
+
+def test_a_line_names_the_first_tasks() -> None:
+    threads = {str(tid): {"timer slack": "1"} for tid in range(1, 9)}
+    before = ContainerState(processes={"1": ProcessState(name="a\n", threads=threads)})
+    after = ContainerState(
+        processes={"1": ProcessState(name="a\n", threads={tid: {"timer slack": "2"} for tid in threads})}
+    )
+    assert in_words(compare(before, after)) == ["timer slack of a\\n 1, a\\n 2, a\\n 3 and 5 more (was 1, is 2)"]
+
+
+def test_a_note_is_read_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
+    state = ContainerState(
+        processes={"1": ProcessState(name="job", own={"oom_score_adj": "1"}, threads={"1": {"Umask": "0"}})},
+        left_out=("sh (pid 7)",),
+        cpus="0-3",
+    )
+    assert read_state(tmp_path) is None
+    write_state(tmp_path, state)
+    assert read_state(tmp_path) == state
+    data = (tmp_path / STATE_NAME).read_bytes()
+    for broken in (b"", data[:-1], data[:-4] + b"0000", encode_frame("tasks", 1, b"{}"), encode_frame("tasks", 2, b"")):
+        with pytest.raises(IntegrityError):
+            decode_state(broken)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]",
+        b'{"values": [], "processes": {"1": ["a", 0, {}]}, "left_out": [], "cpus": ""}',  # no such values
+        b'{"values": [{"a": 1}], "processes": {}, "left_out": [], "cpus": ""}',
+        b'{"values": [{"a": "' + b"x" * 5000 + b'"}], "processes": {}, "left_out": [], "cpus": ""}',
+        b'{"values": [], "processes": {"1": ["a"]}, "left_out": [], "cpus": ""}',
+        b'{"values": [], "processes": {}, "left_out": {}, "cpus": ""}',
+        b" " * (17 << 20),
+    ],
+)
+def test_a_hostile_note_is_malformed(body: bytes) -> None:
+    import zlib
+
+    with pytest.raises(IntegrityError, match="malformed"):
+        decode_state(encode_frame("tasks", 1, zlib.compress(body, 1)))
+
+
+def test_two_hundred_threads_take_little_room() -> None:
+    values: Values = dict.fromkeys(THREAD, "x" * 20)
+    own: Values = dict.fromkeys(PROCESS, "y" * 20)
+    many = ProcessState(name="job", own=own, threads={str(tid): values for tid in range(200)})
+    assert len(encode_state(ContainerState(processes={"1": many}))) < 4 << 10
+
+
+def test_lists_of_processors() -> None:
+    assert parse_cpus("0-2,7\n") == {0, 1, 2, 7}
+    assert parse_cpus("") == set()
+    for bad in ("x", "0-999999999", "1-2-3"):
+        with pytest.raises(ValueError, match=r"."):
+            parse_cpus(bad)
+
+
+def test_limits_of_this_process() -> None:
+    found = parse_limits(read_file("/proc/self/limits").decode())
+    assert len(found) == 16
+    assert found.keys() <= PROCESS.keys()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Process]:
+    """A process of this test's own, whose state may be changed."""
+    with subprocess.Popen(["sleep", "600"]) as started:
+        process = Process.find(started.pid)
+        assert process is not None
+        yield process
+        started.kill()
+
+
+def state_of(process: Process) -> ContainerState:
+    return Reader(process.pid, "").read([process.pid])
+
+
+def change(state: ContainerState, process: Process, **values: str) -> ContainerState:
+    """Return a state that differs in some values, which may be of the thread or of the process."""
+    key, found = next(iter(state.processes.items()))
+    given = {name.replace("_", " ") if name not in PROCESS else name: text for name, text in values.items()}
+    thread = {**found.threads[key], **{name: text for name, text in given.items() if name in THREAD}}
+    own = {**found.own, **{name: text for name, text in given.items() if name in PROCESS}}
+    return ContainerState(processes={key: ProcessState(name="sleep", own=own, threads={key: thread})}, cpus=state.cpus)
+
+
+def test_what_can_be_is_put_back(sleeper: Process) -> None:
+    first = min(os.sched_getaffinity(sleeper.pid))
+    wanted = change(
+        state_of(sleeper),
+        sleeper,
+        CPU_affinity=str(first),
+        scheduling="3 0 4 0 0 0 0 0 1024",  # SCHED_BATCH, nice 4
+        I_O_priority="",
+        timer_slack="1234",
+        oom_score_adj="77",
+        coredump_filter="0000007f",
+    )
+    values = wanted.processes[next(iter(wanted.processes))]
+    limited = {**values.own, "Max open files": "99 100"}
+    threads = {tid: {**found, "I/O priority": str(2 << 13 | 7)} for tid, found in values.threads.items()}
+    key = next(iter(wanted.processes))
+    wanted = ContainerState(processes={key: ProcessState(name="sleep", own=limited, threads=threads)}, cpus=wanted.cpus)
+    assert audit(wanted, sleeper.pid) == []
+    assert os.sched_getscheduler(sleeper.pid) == os.SCHED_BATCH
+    assert os.getpriority(os.PRIO_PROCESS, sleeper.pid) == 4
+    assert Path(f"/proc/{sleeper.pid}/oom_score_adj").read_text() == "77\n"
+
+
+def test_what_cannot_be_is_returned(sleeper: Process) -> None:
+    wanted = change(state_of(sleeper), sleeper, CPU_affinity="8000", scheduling="no numbers", personality="1")
+    left = audit(wanted, sleeper.pid)
+    assert [difference.row.name for difference in left] == ["CPU affinity", "scheduling", "personality"]
+
+
+def journal_of(tmp_path: Path) -> Journal:
+    me = Process.find(os.getpid())
+    assert me is not None
+    journal = Journal.create(tmp_path / "run", me)
+    journal.identify(ContainerRef(id="ab" * 32, engine="podman", runtime="runc", name="job"), str(tmp_path))
+    return journal
+
+
+def restore_of(journal: Journal, process: Process, directory: Path) -> Restore:
+    return Restore(journal, ENDLESS, journal.criu.pid, process.pid, str(directory), directory, settings=Settings())
+
+
+def test_a_dump_records_once_and_a_restore_reports(tmp_path: Path, sleeper: Process) -> None:
+    journal = journal_of(tmp_path)
+    dump = Dump(journal, ENDLESS, journal.criu.pid, sleeper.pid, str(tmp_path), tmp_path)
+    Audit().after_images(dump)
+    recorded = read_state(tmp_path)
+    assert recorded is not None
+    assert recorded.processes.keys() == {str(sleeper.pid)}
+    write_state(tmp_path, change(recorded, sleeper, personality="1"))
+    assert Audit().after_images(dump) == ""
+    restore = restore_of(journal, sleeper, tmp_path)
+    Audit().about_to_run(restore)
+    assert restore.remark.startswith("container job (abababababab): not restored: personality of sleep")
+    Audit().prepare(dump)
+    assert not (tmp_path / STATE_NAME).exists()
+
+
+def test_a_damaged_note_fails_no_restore(tmp_path: Path, sleeper: Process, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / STATE_NAME).write_bytes(b"\xff" * 100)
+    restore = restore_of(journal_of(tmp_path), sleeper, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        Audit().about_to_run(restore)
+    assert "is not compared: the tasks does not begin as one" in caplog.text
+    assert restore.remark == ""
