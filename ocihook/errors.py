@@ -30,6 +30,7 @@ OcihookError
 ├─ ArchiveKindError         an archive is packed, thin or plain, and the command is for another kind
 ├─ OutputExists             a command would write over something
 ├─ RestoreError             a container could not go on from a checkpoint (runtime/restoring.py)
+│  └─ CheckpointInUse       another container runs from it, or is being restored
 ├─ CriuError                CRIU has failed, for a cause that its log shows (criu/explain.py)
 ├─ AgentError               the agent cannot be reached, or gave no verdict
 ├─ FileError                the system refused to read or write a file
@@ -252,6 +253,10 @@ class RestoreError(OcihookError):
     """A container could not go on from a checkpoint."""
 
     code = "restore"
+
+
+class CheckpointInUse(RestoreError):
+    """Another container runs from a checkpoint, or is being restored from it."""
 
 
 class CriuError(OcihookError):

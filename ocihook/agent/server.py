@@ -86,7 +86,7 @@ _PUSH = _Background("pushes", lambda settings: has_due_pushes(Store.of(settings)
 _CLAIMS = _Background(
     "claims of checkpoints",
     lambda settings: has_due_claims(Path(settings.store_dir)),
-    lambda settings: tend_claims(Path(settings.store_dir)),
+    lambda settings: tend_claims(Path(settings.store_dir), settings.remote),
 )
 _ARCHIVES = _Background("retention of archives", prunes_archives, prune_by_policy)
 _CALLS = _Background("calls of gangs", _has_listeners, lambda _: listen(load_settings), is_waited_for=True)

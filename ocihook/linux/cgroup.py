@@ -7,6 +7,7 @@ found, so what is thawed must be frozen again.
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -170,6 +171,23 @@ def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
     ]
     found = [freezer for freezer in found if freezer.switch.exists()]
     return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
+
+
+def kill(process: Process) -> None:
+    """Kill a process, a frozen one, too: the freezer of v1 keeps it from ending."""
+    if process.send(signal.SIGKILL):
+        with contextlib.suppress(FreezeError, OSError):  # it has ended by now, or an ancestor's freezer holds it
+            _let_end(process.pid)
+
+
+def _let_end(pid: int) -> None:
+    """Thaw a killed process of v1; it leaves a cgroup that others may share, and they stay frozen."""
+    freezer = find_freezer(pid)
+    if freezer and freezer.version == 1 and freezer.directory.name == HELD:
+        freezer = Freezer(freezer.directory.parent, 1)
+        (freezer.directory / "cgroup.procs").write_text(str(pid))
+    if freezer and freezer.version == 1 and freezer.is_set():
+        freezer.switch.write_text(freezer.thawed)
 
 
 def held_below_root(pid: int) -> Freezer | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _READ_BYTES = 4096
+_ENDED = "ZX"  # states of a task that runs no more: proc_pid_stat(5), field 3
 _EXITING = 0x4  # PF_EXITING (include/linux/sched.h), of field 9 of proc_pid_stat(5)
 
 
@@ -19,12 +20,14 @@ class Process(NamedTuple):
 
     @classmethod
     def find(cls, pid: int) -> "Process | None":
-        """Return the living process with this pid, if there is one."""
+        """Return the living process with this pid, if there is one; its first thread may have ended before others."""
         fields = _stat_fields(pid)
-        return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
+        if not fields or (fields[0] in _ENDED and not _has_other_threads(pid)):
+            return None
+        return cls(pid, int(fields[19]))
 
     def is_alive(self) -> bool:
-        """Return whether it still runs; a zombie does not."""
+        """Return whether a thread of it still runs; a zombie has none."""
         return Process.find(self.pid) == self
 
     def is_ending(self) -> bool:
@@ -56,6 +59,11 @@ class Process(NamedTuple):
         finally:
             os.close(pidfd)
         return True
+
+
+def _has_other_threads(pid: int) -> bool:
+    """Return whether a thread runs of a process whose first thread has ended."""
+    return any(fields[0] not in _ENDED for tid in thread_ids(pid) if (fields := _stat_fields(tid)))
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -111,7 +119,7 @@ class Child(NamedTuple):
         fields = _stat_fields(pid)
         if not fields:
             return None
-        return cls(Process(pid, int(fields[19])), int(fields[1]), fields[0] in "ZX", int(fields[35]))
+        return cls(Process(pid, int(fields[19])), int(fields[1]), Process.find(pid) is None, int(fields[35]))
 
 
 def address_space(pid: int) -> tuple[str, ...]:

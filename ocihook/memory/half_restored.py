@@ -2,11 +2,11 @@
 
 import contextlib
 import logging
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ocihook.linux import cgroup
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants
 from ocihook.session.effect import Effect
@@ -67,7 +67,7 @@ def forget_half_restored(restore: Restore) -> None:
 def kill(processes: Sequence[Process]) -> None:
     """Kill processes that cannot be given back what they had."""
     for process in processes:
-        process.send(signal.SIGKILL)
+        cgroup.kill(process)
 
 
 def _is_criu(pid: int, criu_pid: int) -> bool:

@@ -36,7 +36,7 @@ def cgroups_of(call: Call) -> list[Path]:
         raise OcihookError(
             f"{call.runtime} does not report the cgroup of container {call.container_id}: {plain(error)}"
         ) from error
-    return [Path(path) for path in dict.fromkeys(_values(paths)) if Path(path, "cgroup.procs").exists()]
+    return [Path(path) for path in dict.fromkeys(_values(paths)) if _is_cgroup(Path(path))]
 
 
 def _values(paths: object) -> Iterator[str]:
@@ -48,14 +48,23 @@ def _below_mounts(path: str) -> Iterator[Path]:
     """Yield where a path of crun's is: in the one hierarchy of v2, or in each of v1."""
     for top in (_MOUNT, *(entry for entry in _MOUNT.iterdir() if entry.is_dir())):
         directory = top / path.lstrip("/")
-        if (directory / "cgroup.procs").exists():
+        if _is_cgroup(directory):
             yield directory
+
+
+def _is_cgroup(directory: Path) -> bool:
+    """Return whether a directory is a cgroup, of v1 or v2, and no plain one where a hierarchy is not mounted.
+
+    There crun has written a plain cgroup.procs, in which no process ever is.
+    """
+    return any((directory / name).exists() for name in ("tasks", "cgroup.controllers"))
 
 
 def mend(init: Process, cgroups: list[Path]) -> int:
     """Move every process of a container that is elsewhere into its cgroups; return how many times one was moved.
 
-    A process in a cgroup below, which the container has made itself, stays there.
+    A process in a cgroup below, which the container has made itself, stays there. One that has ended is in none: a
+    zombie is a child as long as its parent likes, and never in cgroup.procs.
 
     Raises:
         OcihookError: if one cannot be moved.
@@ -66,6 +75,7 @@ def mend(init: Process, cgroups: list[Path]) -> int:
             (pid, cgroup)
             for cgroup in cgroups
             for pid in sorted({*descendants(init.pid)} - Freezer(cgroup, 2).all_members())
+            if Process.find(pid)
         ]
         if not astray:
             return moved
@@ -84,22 +94,31 @@ def mend(init: Process, cgroups: list[Path]) -> int:
 def hold(call: Call) -> Freezer:
     """Freeze a container that was just restored in its own cgroup, where CRIU is no more; return its freezer.
 
+    A process that waits in the kernel, for a disk, stops as soon as it returns from there.
+
     Raises:
-        FreezeError: if it does not stand still in time.
+        FreezeError: if it cannot be frozen.
         OcihookError: if it has no cgroup that can be frozen.
     """
     freezer = freezer_of(call)
-    freezer.freeze(ENDLESS)
-    for cgroup in cgroups_of(call):  # on a hybrid machine it may have stood still in the other hierarchy
-        for path, names, _ in [*os.walk(cgroup)]:
-            if HELD in names:  # where it stood still while CRIU was at work
-                held = Path(path, HELD)
-                Freezer(held, 1 if Freezer(held, 1).switch.exists() else 2).dissolve()
+    freezer.freeze(None)
+    for held in _held_below(call):
+        with contextlib.suppress(OSError):  # it stays, empty, until the runtime removes its parent
+            held.dissolve()
     caller, root = find_freezer(os.getpid()), held_below_root(os.getpid())  # in whose cgroup crun has CRIU at work
-    for held in [caller.directory / HELD] if caller else [root.directory] if root else []:
+    for shared in [caller.directory / HELD] if caller else [root.directory] if root else []:
         with contextlib.suppress(OSError):  # there is none, or another restore uses it
-            held.rmdir()
+            shared.rmdir()
     return freezer
+
+
+def _held_below(call: Call) -> Iterator[Freezer]:
+    """Yield where a container stood still while CRIU was at work; on a hybrid machine it may be in either hierarchy."""
+    for cgroup in cgroups_of(call):
+        for path, names, _ in [*os.walk(cgroup)]:
+            if HELD in names:
+                held = Path(path, HELD)
+                yield Freezer(held, 1 if Freezer(held, 1).switch.exists() else 2)
 
 
 def cgroup_to_be(call: Call, config: Mapping[str, Any]) -> Path | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ocihook.config import Settings
-from ocihook.errors import OcihookError, RemoteError, RestoreError, plain, printable
+from ocihook.errors import CheckpointInUse, OcihookError, RemoteError, RestoreError, plain, printable
 from ocihook.linux.files import make_directory, replace_file
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
@@ -84,7 +84,7 @@ class Claim:
             kept = containers.read(container.id)
         except (OcihookError, OSError):
             return True
-        return bool(kept and kept.checkpoint == self.checkpoint.checkpoint_id and kept.init and kept.init.is_alive())
+        return bool(kept and kept.checkpoint == self.checkpoint.checkpoint_id and kept.is_running)
 
     def is_due(self, now_s: float) -> bool:
         """Return whether the agent has to do something; also if the clock was put back."""
@@ -103,7 +103,7 @@ def note_claim(checkpoint: Thin, container: ContainerRef, settings: Settings) ->
         holder=holder,
         next_s=time.time() + RENEWED_EVERY_S,
     )
-    path = directory / f"{checkpoint.checkpoint_id}.{claim.token}.json"
+    path = directory / f"{checkpoint.domain}.{checkpoint.checkpoint_id}.{claim.token}.json"
     _write(path, claim)
     return path
 
@@ -144,7 +144,7 @@ def _claim(mine: Claim) -> None:
             ]  # fmt: skip
             if decided or patience.is_over:
                 rival = (decided or [rivals[0][1]])[0]
-                raise RestoreError(
+                raise CheckpointInUse(
                     f"checkpoint {checkpoint_id} is being restored or runs already, on node {printable(rival.host)}, "
                     f"as container {rival.container}",
                     hint="stop that one first: two must not resume from the same state. If that node is gone, "
@@ -203,9 +203,15 @@ def has_due_claims(store_dir: Path) -> bool:
     return any(claim.is_due(now_s) for _, claim in _all(store_dir))
 
 
-def tend_claims(store_dir: Path) -> None:
-    """Renew the claims of containers that run, and withdraw those of containers that have ended."""
-    for path, claim in _all(store_dir):
+def tend_claims(store_dir: Path, location: str = "") -> None:
+    """Renew the claims of containers that run, and withdraw those of containers that have ended.
+
+    Args:
+        store_dir: of the node.
+        location: of its remote, for a claim of which that is not known.
+    """
+    for path, found in _all(store_dir):
+        claim = replace(found, location=found.location or location)
         now_s = time.time()
         if not claim.is_due(now_s):
             continue
@@ -228,12 +234,34 @@ def tend_claims(store_dir: Path) -> None:
 
 def _all(store_dir: Path) -> Iterator[tuple[Path, Claim]]:
     for path in sorted((store_dir / "claims").glob("*.json")):
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                yield path, _read(path)
-            except OcihookError as error:
-                log.error("%s", error)
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it was withdrawn just now
+            yield path, _read_or_rebuild(path)
+
+
+def _read_or_rebuild(path: Path) -> Claim:
+    """Return a claim; of a damaged record, what its name says, and who runs: the remote must not be without it."""
+    try:
+        return _read(path)
+    except RestoreError as error:
+        log.error("%s; the claim is renewed as long as a container may have it", error)
+    *domain, checkpoint_id, token = path.stem.split(".")
+    container, own_domain = _container_of(path, checkpoint_id)
+    holder = Holder(node=_node(path.parent), host=os.uname().nodename, container=container)
+    thin = Thin(".".join(domain) or own_domain, checkpoint_id)
+    return Claim(checkpoint=thin, location="", token=token, holder=holder, next_s=0)
+
+
+def _container_of(path: Path, checkpoint_id: str) -> tuple[ContainerRef, str]:
+    """Return the container that may have a claim, and its domain: one with a damaged record may, too."""
+    for directory in sorted(containers.root().glob("*")):
+        try:
+            kept = containers.read(directory.name)
+            noted = (directory / RESTORING_NAME).read_bytes() if (directory / RESTORING_NAME).exists() else b""
+        except (OcihookError, OSError):
+            return ContainerRef(id=directory.name), ""
+        if kept and (kept.checkpoint == checkpoint_id or path.name.encode() in noted):
+            return kept.container, kept.domain
+    return ContainerRef(id="unknown"), ""  # none: whoever had it has ended
 
 
 def _remote(claim: Claim) -> Remote:
@@ -273,4 +301,4 @@ def _read(path: Path) -> Claim:
     try:
         return from_json(Claim, load_json(data))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RestoreError(f"{path} cannot be read: {error!r}", hint=f"remove {path}") from error
+        raise RestoreError(f"{path} cannot be read: {error!r}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ocihook import wire
 from ocihook.errors import OcihookError
+from ocihook.linux.cgroup import Freezer
 from ocihook.linux.files import replace_file
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
@@ -33,6 +34,15 @@ class Kept:
     domain: str  # of the store, that its checkpoints are in
     checkpoint: str = ""  # that it was restored from
     init: Process | None = None  # of what was restored
+    cgroup: Path | None = None  # of what was restored
+    stop_signals: tuple[str, ...] = ()  # that `create` found to become a checkpoint; (): none does
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether what was restored runs: its first process may end before the others, where it shares pids."""
+        if self.init is None:
+            return False
+        return self.init.is_alive() or (self.cgroup is not None and bool(Freezer(self.cgroup, 2).all_members()))
 
 
 def directory_of(container_id: str, runtime_dir: Path | None = None) -> Path:

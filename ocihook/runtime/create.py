@@ -6,19 +6,23 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
 from ocihook.container.identity import container_ref, gang_ref
-from ocihook.errors import ConfigError, GivenUp, NoCheckpoint, OcihookError, RestoreError, plain
+from ocihook.errors import CheckpointInUse, ConfigError, GivenUp, NoCheckpoint, OcihookError, RestoreError, plain
 from ocihook.linux.patience import ENDLESS
 from ocihook.runtime import containers
+from ocihook.runtime.attempts import keep
 from ocihook.runtime.call import Call
 from ocihook.runtime.choice import choose
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.restoring import discard, is_unsettled, restore, settle
+from ocihook.runtime.stop_record import stop_signals
 from ocihook.store.lineage import domain_name
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,7 @@ def create(call: Call, wake: Callable[[], object]) -> int:
     policy = read_policy(settings, notes, in_pod=kept.container.is_in_pod)
     if not (policy.restore_from or policy.checkpoint_on_stop):
         call.pass_on()
+    kept = replace(kept, stop_signals=_stop_signals(config, policy))
     containers.keep(kept)
     if policy.on_member_stop == "checkpoint":
         try:
@@ -74,13 +79,18 @@ def keep_restored(call: Call) -> NoReturn:
     Raises:
         OcihookError: if its annotations are wrong.
     """
-    notes = annotations_of(_read_config(call))
+    config = _read_config(call)
+    notes = annotations_of(config)
     kept = _kept(call, notes)
     if not _is_sandbox(notes):
         policy = read_policy(load_settings(), notes, in_pod=kept.container.is_in_pod)
         if policy.checkpoint_on_stop:
-            containers.keep(kept)
+            containers.keep(replace(kept, stop_signals=_stop_signals(config, policy)))
     call.pass_on()
+
+
+def _stop_signals(config: Mapping[str, Any], policy: Policy) -> tuple[str, ...]:
+    return stop_signals(config) if policy.checkpoint_on_stop and policy.mode != "off" else ()
 
 
 def _is_sandbox(notes: Mapping[str, str]) -> bool:
@@ -96,6 +106,7 @@ def _is_restored(
     wake: Callable[[], object],
 ) -> bool:
     """Restore, if there is something to restore; False: it starts from scratch, as if nothing had been tried."""
+    chosen, began_s = None, time.time()
     try:
         gang = gang_ref(annotations_of(config), kept.container)
         if gang is not None and not settings.coordinator:
@@ -115,6 +126,8 @@ def _is_restored(
             ) from error
         is_to_fail = (policy.on_no_checkpoint if isinstance(error, NoCheckpoint) else policy.on_restore_error) == "fail"
         why = plain(error).rstrip(".")
+        if chosen is not None and not isinstance(error, CheckpointInUse):
+            why = f"{why}. {keep(chosen.thin, settings, kept.container, why, began_s)}"
         if is_to_fail:
             raise OcihookError(f"container {kept.container} is not restored: {why}. Nothing was started") from error
         message = f"container {kept.container} is not restored and starts from scratch: {why}"

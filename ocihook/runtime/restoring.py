@@ -10,9 +10,7 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,8 +27,17 @@ from ocihook.container.descriptors import check_image_files
 from ocihook.container.spec import SpecFacts, spec_facts
 from ocihook.criu.conf import options
 from ocihook.criu.files import content_at
-from ocihook.errors import IntegrityError, OcihookError, RestoreError, UnsupportedError, plain, printable
+from ocihook.errors import (
+    CheckpointInUse,
+    IntegrityError,
+    OcihookError,
+    RestoreError,
+    UnsupportedError,
+    plain,
+    printable,
+)
 from ocihook.images.compatibility import check_host
+from ocihook.linux.cgroup import kill
 from ocihook.linux.files import make_directory, replace_file, try_lock
 from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
@@ -41,6 +48,7 @@ from ocihook.packs.frame import load_json
 from ocihook.packs.packed_manifest import read_manifest
 from ocihook.packs.pages import no_progress
 from ocihook.runtime import containers
+from ocihook.runtime.attempts import check_attempts, count_attempt, release
 from ocihook.runtime.call import Call
 from ocihook.runtime.cgroups import cgroup_to_be, cgroups_of, hold, mend, remove_frozen
 from ocihook.runtime.choice import Chosen, fetch
@@ -57,12 +65,12 @@ from ocihook.store.thin import Thin, read_thin
 from ocihook.store.verify import verify_checkpoint
 from ocihook.wire import RESTORING_NAME
 
-MOST_ATTEMPTS = 2  # of one checkpoint on one node that may fail
 _ENDING_S = 30.0  # for CRIU and the agent that served it to end, once they were stopped
 _LOOK_S = 0.5  # between looks at what CRIU may have left
 _TAIL = 400  # characters of a runtime's log
 _PIPE_BYTES = 4096
 _DONE = b"\0"
+_IN_USE = b"\1"  # before a reason
 _UNDO = "undo"
 _ORIGINAL = "config.json"  # as the engine wrote it
 _CRIU_CONFIG = "org.criu.config"
@@ -105,23 +113,24 @@ def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen
         settings: the node's.
 
     Raises:
+        CheckpointInUse: if another container has the checkpoint.
         OcihookError: if it cannot be restored.
     """
     with _alone(kept, chosen.thin, settings):
-        _check_attempts(chosen.thin, settings)
+        check_attempts(chosen.thin, settings)
         adopt_orphans(wanted=True)
         try:
-            failure = _watch(call, kept, config, chosen, settings)
+            _watch(call, kept, config, chosen, settings)
         finally:
             adopt_orphans(wanted=False)
-    if failure is not None:
-        raise RestoreError(failure)
 
 
-def _watch(
-    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings
-) -> str | None:
-    """Have a worker restore; return why it could not. What a killed worker has left is undone here."""
+def _watch(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings) -> None:
+    """Have a worker restore. What a killed worker has left is undone here.
+
+    Raises:
+        OcihookError: if it could not.
+    """
     caller = Process.find(os.getpid())
     assert caller is not None
     reader, writer = os.pipe()
@@ -134,12 +143,13 @@ def _watch(
         report = pipe.read()  # waits: for the worker, whose patience is with this process
     os.waitpid(worker, 0)
     if report == _DONE:
-        return None
+        return
     if not report:
         _end_descendants()
         settle(kept.container.id)
-        return "the process that was restoring it was killed"
-    return report.decode(errors="replace")
+        raise RestoreError("the process that was restoring it was killed")
+    kind = CheckpointInUse if report.startswith(_IN_USE) else RestoreError
+    raise kind(report.removeprefix(_IN_USE).decode(errors="replace"))
 
 
 def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: containers.Kept) -> NoReturn:
@@ -152,7 +162,7 @@ def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: c
         _note(kept, Restoring(workers=(caller, me)))
         act(Patience({"the engine's call": caller}))
     except Exception as error:
-        report = plain(error).encode() or b"?"
+        report = (_IN_USE if isinstance(error, CheckpointInUse) else b"") + (plain(error).encode() or b"?")
         if not isinstance(error, OcihookError | OSError):
             log.exception("restore of container %s", kept.container)
         try:
@@ -187,7 +197,7 @@ def _restore(
     if settings.remote and (stored or read_thin(place / IMAGES_DIR)):  # other nodes can have it, too
         _claim(kept, chosen.thin, settings, patience)
         patience.check()
-    _count_attempt(chosen.thin, settings)
+    count_attempt(chosen.thin, settings)
     bring_reversibly(place / BELONGINGS_NAME, places, place / _UNDO, lambda _: patience.check())
     patience.check()
     _use_own_criu_settings(call, kept, config)
@@ -196,12 +206,12 @@ def _restore(
     freezer = hold(call)
     for missing in apply_unrestored(init, then.rights and then.rights.oom_score_adj, config, patience):
         _warn(call, f"container {kept.container} is restored without {missing}")
-    containers.keep(replace(kept, checkpoint=chosen.thin.checkpoint_id, init=init))
+    containers.keep(replace(kept, checkpoint=chosen.thin.checkpoint_id, init=init, cgroup=freezer.directory))
     directory = containers.directory_of(kept.container.id)
     mark = f"{init.pid} {init.start_ticks} {freezer.thawed} {freezer.switch}\n"  # hook/handler starts it by that
     replace_file(directory / containers.HELD_NAME, mark.encode(), mode=0o600, durable=False)
     patience.check()
-    attempts_path(settings, chosen.thin).unlink(missing_ok=True)
+    release(chosen.thin, settings)
     (directory / RESTORING_NAME).unlink()
     shutil.rmtree(place, ignore_errors=True)
 
@@ -301,12 +311,12 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
         *call.prefix_with_log(log_path),
         *restore_words(call, config, place / IMAGES_DIR, work),
     ]
-    parent = os.getpid()
+    parent, criu = os.getpid(), call.global_option("--criu") or shutil.which("criu") or ""
     runtime = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent))  # noqa: PLW1509 - one thread
     pidfd = os.pidfd_open(runtime.pid)
     try:
         while not patience.within(_LOOK_S).ready(pidfd):
-            _end_left_of_criu(runtime.pid)
+            _end_left_of_criu(runtime.pid, criu)
     finally:
         os.close(pidfd)
     if runtime.wait() != 0:  # waits: no, it has ended
@@ -396,7 +406,7 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
     _delete(kept)
     directory = containers.directory_of(container_id)
     (directory / containers.HELD_NAME).unlink(missing_ok=True)
-    containers.keep(replace(kept, checkpoint="", init=None))
+    containers.keep(replace(kept, checkpoint="", init=None, cgroup=None))
     original = directory / _ORIGINAL
     if original.exists():
         bundled = kept.bundle / "config.json"
@@ -426,18 +436,20 @@ def discard(container_id: str) -> None:
         RestoreError: if it does not end.
     """
     kept = containers.read(container_id)
-    if kept is not None and kept.init is not None and kept.init.is_alive():
+    if kept is not None and kept.is_running:
         _delete(kept)
     containers.forget(container_id)
 
 
 def _delete(kept: containers.Kept) -> None:
-    """Have the runtime delete a container, which may be busy until its last process is gone."""
+    """End a container and have its runtime delete it, which may be busy until its last process is gone."""
     directory = containers.directory_of(kept.container.id)
     call = Call.parse(kept.program, [*kept.prefix, "delete", kept.container.id])
     call = call.logging_to(directory / containers.LOG_NAME)
 
     def is_gone() -> bool:
+        if pid := _init_pid(call):
+            _kill(descendants(pid))
         unmount(call.state_directory / "criu-root")  # which a killed runc leaves mounted
         call.run("delete", "--force", call.container_id)  # which fails if the runtime does not know it
         return not call.state_directory.exists()
@@ -502,14 +514,21 @@ def _end_descendants() -> None:
         raise RestoreError("processes of the restore do not end", hint="see the kernel's log")
 
 
-def _end_left_of_criu(runtime: int) -> None:
+def _end_left_of_criu(runtime: int, program: str) -> None:
     """Kill what a killed CRIU has left: its other processes keep the connection open which the runtime reads.
 
     CRIU itself is a child of the runtime, and so is the container's first process, in a PID namespace of its own.
     """
-    left = [pid for pid in descendants(os.getpid())[1:] if (command_line(pid) or [""])[0].startswith("criu")]
+    left = [pid for pid in descendants(os.getpid())[1:] if _is_of_criu(pid, program)]
     if not any(parent_pid(pid) == runtime and "/" not in pid_below(os.getpid(), pid) for pid in left):
         _kill(left)
+
+
+def _is_of_criu(pid: int, program: str) -> bool:
+    """Return whether a process runs CRIU's program, as none that was restored does, whatever it is called."""
+    with contextlib.suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/exe").samefile(program)
+    return False
 
 
 def _without_agents(pid: int) -> list[int]:
@@ -519,9 +538,8 @@ def _without_agents(pid: int) -> list[int]:
 
 
 def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for process in filter(None, map(Process.find, pids)):
+        kill(process)
 
 
 @contextlib.contextmanager
@@ -532,53 +550,17 @@ def _alone(kept: containers.Kept, chosen: Thin, settings: Settings) -> Iterator[
     lock = os.open(root / f"{chosen.checkpoint_id}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         if not try_lock(lock, fcntl.LOCK_EX):
-            raise RestoreError(f"checkpoint {chosen.checkpoint_id} is being restored as another container")
+            raise CheckpointInUse(f"checkpoint {chosen.checkpoint_id} is being restored as another container")
         for other in containers.all_kept():
             is_other = other.container.id != kept.container.id and other.checkpoint == chosen.checkpoint_id
-            if is_other and other.init is not None and other.init.is_alive():
-                raise RestoreError(
+            if is_other and other.is_running:
+                raise CheckpointInUse(
                     f"checkpoint {chosen.checkpoint_id} runs already, as container {other.container}",
                     hint="stop that one first: two must not resume from the same state",
                 )
         yield
     finally:
         os.close(lock)
-
-
-def attempts_path(settings: Settings, chosen: Thin) -> Path:
-    """Return the file that counts the restores of a checkpoint that have failed on this node."""
-    return Path(settings.store_dir) / "restoring" / f"{chosen.checkpoint_id}.attempts"
-
-
-def _check_attempts(chosen: Thin, settings: Settings) -> None:
-    made = _attempts(attempts_path(settings, chosen))
-    if made >= MOST_ATTEMPTS:
-        raise RestoreError(
-            f"checkpoint {chosen.checkpoint_id} could not be restored {made} times and is not tried again",
-            hint=f"remove the cause, then {attempts_path(settings, chosen)}",
-        )
-
-
-def _attempts(path: Path) -> int:
-    """Return how many are on record.
-
-    Raises:
-        RestoreError: if the record is damaged: whether the checkpoint may be tried is not known.
-        OSError: if it cannot be read.
-    """
-    try:
-        made = path.read_bytes()
-    except FileNotFoundError:
-        return 0
-    if not re.fullmatch(rb"[0-9]{1,9}", made):
-        raise RestoreError(f"{path}, which counts failed restores of a checkpoint, is damaged", hint=f"remove {path}")
-    return int(made)
-
-
-def _count_attempt(chosen: Thin, settings: Settings) -> None:
-    """Count an attempt before it is made: the process that makes it may be killed."""
-    path = attempts_path(settings, chosen)
-    replace_file(path, str(_attempts(path) + 1).encode(), mode=0o600)
 
 
 def place_of(settings: Settings, container_id: str) -> Path:

@@ -6,6 +6,7 @@ was checkpointed, and engines misread its error: so the state is reported here.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 
@@ -14,10 +15,12 @@ from ocihook.config import apply_annotations, load_settings
 from ocihook.errors import OcihookError, plain
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.stop_record import Stop, is_stop_signal, read_config, read_stop, write_stop
+from ocihook.runtime.stop_record import Stop, read_config, read_stop, stop_signals, write_stop
 
 Ask = Callable[[bytes], tuple[int, str]]  # sends a request to the agent, and returns its verdict
 _KILL = frozenset(("9", "KILL"))
+
+log = logging.getLogger(__name__)
 
 
 def kill(call: Call, ask: Ask) -> int:
@@ -57,7 +60,7 @@ def _suspend_gpus(call: Call, kept: containers.Kept, name: str) -> None:
     from ocihook.runtime.suspending import suspend_gpus  # takes long to load
 
     try:
-        if (name in _KILL or is_stop_signal(name, read_config(kept))) and (why := suspend_gpus(kept, load_settings())):
+        if (name in _KILL or name in stop_signals(read_config(kept))) and (why := suspend_gpus(kept, load_settings())):
             call.say(
                 f"container {kept.container} is stopped with its GPU, which the node may not survive: {why}", "warning"
             )
@@ -92,14 +95,19 @@ def signal_of(call: Call) -> str:
 
 
 def _is_wanted(name: str, kept: containers.Kept) -> bool:
-    """Return whether a signal stops a container that is then to be checkpointed; `create` reports what is wrong."""
+    """Return whether a signal stops a container that is then to be checkpointed.
+
+    If that cannot be decided, since the configuration was broken after `create`, it is as it was then: whatever the
+    agent cannot do for that reason it reports, and delivers the signal.
+    """
     try:
         config = read_config(kept)
         notes = config.get("annotations") or {}
         policy = apply_annotations(load_settings(), notes, in_pod=kept.container.is_in_pod).policy
-    except (OcihookError, OSError):
-        return False
-    return policy.checkpoint_on_stop and policy.mode != "off" and is_stop_signal(name, config)
+    except (OcihookError, OSError) as error:
+        log.warning("container %s is stopped as it was made to be: %s", kept.container, plain(error))
+        return name in kept.stop_signals
+    return policy.checkpoint_on_stop and policy.mode != "off" and name in stop_signals(config)
 
 
 def state(call: Call) -> int:

@@ -16,7 +16,7 @@ from ocihook.store.lineage import lineage
 
 STOP_NAME = "stop.json"  # in the directory of a container
 CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
-_TERM = frozenset(("15", "TERM"))
+_TERM = ("15", "TERM")
 _STOP_SIGNAL = "org.opencontainers.image.stopSignal"  # an annotation that podman writes
 
 
@@ -67,10 +67,10 @@ def is_stopping(domain: str, member: str) -> bool:
     return any(each and each.domain == domain and lineage(each.container) == member for each in kept)
 
 
-def is_stop_signal(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a signal, by number or by name without SIG, begins a stop of a container."""
+def stop_signals(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the signals that begin a stop of a container, by number or by name without SIG."""
     named = str((config.get("annotations") or {}).get(_STOP_SIGNAL, "")).upper().removeprefix("SIG")
-    return name in _TERM or (bool(named) and name == named)
+    return (*_TERM, *filter(None, [named]))
 
 
 def read_config(kept: containers.Kept) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Marks on checkpoints of a domain that keep a prune from them: a pin, until it is taken off, and use, while it lasts.
 
-    checkpoints/<id>.pin    empty: pinned
+    checkpoints/<id>.pin    pinned; empty, or why, if no user did it
     checkpoints/<id>.use    empty: a reader of the checkpoint holds flock shared; what removes it or moves its
                             pages holds it alone, and only for that moment
 
@@ -30,14 +30,19 @@ class Marks:
         """Return whether a checkpoint is pinned."""
         return self._pin(checkpoint_id).exists()
 
-    def pin(self, checkpoint_id: str) -> None:
+    def pin(self, checkpoint_id: str, why: bytes = b"") -> None:
         """Pin a checkpoint, durably."""
-        replace_file(self._pin(checkpoint_id), b"", mode=0o600)
+        replace_file(self._pin(checkpoint_id), why, mode=0o600)
 
-    def unpin(self, checkpoint_id: str) -> None:
-        """Take a pin off, durably."""
-        self._pin(checkpoint_id).unlink(missing_ok=True)
-        sync_directory(self._directory)
+    def unpin(self, checkpoint_id: str, *, only: bytes | None = None) -> None:
+        """Take a pin off, durably; with `only`, no other than one that was set for this reason."""
+        try:
+            is_wanted = only is None or self._pin(checkpoint_id).read_bytes() == only
+        except FileNotFoundError:
+            return
+        if is_wanted:
+            self._pin(checkpoint_id).unlink(missing_ok=True)
+            sync_directory(self._directory)
 
     def begin_use(self, checkpoint_id: str) -> int:
         """Use a checkpoint until the descriptor that is returned is closed, here and in all processes forked since.

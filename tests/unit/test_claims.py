@@ -295,3 +295,52 @@ def test_never_two_at_once(directory: str, tmp_path: Path) -> None:
         for racer in racers:
             tend_claims(racer.store_dir)
         assert racers[0].there() == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"checkpoint": 1}'])
+def test_a_damaged_record_of_a_claim_leaves_the_claim_to_its_container(
+    directory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    one = Site(tmp_path / "one", directory)
+    one.run("job")
+    path = one.claim("job")
+    path.write_bytes(damage)
+    assert has_claims(one.store_dir)
+    assert has_due_claims(one.store_dir)
+    (before,) = open_remote(directory, "team").claims(CHECKPOINT.checkpoint_id)
+    (file,) = Path(directory).glob("domains/team/claims/*")
+    os.utime(file, (0, 0))
+    with caplog.at_level(logging.ERROR):
+        tend_claims(one.store_dir, directory)
+    assert f"{path} cannot be read" in caplog.text
+    (renewed,) = open_remote(directory, "team").claims(CHECKPOINT.checkpoint_id)
+    assert renewed.token == before.token
+    assert renewed.written_s > 0
+    assert not has_due_claims(one.store_dir), "its record is whole again"
+    path.write_bytes(damage)
+    (containers.directory_of("job") / containers.RECORD_NAME).write_bytes(damage)
+    tend_claims(one.store_dir, directory)
+    assert one.there() == ["job"], "a container whose record is damaged may run from it"
+    containers.forget("job")
+    path.write_bytes(damage)
+    tend_claims(one.store_dir, directory)
+    assert (one.there(), has_claims(one.store_dir)) == ([], False)
+
+
+def test_a_claim_is_held_as_long_as_a_process_of_its_container_runs(directory: str, tmp_path: Path) -> None:
+    """Where a container shares pids its first process may end before others do."""
+    one = Site(tmp_path / "one", directory)
+    one.run("job")
+    kept = containers.read("job")
+    assert kept is not None
+    cgroup = tmp_path / "cgroup"
+    cgroup.mkdir()
+    (cgroup / "cgroup.procs").write_text("7\n")
+    containers.keep(replace(kept, init=Process(os.getpid(), 1), cgroup=cgroup))
+    one.claim("job")
+    tend_claims(one.store_dir)
+    assert one.there() == ["job"]
+    (cgroup / "cgroup.procs").write_text("")
+    assert has_due_claims(one.store_dir)
+    tend_claims(one.store_dir)
+    assert one.there() == []

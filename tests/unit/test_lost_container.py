@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ocihook.linux.procfs import Process, descendants
+from ocihook.linux.procfs import Process, descendants, status_fields
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts
 from ocihook.stages import lost_container
@@ -93,7 +93,8 @@ def test_a_process_whose_first_thread_has_ended_is_not_ending() -> None:
     with subprocess.Popen([sys.executable, "-c", script]) as program:
         process = Process.find(program.pid)
         assert process is not None
-        wait_until(lambda: not process.is_alive())
+        wait_until(lambda: status_fields(program.pid)["State"].startswith("Z"))
+        assert process.is_alive()
         assert not process.is_ending()
         program.kill()
         wait_until(process.is_ending)

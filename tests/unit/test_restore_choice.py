@@ -1,6 +1,8 @@
 """Whether a new container continues from a checkpoint, and from which: decisions alone."""
 
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +24,8 @@ from ocihook.errors import (
     StoreError,
     UnsupportedError,
 )
-from ocihook.linux.patience import ENDLESS
-from ocihook.linux.procfs import Process
+from ocihook.linux.patience import ENDLESS, Patience
+from ocihook.linux.procfs import Process, command_line, descendants
 from ocihook.model import ContainerRef
 from ocihook.runtime import cgroups, choice
 from ocihook.runtime.call import Call
@@ -167,11 +169,27 @@ def test_what_a_runtime_is_asked_for() -> None:
 
 
 def test_processes_are_brought_into_the_container_s_own_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "below").mkdir()
-    procs, below = tmp_path / "cgroup.procs", tmp_path / "below/cgroup.procs"
-    procs.write_text("10\n")
-    below.write_text("11\n")
-    monkeypatch.setattr(cgroups, "descendants", lambda _pid: [10, 11, 12])
+    """A child that has ended and is not waited for is in no cgroup, and asks for none."""
+    words = "sleep 1000 & sleep 1000 & sleep 0 & exec sleep 1000"
+    with subprocess.Popen(["sh", "-c", words], start_new_session=True) as running:
+        try:
+            assert Patience(timeout_s=60).until(lambda: command_line(running.pid)[:1] == ["sleep"])
+            assert Patience(timeout_s=60).until(lambda: len(_alive(running)) == 3)
+            _bring(Process(running.pid, 0), _alive(running), tmp_path, monkeypatch)
+        finally:
+            os.killpg(running.pid, signal.SIGKILL)
+
+
+def _alive(running: "subprocess.Popen[bytes]") -> list[int]:
+    return [pid for pid in descendants(running.pid) if Process.find(pid)]
+
+
+def _bring(init: Process, alive: list[int], cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(descendants(init.pid)) == 4
+    (cgroup / "below").mkdir()
+    procs, below = cgroup / "cgroup.procs", cgroup / "below/cgroup.procs"
+    procs.write_text(f"{alive[0]}\n")
+    below.write_text(f"{alive[1]}\n")
     written: list[str] = []
 
     def write(path: Path, text: str) -> None:
@@ -180,12 +198,12 @@ def test_processes_are_brought_into_the_container_s_own_cgroup(tmp_path: Path, m
             file.write(f"{text}\n")
 
     monkeypatch.setattr(Path, "write_text", write)
-    assert cgroups.mend(Process(10, 1), [tmp_path]) == 1
-    assert written == ["12"]
-    monkeypatch.setattr(Path, "write_text", lambda *_: None)
-    monkeypatch.setattr(cgroups, "descendants", lambda _pid: [13])
-    with pytest.raises(OcihookError, match="keep leaving"):
-        cgroups.mend(Process(13, 1), [tmp_path])
+    assert cgroups.mend(init, [cgroup]) == 1
+    assert written == [str(alive[2])]
+    monkeypatch.setattr(Path, "write_text", lambda *_: None)  # as if it left at once, each time
+    procs.write_bytes(b"")
+    with pytest.raises(OcihookError, match="keep leaving its cgroups"):
+        cgroups.mend(init, [cgroup])
 
 
 def here(tmp_path: Path) -> Kept:

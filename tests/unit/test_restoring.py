@@ -25,7 +25,7 @@ from ocihook.model import ContainerRef
 from ocihook.packs.pages import no_progress
 from ocihook.remote.location import open_remote
 from ocihook.remote.remote import ClaimBlob
-from ocihook.runtime import cgroups, claims, containers, create, restoring
+from ocihook.runtime import attempts, cgroups, claims, containers, create, restoring
 from ocihook.runtime.call import Call
 from ocihook.runtime.choice import Chosen
 from ocihook.session.record import to_json
@@ -154,7 +154,7 @@ class Node:
         return open_remote(str(self.remote), CHECKPOINT.domain).claims(CHECKPOINT.checkpoint_id)
 
     def attempts(self) -> int:
-        path = restoring.attempts_path(self.settings, CHECKPOINT)
+        path = attempts.attempts_path(self.settings, CHECKPOINT)
         return int(path.read_text()) if path.exists() else 0
 
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_failed_twice_is_not_tried_again(node: Node) -> None:
 
 
 def test_damaged_attempts_are_one_error(node: Node) -> None:
-    path = restoring.attempts_path(node.settings, CHECKPOINT)
+    path = attempts.attempts_path(node.settings, CHECKPOINT)
     path.parent.mkdir(parents=True)
     for damaged in (b"", b"one", b"-1", b"1\n", b"9" * 5000):
         path.write_bytes(damaged)

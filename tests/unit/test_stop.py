@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from ocihook import wire
 from ocihook.checkpoints.belongings import note_call, read_call, stopping_dir
 from ocihook.checkpoints.complete import wait_complete
 from ocihook.config import Settings
-from ocihook.errors import OcihookError
+from ocihook.errors import ConfigError, OcihookError
 from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.runtime import containers, dumping, stop, suspending
@@ -26,10 +27,10 @@ from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
     Stop,
-    is_stop_signal,
     is_stopping,
     read_stop,
     record_of,
+    stop_signals,
     stops_under_way,
     write_stop,
 )
@@ -142,6 +143,29 @@ def test_a_container_that_is_held_or_not_ours_or_does_not_want_it(node: Path) ->
             stop.kill(call(node, "kill", ID, "15"), never)
 
 
+@pytest.mark.parametrize("broken", ["settings", "config"])
+def test_a_configuration_that_was_broken_since_is_for_the_agent_to_report(
+    node: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    def fail() -> Settings:
+        raise ConfigError("mode = 'of' is none")
+
+    kept = containers.read(ID)
+    assert kept is not None
+    containers.keep(replace(kept, stop_signals=("15", "TERM", "QUIT")))
+    if broken == "settings":
+        monkeypatch.setattr(stop, "load_settings", fail)
+    else:
+        (node / "bundle/config.json").write_text("{")
+    with caplog.at_level(logging.WARNING), pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, "HUP"), never)
+    assert ("mode = 'of' is none" if broken == "settings" else "config.json is not JSON") in caplog.text
+    assert stop.kill(call(node, "kill", ID, "QUIT"), answer(1, "the configuration is broken")) == 0
+    containers.keep(replace(kept, stop_signals=()))
+    with pytest.raises(PassedOn):
+        stop.kill(call(node, "kill", ID, "15"), never)
+
+
 def test_kill_waits_for_a_stop_that_is_under_way(node: Path) -> None:
     write_stop(ID, Stop(words=("kill", ID, "15")))
     assert stop.kill(call(node, "kill", ID, "9"), answer(0)) == 0
@@ -183,10 +207,8 @@ def test_what_runs_is_deleted_by_the_runtime(node: Path, capsys: pytest.CaptureF
 
 def test_the_signal_that_an_image_wants_is_a_stop() -> None:
     config = {"annotations": {"org.opencontainers.image.stopSignal": "SIGQUIT"}}
-    assert is_stop_signal("QUIT", config)
-    assert is_stop_signal("15", config)
-    assert not is_stop_signal("QUIT", {})
-    assert not is_stop_signal("", {})
+    assert stop_signals(config) == ("15", "TERM", "QUIT")
+    assert stop_signals({}) == ("15", "TERM")
 
 
 def test_the_agent_delivers_the_signal_if_it_cannot_checkpoint(node: Path) -> None:
