@@ -92,13 +92,13 @@ def _deleted(seen: Observation, check: str) -> Iterator[Problem]:
 
 
 def _lost_mount(seen: Observation) -> Iterator[Problem]:
-    """A file may be open through a mount that its process does not see, as a message queue's is."""
+    """A file may be open through a mount that no process sees, as a message queue's is; one may see less (chroot)."""
+    visible = {mount.id for process in seen.processes for mount in process.mounts}
     for process in seen.processes:
-        visible = {mount.id for mount in process.mounts}
         for file in process.files:
             is_lost = file.mount_id >= 0 and file.mount_id not in visible
             if file.fd >= 0 and file.is_regular and has_place(file) and is_lost:
-                detail = f"{seen.who(file.pid)} has {file.name} open, which is on no mount that it sees"
+                detail = f"{seen.who(file.pid)} has {file.name} open, which is on no mount of the container"
                 yield fail(detail, _CLOSE)
 
 
@@ -122,7 +122,8 @@ def _inotify(seen: Observation) -> Iterator[Problem]:
     for file in seen.files:
         if file.name != f"{_ANONYMOUS}inotify":
             continue
-        lost = [watch for watch in file.watches if not can_open_handle(file.pid, watch)]
+        views = dict.fromkeys((file.pid, seen.init_pid))  # the process itself may see less (chroot)
+        lost = [watch for watch in file.watches if not any(can_open_handle(pid, watch) for pid in views)]
         lost = [watch for watch in lost if not _is_found(seen, watch)]
         if lost:
             detail = f"{seen.who(file.pid)} watches {len(lost)} files (inotify) that CRIU cannot find, as on overlay"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from shlex import quote
 
-from ocihook.linux.open_files import resolve_inside
+from ocihook.linux.open_files import Mount, resolve_inside
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail, warn
 from ocihook.preflight.observation import Observation
@@ -26,10 +26,16 @@ def _mount(seen: Observation) -> Iterator[Problem]:
     unknown = _unknown_places(seen)
     for mount in seen.init.mounts:
         is_part = mount.root != "/" and mount.kind not in _KERNELS
-        if mount.place in unknown and is_part and "nvidia" not in mount.place:
+        if mount.place in unknown and is_part and "nvidia" not in mount.place and not _has_whole(seen, mount):
             detail = f"{mount.place} was mounted after the container was made; CRIU cannot dump it"
             remedy = f"nsenter -t {seen.init_pid} -m umount {quote(mount.place)}, or mount it through the engine"
             yield fail(detail, remedy)
+
+
+def _has_whole(seen: Observation, mount: Mount) -> bool:
+    """Return whether CRIU can make a bind mount from another one (criu/mount.c, find_fsroot_mount_for)."""
+    alike = [one for one in seen.init.mounts if one.device == mount.device and one.id != mount.id]
+    return any(one.root == "/" or (one.place == "/" and mount.root.startswith(one.root)) for one in alike)
 
 
 def _tmpfs(seen: Observation) -> Iterator[Problem]:

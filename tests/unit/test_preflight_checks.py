@@ -71,6 +71,8 @@ def device(name: str, major: int, minor: int) -> Observation:
     return with_file(name=name, mode=stat.S_IFCHR, device=os.makedev(major, minor))
 
 
+ROOT = Mount(8, "8:1", "/rootfs", "/", "ext4", "/dev/sda1")
+BOUND = Mount(9, "8:1", "/rootfs/data", "/mnt", "ext4", "/dev/sda1")
 SYSV = "7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"
 UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
 ROWS: list[tuple[Observation, str, Status | None]] = [
@@ -92,6 +94,15 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (with_file(is_deleted=True, links=0, stored_bytes=2 * MIB), "ghost-file", Status.FAIL),
     (with_file(is_deleted=True), "link-remap", Status.FAIL),
     (with_file(info="mnt_id:\t9\n"), "lost-mount", Status.FAIL),
+    (  # of a process that has another root (chroot), and sees none of its mounts
+        container(process(mounts=(ROOT,)), process(8, files=(FILE._replace(info="mnt_id:\t8\n"),))),
+        "",
+        None,
+    ),
+    (container(process(mounts=(BOUND,))), "mount", Status.FAIL),
+    (container(process(mounts=(ROOT._replace(root="/srv/rootfs"), BOUND))), "mount", Status.FAIL),
+    (container(process(mounts=(ROOT, BOUND))), "", None),
+    (container(process(mounts=(ROOT._replace(root="/", place="/all"), BOUND))), "", None),
     (with_file(info="lock:\t1: FLOCK  ADVISORY  WRITE 7 08:01:2 0 EOF\n"), "file-locks", Status.FAIL),
     (
         with_file(mode=stat.S_IFDIR, info="lock:\t1: FLOCK  ADVISORY  WRITE 7 08:01:2 0 EOF\n"),
