@@ -5,6 +5,7 @@ allowed (criu/files-reg.c, check_path_remap). It refuses only after the containe
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from ocihook.errors import printable
 from ocihook.linux.open_files import OpenFile
 
 _MIB = 1 << 20
+_IS_OF_KERNEL = re.compile(r"/proc/[0-9]|/dev/pts/")  # of a process that has ended: CRIU makes one that ends
 
 
 class RefusedFile(NamedTuple):
@@ -28,7 +30,8 @@ class RefusedFile(NamedTuple):
 def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[RefusedFile]:
     """Yield those of these files that CRIU will refuse, each once, smaller ones first."""
     limit = options.ghost_limit_bytes
-    each_once = {(file.device, file.inode): file for file in files if file.is_deleted and has_place(file)}
+    deleted = (file for file in files if file.is_deleted and has_place(file) and not _IS_OF_KERNEL.match(file.name))
+    each_once = {(file.device, file.inode): file for file in deleted}
     for file in sorted(each_once.values(), key=lambda file: file.stored_bytes):
         if file.links == 0 and file.is_regular and file.stored_bytes > limit:
             size = -(-file.stored_bytes // _MIB)

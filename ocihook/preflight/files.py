@@ -119,10 +119,11 @@ def _hidden_file(seen: Observation) -> Iterator[Problem]:
 
 
 def _inotify(seen: Observation) -> Iterator[Problem]:
+    # One of each mount namespace: CRIU knows all mounts, and the process itself may see less of them (chroot).
+    views = {process.namespaces.get("mnt"): process.pid for process in reversed(seen.processes)}.values()
     for file in seen.files:
         if file.name != f"{_ANONYMOUS}inotify":
             continue
-        views = dict.fromkeys((file.pid, seen.init_pid))  # the process itself may see less (chroot)
         lost = [watch for watch in file.watches if not any(can_open_handle(pid, watch) for pid in views)]
         lost = [watch for watch in lost if not _is_found(seen, watch)]
         if lost:
