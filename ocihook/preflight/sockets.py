@@ -16,6 +16,7 @@ from ocihook.preflight.observation import Observation
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
 _IP = (socket.AF_INET, socket.AF_INET6)
 _PROTOCOLS = (socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_UDPLITE, MPTCP, 0)
+_PING = (socket.IPPROTO_ICMP, socket.IPPROTO_ICMPV6)
 _CLOSE = "have the application close it before the dump"
 _STATUS = {Fate.REFUSED: Status.FAIL, Fate.CLOSED: Status.WARN, Fate.KEPT_IF_SAME: Status.WARN}
 
@@ -33,8 +34,17 @@ def _socket_kind(seen: Observation) -> Iterator[Problem]:
         who = seen.who(sock.pid)
         if sock.family not in _FAMILIES:
             yield fail(f"{who} has a socket of family {sock.family}, which CRIU cannot dump", _CLOSE)
-        elif sock.family in _IP and sock.kind != socket.SOCK_RAW and sock.protocol not in _PROTOCOLS:
+        elif sock.family in _IP and sock.kind != socket.SOCK_RAW and sock.protocol not in (*_PROTOCOLS, *_PING):
             yield fail(f"{who} has a socket of protocol {sock.protocol}, which CRIU cannot dump", _CLOSE)
+
+
+def _ping(seen: Observation) -> Iterator[Problem]:
+    for sock in seen.sockets:
+        if sock.family in _IP and sock.kind == socket.SOCK_DGRAM and sock.protocol in _PING:
+            detail = (
+                f"{seen.who(sock.pid)} has a socket for ping (SOCK_DGRAM of ICMP), which CRIU before 4.2 cannot dump"
+            )
+            yield fail(detail, "install CRIU 4.2 or later, or have the application close it before the dump")
 
 
 def _mptcp(seen: Observation) -> Iterator[Problem]:
@@ -165,6 +175,7 @@ def _unix_external(seen: Observation) -> Iterator[Problem]:
 CHECKS = (
     Check(name="kernel-6.16", find=_kernel_6_16, criu=before(4, 2)),
     Check(name="socket-kind", find=_socket_kind),
+    Check(name="socket-kind", find=_ping, criu=before(4, 2)),
     Check(name="mptcp", find=_mptcp),
     Check(name="udp-corked", find=_udp_corked),
     Check(name="tcp-established", find=_tcp_established, unless=("tcp-close", "tcp-established")),

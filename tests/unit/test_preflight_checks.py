@@ -73,6 +73,7 @@ def device(name: str, major: int, minor: int) -> Observation:
 
 ROOT = Mount(8, "8:1", "/rootfs", "/", "ext4", "/dev/sda1")
 BOUND = Mount(9, "8:1", "/rootfs/data", "/mnt", "ext4", "/dev/sda1")
+PINGS = with_socket(kind=socket.SOCK_DGRAM, protocol=socket.IPPROTO_ICMP)
 SYSV = "7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"
 UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
 ROWS: list[tuple[Observation, str, Status | None]] = [
@@ -111,6 +112,8 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     ),
     (with_socket(family=socket.AF_VSOCK), "socket-kind", Status.FAIL),
     (with_socket(protocol=132), "socket-kind", Status.FAIL),
+    (PINGS, "", None),
+    (dataclasses.replace(PINGS, criu=(4, 1, 1)), "socket-kind", Status.FAIL),
     (with_socket(kind=socket.SOCK_RAW, protocol=1), "", None),
     (with_socket(protocol=262), "mptcp", Status.FAIL),
     (with_socket(kind=socket.SOCK_DGRAM, protocol=17, is_corked=True), "udp-corked", Status.FAIL),
