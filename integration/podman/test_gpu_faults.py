@@ -114,7 +114,7 @@ def phases(podman: Podman) -> list[str]:
     ("line", "message"),
     [
         ("driver 565.57.01", "driver 565.57.01 cannot checkpoint: install 570 or later"),
-        ("mig", "uses a MIG instance"),
+        ("mig", r"uses a MIG instance MIG-[0-9a-f-]+ \(1g.10gb\)"),
         ("mps", "client of MPS"),
         ("lock 600", "CUDA lock of process.*NOT_READY.*raise the lock's time"),
         ("lock 999", "CUDA lock of process.*UNKNOWN"),

@@ -200,6 +200,12 @@ _CAUSES: Sequence[Cause] = (
             "see `ocihook doctor --container ID`: workers forked after CUDA was initialised keep such files",
         ),
         (
+            "uprobes",
+            r"has uprobes vma",  # CRIU 4.2
+            "{who} has run into a uprobe, as monitoring sets them, which CRIU cannot dump",
+            "end the probe (bpftrace, eBPF monitoring, perf), and start the container again",
+        ),
+        (
             "device",
             r"of that type \[[26]0\d+\] \((?P<device>(?:chr|blk) \d+:\d+)\)",
             "{who} has a device ({device}) open, which CRIU cannot dump",

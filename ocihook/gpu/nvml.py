@@ -24,6 +24,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     mig: bool = False
+    mig_instances: Mapping[int, str] = field(default_factory=dict)  # UUID and shape of the one that a pid has
     held_bytes: Mapping[int, int] = field(default_factory=dict)  # by pid
     mps_pids: frozenset[int] = frozenset()
 
@@ -62,8 +63,10 @@ def _read(nvml: ModuleType, number: int) -> Gpu:
     device = nvml.nvmlDeviceGetHandleByIndex(number)
     memory = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
     mig, mps = False, frozenset[int]()
+    instances: dict[int, str] = {}
     with contextlib.suppress(nvml.NVMLError):  # a GPU or an NVML without MIG
         mig = bool(nvml.nvmlDeviceGetMigMode(device)[0])
+        instances = _mig_instances(nvml, device) if mig else {}
     with contextlib.suppress(nvml.NVMLError):
         mps = frozenset(process.pid for process in nvml.nvmlDeviceGetMPSComputeRunningProcesses(device))
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
@@ -74,6 +77,19 @@ def _read(nvml: ModuleType, number: int) -> Gpu:
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         mig=mig,
+        mig_instances=instances,
         held_bytes={int(p.pid): int(p.usedGpuMemory or 0) for p in processes},
         mps_pids=mps,
     )
+
+
+def _mig_instances(nvml: ModuleType, device: object) -> dict[int, str]:
+    """Return the MIG instance of each process, as MIG-4f2c... (1g.10gb)."""
+    found: dict[int, str] = {}
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(device)):
+        with contextlib.suppress(nvml.NVMLError):  # numbers have gaps
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number)
+            shape = str(nvml.nvmlDeviceGetName(instance)).rpartition("MIG ")[2]  # NVIDIA H100 80GB HBM3 MIG 1g.10gb
+            name = f"{nvml.nvmlDeviceGetUUID(instance)} ({shape})"
+            found |= {int(p.pid): name for p in nvml.nvmlDeviceGetComputeRunningProcesses(instance)}
+    return found

@@ -200,7 +200,8 @@ def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
     who = f"process {signs.pid}"
     gpus = [gpu for gpu in situation.gpus if gpu.minor in signs.gpu_minors]
     if signs.has_mig or any(gpu.mig for gpu in gpus):
-        yield f"{who} uses a MIG instance, which the driver cannot restore: use a whole GPU"
+        named = next((f" {gpu.mig_instances[signs.pid]}" for gpu in gpus if signs.pid in gpu.mig_instances), "")
+        yield f"{who} uses a MIG instance{named}, which the driver cannot restore: use a whole GPU"
     if any(signs.pid in gpu.mps_pids for gpu in gpus) or "CUDA_MPS_PIPE_DIRECTORY" in signs.environment:
         yield f"{who} is a client of MPS, which the driver cannot checkpoint: run it without MPS"
     if signs.pid not in situation.cuda_pids and signs.device_files:

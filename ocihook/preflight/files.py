@@ -22,6 +22,7 @@ _CLOSE = "have the application close it before the dump"
 _MEMORY_MAJOR, _TTY_MAJORS, _MISC_MAJOR, _NVIDIA_MAJOR = 1, (4, 5, *range(136, 144)), 10, 195
 _TUN_MINOR, _AUTOFS_MINOR = 200, 235  # the only ones of _MISC_MAJOR that CRIU dumps (criu/files.c, get_misc_dev_ops)
 _KFD = "/dev/kfd"
+_OTHERS_CHECKS = ("/dev/nvidia", "/dev/infiniband/")  # gpu/preflight.py, memory.py
 _NAMED_BY_KERNEL = ("proc", "sysfs", "cgroup", "cgroup2")  # where names come and go with what they are about
 # Where CRIU looks for a watched file that its handle does not open (criu/irmap.c).
 _SCANNED = ("/etc", "/var/spool", "/var/log", "/usr/share/dbus-1/system-services", "/usr/share/polkit-1", "/lib/udev")
@@ -49,10 +50,10 @@ def _pidfd(seen: Observation) -> Iterator[Problem]:
 
 
 def _devices(seen: Observation) -> Iterator[tuple[OpenFile, int, int]]:
-    """Yield the devices that are open, with major and minor number, but for NVIDIA's: the driver closes these."""
+    """Yield the devices that are open, with major and minor number, but for those that other checks name."""
     for file in seen.files:
         major, minor = os.major(file.device), os.minor(file.device)
-        if file.is_device and not file.name.startswith("/dev/nvidia") and major != _NVIDIA_MAJOR:
+        if file.is_device and not file.name.startswith(_OTHERS_CHECKS) and major != _NVIDIA_MAJOR:
             yield file, major, minor
 
 

@@ -75,6 +75,7 @@ ROOT = Mount(8, "8:1", "/rootfs", "/", "ext4", "/dev/sda1")
 BOUND = Mount(9, "8:1", "/rootfs/data", "/mnt", "ext4", "/dev/sda1")
 PINGS = with_socket(kind=socket.SOCK_DGRAM, protocol=socket.IPPROTO_ICMP)
 SYSV = "7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"
+PROBED = "7f00-7f01 r-xp 0 08:01 5 /usr/lib/libcuda.so.580.1\n7fff-7fff --xp 0 00:00 0 [uprobes]\n"
 UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
 ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(), "", None),
@@ -87,6 +88,10 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (device("/dev/null", 1, 3), "", None),
     (device("/dev/nvidia0", 195, 0), "", None),
     (device("/dev/kfd", 240, 0), "device", Status.WARN),
+    (device("/dev/infiniband/uverbs0", 231, 192), "rdma", Status.FAIL),
+    (container(process(maps="7f00-7f01 -w-s 0 00:01 5 /dev/infiniband/uverbs0\n")), "rdma", Status.FAIL),
+    (container(process(maps=PROBED)), "uprobes", Status.FAIL),
+    (container(process(maps=PROBED), options=options("allow-uprobes")), "uprobes", Status.WARN),
     (
         dataclasses.replace(device("/dev/net/tun", 10, 200), processes=(), node=OWN),
         "",

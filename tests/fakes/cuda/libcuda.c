@@ -667,7 +667,7 @@ int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64
     return *function ? SUCCESS : NOT_FOUND;
 }
 
-/* --- NVML, nvml.h. A device's handle is its minor, and one. */
+/* --- NVML, nvml.h. A device's handle is its minor, and one; that of its one MIG instance has a bit more. */
 
 struct nvml_memory { unsigned version; unsigned long long total, reserved, free, used; };
 struct nvml_process { unsigned pid; unsigned long long used; unsigned instance, compute_instance; };
@@ -683,7 +683,9 @@ static unsigned node_gpus(unsigned *minors)
     return count;
 }
 
-#define MINOR(device) ((unsigned)(uintptr_t)(device) - 1)
+#define MIG 0x1000u
+#define MINOR(device) (((unsigned)(uintptr_t)(device) & ~MIG) - 1)
+#define IS_MIG(device) ((unsigned)(uintptr_t)(device) & MIG)
 int nvmlInit_v2(void) { return SUCCESS; }
 int nvmlInitWithFlags(unsigned flags) { (void)flags; return SUCCESS; }
 int nvmlShutdown(void) { return SUCCESS; }
@@ -711,13 +713,13 @@ int nvmlSystemGetDriverVersion(char *version, unsigned length)
 
 int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length)
 {
-    snprintf(uuid, length, "GPU-00000000-0000-0000-0000-0000000000%02x", MINOR(device));
+    snprintf(uuid, length, "%s-00000000-0000-0000-0000-0000000000%02x", IS_MIG(device) ? "MIG" : "GPU", MINOR(device));
     return SUCCESS;
 }
 
 int nvmlDeviceGetName(void *device, char *name, unsigned length)
 {
-    snprintf(name, length, MINOR(device) == 7 ? "Another stand-in" : "Stand-in");
+    snprintf(name, length, "%s%s", MINOR(device) == 7 ? "Another stand-in" : "Stand-in", IS_MIG(device) ? " MIG 1g.10gb" : "");
     return SUCCESS;
 }
 
@@ -735,6 +737,14 @@ int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *pending)
     (void)device;
     *now = *pending = (unsigned)scripted("mig", rest, sizeof rest);
     return SUCCESS;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *count) { (void)device; *count = 2; return SUCCESS; }
+
+int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **instance)
+{
+    *instance = (void *)((uintptr_t)device | MIG);
+    return index == 1 ? SUCCESS : 6; /* NVML_ERROR_NOT_FOUND */
 }
 
 static int processes(void *device, unsigned *count, struct nvml_process *infos)
