@@ -5,8 +5,9 @@ import os
 import re
 import select
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -301,6 +302,8 @@ class HandledContainerd(Stalling, Containerd):
         gpus: Sequence[int] = (),
         memory_mib: int = 0,
         has_terminal: bool = False,
+        host_paths: Mapping[str, str] = MappingProxyType({}),
+        **security: Any,  # noqa: ANN401 - as the CRI has it
     ) -> str:
         """Create a container in a pod, which is not started; return its id.
 
@@ -313,6 +316,8 @@ class HandledContainerd(Stalling, Containerd):
             gpus: minors of those that it gets.
             memory_mib: that it may have; 0: any.
             has_terminal: whether it has one.
+            host_paths: directories of the node, by where the container has them.
+            security: of its security context.
         """
         volume = "/var/lib/kubelet/pods/{}/volumes/kubernetes.io~empty-dir/{}"
         places = {path: volume.format(pod, Path(path).name) for path in volumes}
@@ -325,12 +330,14 @@ class HandledContainerd(Stalling, Containerd):
             "command": ["/cuda_workload" if gpus else "/workload"],
             "args": list(words),
             "labels": {f"io.kubernetes.{key}": value for key, value in labels.items()},
-            "mounts": [{"container_path": path, "host_path": place} for path, place in places.items()],
+            "mounts": [
+                {"container_path": path, "host_path": place} for path, place in (places | {**host_paths}).items()
+            ],
             "log_path": f"{name}.log",
             "tty": has_terminal,
             "linux": {
                 "resources": {"memory_limit_in_bytes": memory_mib << 20},
-                "security_context": {"namespace_options": _OWN_PIDS},
+                "security_context": {"namespace_options": _OWN_PIDS, **security},
             },
             "devices": fake_driver.devices(gpus),
         }

@@ -1,15 +1,31 @@
 """A container that is created again with fewer rights than it had is never resumed with the old ones."""
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from integration.namespace import CommandError
+from integration.namespace import CommandError, wait_for
+from integration.podman.engine import IMAGE, SITE
 from integration.runtime.conftest import MakeHandled
+from integration.runtime.engine import HandledContainerd
+from integration.runtime.test_archives import checkpoint
 from integration.runtime.test_podman import AGAIN, STOPPED, assert_went_on
 
 STRICT = {"restore_from": "latest", "on_restore_error": "fail"}
+
+
+@pytest.fixture
+def node(scratch: Path, forky_root: Path, wheels: Path, workload: Path) -> Iterator[HandledContainerd]:
+    """A containerd with ocihook installed."""
+    node = HandledContainerd(scratch, forky_root, wheels, workload)
+    node.install()
+    yield node
+    node.close()
 
 
 def profile(path: Path, *denied: str) -> str:
@@ -78,3 +94,61 @@ def test_fewer_rights_are_refused_by_name(make_handled: MakeHandled, runtime: st
         "nsenter", "--ipc", "--target", str(podman.init_pid("job")), "cat", "/proc/sys/kernel/msgmax"
     )
     assert msgmax.strip() == "9001"
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_a_pod_with_fewer_rights_is_refused(node: HandledContainerd, runtime: str) -> None:
+    """The new pod has another uid, and so other directories of the kubelet's and of containerd's."""
+    shared: dict[str, Any] = {"volumes": ["/cache"], "host_paths": {"/host": "/scratch/one"}}
+    for name in ("one", "two"):
+        (node.scratch / name).mkdir()
+    first = node.add(
+        node.make_pod("first", runtime, member="job", checkpoint_on_stop="true"), "first", "main", "4", **shared
+    )
+    node.call("StartContainer", container_id=first)
+    wait_for("it to count", lambda: len(node.counts(first)) > 2)
+    last = node.stop(first)
+    sandbox = node.make_pod("second", runtime, member="job", **STRICT)
+    narrowed: dict[str, dict[str, Any]] = {
+        r"capabilities that are missing: .*CAP_NET_RAW \(bounding\)": {
+            "capabilities": {"drop_capabilities": ["NET_RAW"]}
+        },
+        "read-only root was False, is True": {"readonly_rootfs": True},
+        "no_new_privileges was False, is True": {"no_new_privs": True},
+        "user was '0:0.*', is '7:": {"run_as_user": {"value": 7}},
+        "source of mount /host was '/scratch/one', is '/scratch/two'": {"host_paths": {"/host": "/scratch/two"}},
+    }
+    for number, (message, changes) in enumerate(narrowed.items()):
+        container = node.add(sandbox, "second", f"changed-{number}", "4", **(shared | changes))
+        with pytest.raises(grpc.RpcError, match=message):
+            node.call("StartContainer", container_id=container)
+        assert not node.namespace.pids("/workload")
+    container = node.add(sandbox, "second", "main", "4", **shared)
+    node.call("StartContainer", container_id=container)
+    wait_for("it to count", lambda: len(node.counts(container)) > 2)
+    assert node.counts(container)[0] == last + 1
+
+
+def test_run_from_elsewhere_keeps_a_relative_volume(make_handled: MakeHandled) -> None:
+    """`--volume ./data:/data` is of the directory where the container was made; without that one it is refused."""
+    podman = make_handled("runc")
+    podman.use_by_default()
+    podman.ocihook("install", "--runtime", "--libexec", "/etc/ocihook/libexec")
+    one, two = podman.scratch / "one", podman.scratch / "two"
+    for directory in (one, two):
+        (directory / "data").mkdir(parents=True)
+        (directory / "data/who").write_text(directory.name)
+    words = f"--detach --name job --network host --pids-limit 0 --volume ./data:/data {IMAGE} /workload 4"
+    podman.namespace.run("sh", "-c", f"cd {one} && podman run {words}")
+    podman.wait_to_count("job")
+    last = checkpoint(podman, "job")
+    run_from = f"cd {two} && PYTHONPATH={SITE} {sys.executable} -m ocihook run --from job"
+    moved = one.rename(podman.scratch / "moved")
+    with pytest.raises(CommandError, match=r"source of mount /data was .*/one/data', is .*/two/data'"):
+        podman.namespace.run("sh", "-c", run_from)
+    assert podman("ps", "--all", "--quiet") == ""
+    moved.rename(one)
+    podman.namespace.run("sh", "-c", run_from)
+    podman.wait_to_count("job")
+    assert podman.counts("job")[0] == last + 1
+    assert podman.file("job", "/data/who") == "one"

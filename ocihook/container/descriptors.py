@@ -48,7 +48,7 @@ def check_image_files(directory: Path) -> None:
         if number > _MOST_DUMPS:
             raise IntegrityError(f"{directory} needs more than {_MOST_DUMPS} earlier dumps")
         for name in os.listdir(place):
-            if _IS_OPENED.fullmatch(name) and not stat.S_ISREG((place / name).lstat().st_mode):
+            if _IS_OPENED.fullmatch(name) and not _is_file(place / name):
                 raise IntegrityError(
                     f"{printable(name)} in {place} is not a file: a restore would wait for it, or read elsewhere",
                     hint="use another copy of the checkpoint",
@@ -57,6 +57,13 @@ def check_image_files(directory: Path) -> None:
     if path.exists():
         with path.open("rb") as file:
             check_descriptors(file.read(MAX_DESCRIPTORS_BYTES + 1))
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a path is a file, or a link to one beside it."""
+    if stat.S_ISREG(path.lstat().st_mode):
+        return True
+    return path.is_file() and path.resolve().parent == path.parent.resolve()
 
 
 def _chain(directory: Path) -> Iterator[Path]:

@@ -30,12 +30,23 @@ class Rule(NamedTuple):
     arguments: str  # their conditions, as JSON; "": none, it holds for every call
 
 
+class Group(NamedTuple):
+    """System calls with the same rules."""
+
+    rules: tuple[Rule, ...]
+    names: tuple[str, ...]
+
+
 class Seccomp(NamedTuple):
     """A profile. Error numbers and flags are left out: they change how a call is refused, and not which."""
 
     default: str = ALLOW
     architectures: tuple[str, ...] = (ANY,)
-    rules: Mapping[str, tuple[Rule, ...]] = {}  # by the name of the system call
+    groups: tuple[Group, ...] = ()
+
+    def by_name(self) -> dict[str, tuple[Rule, ...]]:
+        """Return the rules of each system call."""
+        return {name: group.rules for group in self.groups for name in group.names}
 
 
 def parse_seccomp(value: Mapping[str, Any] | None) -> Seccomp:
@@ -52,7 +63,10 @@ def parse_seccomp(value: Mapping[str, Any] | None) -> Seccomp:
         rule = Rule(_known(entry["action"]), json.dumps(arguments, sort_keys=True) if arguments else "")
         for name in entry["names"]:
             rules.setdefault(str(name), set()).add(rule)
-    ordered = {name: tuple(sorted(found)) for name, found in sorted(rules.items())}
+    groups: dict[tuple[Rule, ...], list[str]] = {}
+    for name, found in sorted(rules.items()):
+        groups.setdefault(tuple(sorted(found)), []).append(name)
+    ordered = tuple(Group(found, tuple(names)) for found, names in sorted(groups.items()))
     architectures = tuple(sorted(map(str, value.get("architectures") or ())))
     profile = Seccomp(_known(value["defaultAction"]), architectures, ordered)
     return profile if _restricts(profile) else Seccomp()
@@ -65,9 +79,8 @@ def _known(action: str) -> str:
 
 
 def _restricts(profile: Seccomp) -> bool:
-    return any(
-        action != ALLOW for action in (profile.default, *(r.action for rs in profile.rules.values() for r in rs))
-    )
+    actions = [rule.action for group in profile.groups for rule in group.rules]
+    return any(action != ALLOW for action in (profile.default, *actions))
 
 
 def changes(then: Seccomp, now: Seccomp) -> dict[str, int | None]:
@@ -76,8 +89,11 @@ def changes(then: Seccomp, now: Seccomp) -> dict[str, int | None]:
     Returns:
         By name: 1 if the later profile allows more, -1 if it allows less, None if that cannot be told.
     """
-    names = sorted({*then.rules, *now.rules})
-    found = {name: _change(_outcomes(then, name), _outcomes(now, name)) for name in names}
+    before, after = then.by_name(), now.by_name()
+    found = {
+        name: _change(_outcomes(then.default, before.get(name, ())), _outcomes(now.default, after.get(name, ())))
+        for name in sorted({*before, *after})
+    }
     found["all other calls"] = _sign([_RANKS[now.default] - _RANKS[then.default]])
     found["architectures"] = _change_of_sets(_architectures(then), _architectures(now))
     return {name: change for name, change in found.items() if change != 0}
@@ -101,12 +117,10 @@ class _Outcomes(NamedTuple):
     conditions: Mapping[str, int]  # ranks by their conditions
 
 
-def _outcomes(profile: Seccomp, name: str) -> _Outcomes:
-    rules = profile.rules.get(name, ())
+def _outcomes(default: str, rules: tuple[Rule, ...]) -> _Outcomes:
     always = [_RANKS[rule.action] for rule in rules if not rule.arguments]
-    base = max(always, default=_RANKS[profile.default])
     conditions = {rule.arguments: _RANKS[rule.action] for rule in rules if rule.arguments and not always}
-    return _Outcomes(base, conditions)
+    return _Outcomes(max(always, default=_RANKS[default]), conditions)
 
 
 def _change(then: _Outcomes, now: _Outcomes) -> int | None:

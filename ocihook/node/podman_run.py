@@ -6,12 +6,13 @@ name of `podman system connection`: it is there, knows ssh, and streams an archi
 """
 
 import json
+import os
 import re
 import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ class Recipe(NamedTuple):
     image: str  # its id
     image_name: str
     arguments: tuple[str, ...]  # behind the image
+    directory: str = ""  # where podman was called, if its options show that: relative sources of volumes are there
 
 
 class Made(NamedTuple):
@@ -162,13 +164,17 @@ def run_from(known: Known, name: str, given: Sequence[str]) -> Made:
         raise ConfigError(f"{_RESTORE_FROM} is set by --from", hint="leave that annotation out")
     wanted_name = name or known.container.name
     program = _check_ready(known.container.runtime, wanted_name)
-    words = given or _words(_recipe(known))
+    recipe = None if given else _recipe(known)
+    words = given if recipe is None else _words(recipe)
     notes = {"restore-from": known.id, "on-no-checkpoint": "fail", "on-restore-error": "fail"}
     options = [f"--annotation={ANNOTATION_PREFIX}{key}={value}" for key, value in notes.items()]
     options += [f"--name={wanted_name}"] if wanted_name else []
     with tempfile.TemporaryDirectory(prefix="ocihook-") as scratch:
         file = Path(scratch) / "id"
-        done = _call("--runtime", str(program), "run", "--detach", f"--cidfile={file}", *options, *words)
+        directory = recipe.directory if recipe is not None and Path(recipe.directory).is_dir() else ""
+        done = _call(
+            *("--runtime", str(program), "run", "--detach", f"--cidfile={file}", *options, *words), directory=directory
+        )
         container = file.read_text().strip() if file.exists() else ""
     if done.returncode != 0:
         reason = _REASON.search(done.stderr)
@@ -226,7 +232,9 @@ def _recipe(known: Known) -> Recipe:
 def _recipe_of(found: Mapping[str, Any]) -> Recipe:
     """Return how a container was made that podman has."""
     config = found.get("Config") or {}
-    named = {"rootfsImageID": found.get("Image"), "rootfsImageName": found.get("ImageName")}
+    named: dict[str, Any] = {"rootfsImageID": found.get("Image"), "rootfsImageName": found.get("ImageName")}
+    mounts = [{key.lower(): mount.get(key) for key in ("Source", "Destination")} for mount in found.get("Mounts") or ()]
+    named["spec"] = {"mounts": mounts}
     made = {"CreateCommand": config.get("CreateCommand"), "command": config.get("Cmd")}
     return parse_recipe({**made, **named}, str(found.get("Name", "")))
 
@@ -245,11 +253,39 @@ def parse_recipe(config: Mapping[str, Any], name: str) -> Recipe:
     for at in (len(words) - len(arguments) - 1, len(words) - 1):  # the image's own arguments are not in the command
         is_end = words[at + 1 :] in (arguments, [])
         if begin and begin <= at and is_end and image and _names(words[at], raw, image_name, image):
-            return Recipe(_others(words[begin:at]), image, image_name, tuple(words[at + 1 :]))
+            directory = _directory(words[begin:at], (config.get("spec") or {}).get("mounts") or ())
+            return Recipe(_others(words[begin:at]), image, image_name, tuple(words[at + 1 :]), directory)
     raise UnsupportedError(
         f"podman does not know by which command container {name} was made",
         hint="give its options, image and arguments after --, as for `podman run`",
     )
+
+
+def _directory(options: Sequence[str], mounts: Iterable[Mapping[str, Any]]) -> str:
+    """Return where podman was called, by its relative sources of volumes and what these were; "" if that is unknown."""
+    sources = {os.path.normpath(str(mount.get("destination"))): str(mount.get("source")) for mount in mounts}
+    found = set()
+    for source, place in _volumes(options):
+        inner, whole = os.path.normpath(source), sources.get(os.path.normpath(place), "")
+        if inner == "." or inner.startswith(".."):
+            found.add(whole if inner == "." else "")
+        elif source.startswith("."):
+            found.add(whole.removesuffix(f"/{inner}") if whole.endswith(f"/{inner}") else "")
+    return found.pop() if len(found) == 1 else ""
+
+
+def _volumes(options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield source and place of what options of podman mount."""
+    for at, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        value = value if equals else "".join(options[at + 1 : at + 2])
+        if name in ("-v", "--volume"):
+            source, _, place = value.partition(":")
+            yield source, place.partition(":")[0]
+        elif name == "--mount":
+            fields = dict(field.partition("=")[::2] for field in value.split(","))
+            place = next((fields[key] for key in ("target", "destination", "dst") if key in fields), "")
+            yield fields.get("source", fields.get("src", "")), place
 
 
 def _names(word: str, raw: str, name: str, image: str) -> bool:
@@ -304,8 +340,12 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     return printable(done.stderr.strip().rpartition("Error: ")[2])
 
 
-def _call(*words: str) -> subprocess.CompletedProcess[str]:
+def _call(*words: str, directory: str = "") -> subprocess.CompletedProcess[str]:
+    """Call podman, in this directory or in another one."""
+    command = ["podman", *words]
     try:
-        return subprocess.run(["podman", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, cwd=directory or None
+        )
     except FileNotFoundError as error:
         raise UnsupportedError("podman is not installed here") from error

@@ -9,10 +9,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
+from ocihook.container.descriptors import check_image_files
 from ocihook.container.identity import container_ref, gang_ref
 from ocihook.errors import CheckpointInUse, ConfigError, GivenUp, NoCheckpoint, OcihookError, RestoreError, plain
 from ocihook.linux.patience import ENDLESS
@@ -77,10 +79,11 @@ def keep_restored(call: Call) -> NoReturn:
         call: `restore`.
 
     Raises:
-        OcihookError: if its annotations are wrong.
+        OcihookError: if its annotations are wrong, or the runtime would wait for what is no file among the images.
     """
     config = _read_config(call)
     notes = annotations_of(config)
+    check_image_files(Path(call.options.get("--image-path") or "checkpoint"))  # runc's and crun's default
     kept = _kept(call, notes)
     if not _is_sandbox(notes):
         policy = read_policy(load_settings(), notes, in_pod=kept.container.is_in_pod)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ocihook.config import Settings
+from ocihook.container.descriptors import check_image_files
 from ocihook.container.runtime_call import find_runtime_call
 from ocihook.errors import ConfigError, IdentificationError
 from ocihook.images.direct import put_back
@@ -36,6 +37,7 @@ def pre_restore(journal: Journal, patience: Patience, request: Request, director
         call = find_runtime_call(request.criu_pid)
         if call is not None:
             identify(journal, request, call, settings)
+    check_image_files(directory)  # CRIU has opened a few of them by now, and opens the others next
     put_back(directory)  # of a restore that ended with the node's power
     restore = _restore(journal, patience, request, directory, settings)
     taking_part = participants()

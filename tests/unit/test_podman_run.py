@@ -62,6 +62,26 @@ def test_the_image_is_found_however_it_was_called(command: tuple[str, ...], more
     assert (recipe.options, recipe.image, recipe.arguments) == (("--memory=1g",), IMAGE, ())
 
 
+@pytest.mark.parametrize(
+    ("options", "sources", "directory"),
+    [
+        (("-v", "./data:/data"), {"/data": "/srv/one/data"}, "/srv/one"),
+        (("--volume=./a/b:/data:ro", "-v", ".:/all"), {"/data": "/srv/one/a/b", "/all": "/srv/one"}, "/srv/one"),
+        (("--mount", "type=bind,src=./data,dst=/data/"), {"/data": "/srv/data"}, "/srv"),
+        (("-v", "./data:/data", "-v", "./x:/x"), {"/data": "/srv/one/data", "/x": "/srv/two/x"}, ""),  # changed since
+        (("-v", "../data:/data"), {"/data": "/srv/data"}, ""),
+        (("-v", "/srv/data:/data", "-v", "named:/n", "--tmpfs", "/t"), {"/data": "/srv/data", "/n": "/v"}, ""),
+        (("-v", "./data:/data"), {}, ""),
+    ],
+)
+def test_relative_volumes_say_where_podman_was_called(
+    options: tuple[str, ...], sources: dict[str, str], directory: str
+) -> None:
+    mounts = [{"destination": place, "source": source} for place, source in sources.items()]
+    made = {**config("run", *options, "job:1", "work", "--name", "x"), "spec": {"mounts": mounts}}
+    assert parse_recipe(made, "job").directory == directory
+
+
 @pytest.mark.parametrize("command", [(), ("run", "other:1", "work"), ("start", "job:1"), ("run",)])
 def test_what_does_not_say_how_it_was_made_is_refused(command: tuple[str, ...]) -> None:
     with pytest.raises(UnsupportedError, match="by which command container job was made"):

@@ -5,9 +5,10 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -126,8 +127,9 @@ class Node:
             writer.add_tree("rootfs", changed)
             writer.end()
 
-    def restore(self) -> None:
-        restoring.restore(self.call, self.kept, self.config, Chosen(CHECKPOINT, is_restart=False), self.settings)
+    def restore(self, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+        config = {**self.config, **changes}
+        restoring.restore(self.call, self.kept, config, Chosen(CHECKPOINT, is_restart=False), self.settings)
 
     def processes(self) -> list[int]:
         """Return the container's processes, which are called as no others are."""
@@ -357,6 +359,53 @@ def test_what_is_being_restored_is_nobody_else_s(node: Node, monkeypatch: pytest
         os.close(writer)
     os.waitpid(caller, 0)
     assert (containers.directory_of(ID) / containers.HELD_NAME).exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "four"])
+def test_a_file_that_the_runtime_would_wait_for_is_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def lay_out(domain: object, manifest: object, place: Path, **more: object) -> None:
+        node._lay_out(domain, manifest, place, **more)
+        odd = place / IMAGES_DIR / "descriptors.json"
+        if kind == "fifo":
+            os.mkfifo(odd)
+        elif kind == "link":
+            odd.symlink_to("/dev/zero")
+        else:
+            odd.write_text('["pipe:[1]", "pipe:[1]", "pipe:[1]", "pipe:[1]"]')
+
+    monkeypatch.setattr(restoring, "lay_out", lay_out)
+    with pytest.raises(RestoreError, match=r"descriptors\.json .*is not (a file|an array of at most 3 names)"):
+        node.restore()
+    node.assert_as_before()
+    assert node.attempts() == 0
+
+
+def test_fewer_rights_are_refused_and_more_are_told(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RestoreError, match="as the one that was checkpointed: no_new_privileges was False, is True"):
+        node.restore({"process": {"noNewPrivileges": True}})
+    node.assert_as_before()
+    assert node.attempts() == 0
+    node.restore({"process": {"capabilities": {"bounding": ["CAP_KILL"]}}})
+    assert containers.read(ID) is not None
+    said = (node.bundle / "log").read_text()
+    assert (
+        f"container {node.kept.container} goes on with the rights it had: capabilities that are new: CAP_KILL" in said
+    )
+
+
+def test_a_checkpoint_that_does_not_record_rights_is_restored_with_a_warning(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lay_out(domain: object, manifest: object, place: Path, **more: object) -> None:
+        node._lay_out(domain, manifest, place, **more)
+        facts = json.loads((place / FACTS_NAME).read_bytes())
+        (place / FACTS_NAME).write_text(json.dumps(facts[:6]))
+
+    monkeypatch.setattr(restoring, "lay_out", lay_out)
+    node.restore({"process": {"noNewPrivileges": True}})
+    assert "which did not record what its container was allowed" in (node.bundle / "log").read_text()
 
 
 @pytest.mark.parametrize(
