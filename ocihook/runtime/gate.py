@@ -97,11 +97,14 @@ _NEEDED = _sets(Kind.NARROWER, Kind.OTHER)  # what is new cannot be given in a r
 
 
 def _capabilities(name: str, then: Rights, now: Rights) -> Differences:
-    yield from _GRANTED(name, _held(then.capabilities), _held(now.capabilities))
-
-
-def _held(capabilities: Mapping[str, Iterable[str]]) -> set[str]:
-    return {f"{capability} ({kind})" for kind, held in capabilities.items() for capability in held}
+    for kind, word, more, less in ((Kind.NARROWER, "missing", then, now), (Kind.WIDER, "new", now, then)):
+        sets: dict[str, list[str]] = {}
+        for which, held in sorted(more.capabilities.items()):
+            for capability in {*held} - {*less.capabilities.get(which, ())}:
+                sets.setdefault(capability, []).append(which)
+        if sets:
+            listed = ", ".join(f"{capability} ({', '.join(sets[capability])})" for capability in sorted(sets))
+            yield Difference(kind, f"{name} that are {word}: {listed}")
 
 
 def _no_new_privileges(name: str, then: Rights, now: Rights) -> Differences:
