@@ -5,10 +5,23 @@ The kernel keeps them, not a process: they survive when processes are killed.
 
 import ctypes
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _IN_MEMORY = (0x01021994, 0x858458F6)  # linux/magic.h: tmpfs, ramfs
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MNT_DETACH = 2, 4, 8, 4096, 2  # linux/mount.h
+_MS_REMOUNT = 32
+# Options of one mount, as mountinfo shows them (proc(5), mount(2)).
+_FLAGS = {
+    "ro": 1,
+    "nosuid": _MS_NOSUID,
+    "nodev": _MS_NODEV,
+    "noexec": _MS_NOEXEC,
+    "nosymfollow": 256,
+    "noatime": 1024,
+    "nodiratime": 2048,
+    "relatime": 1 << 21,
+}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -27,6 +40,20 @@ def pin_file(source: Path, place: Path) -> None:
             raise OSError(number, f"{source} cannot be mounted at {place}: {os.strerror(number)}")
     finally:
         os.close(fd)
+
+
+def remount(place: Path, options: Iterable[str]) -> None:
+    """Give a mount these options, and no others; its file system, and other mounts of that, stay as they are.
+
+    Raises:
+        OSError: if nothing is mounted there, or this process may not change it.
+    """
+    flags = _MS_REMOUNT | _MS_BIND
+    for option in options:
+        flags |= _FLAGS.get(option, 0)
+    if _libc.mount(None, os.fsencode(place), None, flags, None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(place))
 
 
 def mount_memory(directory: Path, size_bytes: int) -> None:

@@ -4,7 +4,7 @@ CRIU gives processes the rights that they had. So a bundle that grants fewer mus
 and its processes keep the fewer ones that they had.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -242,7 +242,7 @@ _RIGHTS: tuple[tuple[str, Callable[[str, Rights, Rights], Differences]], ...] = 
     ("read-only paths", _of("read_only_paths", _IMPOSED)),
     ("device", _devices),
     ("access to device", _device_rules),
-    ("namespaces of others", _of("shared_namespaces", _sets(Kind.NARROWER, Kind.OTHER))),
+    ("shared namespaces", _of("shared_namespaces", _sets(Kind.NARROWER, Kind.OTHER))),
     ("AppArmor profile", _apparmor),
     ("sysctls", _sysctls),
     ("", _others),

@@ -24,7 +24,7 @@ from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
 from ocihook.checkpoints.origin import Origin
 from ocihook.config import Settings
 from ocihook.container.descriptors import check_image_files
-from ocihook.container.spec import SpecFacts, spec_facts
+from ocihook.container.spec import Rights, SpecFacts, spec_facts
 from ocihook.criu.conf import options
 from ocihook.criu.files import content_at
 from ocihook.errors import (
@@ -192,7 +192,7 @@ def _restore(
     laid_out = (
         _lay_out_stored(*stored, place, settings) if stored else _lay_out_archived(chosen, place, settings, patience)
     )
-    then = _check(call, kept, config, chosen.thin, laid_out, place)
+    then, now = _check(call, kept, config, chosen.thin, laid_out, place)
     patience.check()
     if settings.remote and (stored or read_thin(place / IMAGES_DIR)):  # other nodes can have it, too
         _claim(kept, chosen.thin, settings, patience)
@@ -204,7 +204,7 @@ def _restore(
     init = _run(call, config, place, patience)
     mend(init, cgroups_of(call))
     freezer = hold(call)
-    for missing in apply_unrestored(init, then.rights and then.rights.oom_score_adj, config, patience):
+    for missing in apply_unrestored(init, then.rights, now, config, patience):
         _warn(call, f"container {kept.container} is restored without {missing}")
     containers.keep(replace(kept, checkpoint=chosen.thin.checkpoint_id, init=init, cgroup=freezer.directory))
     directory = containers.directory_of(kept.container.id)
@@ -260,8 +260,8 @@ def _verify_stored(domain: Domain, manifest: StoredManifest) -> None:
 
 def _check(
     call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, laid_out: LaidOut, place: Path
-) -> SpecFacts:
-    """Refuse what cannot be restored here, before anything of the container is changed; return what was checkpointed.
+) -> tuple[SpecFacts, Rights]:
+    """Refuse what cannot be restored here, before anything of the container is changed; return both bundles' facts.
 
     A runtime that was given a terminal has used its socket up when its restore fails, and the container cannot start
     from scratch: then every byte is read twice, first here.
@@ -286,7 +286,8 @@ def _check(
         check_host(laid_out.host, "")
     if now.has_terminal:
         laid_out.verify()
-    return then
+    assert now.rights is not None
+    return then, now.rights
 
 
 def _warn(call: Call, text: str) -> None:

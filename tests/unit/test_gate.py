@@ -126,7 +126,10 @@ NARROWER: dict[str, tuple[Callable[[Spec], object], str]] = {
         lambda s: s["process"]["capabilities"].update(ambient=None),
         r"missing: CAP_CHOWN \(ambient\), CAP_KILL \(ambient\)",
     ),
-    "no capabilities": (lambda s: s["process"].pop("capabilities"), r"CAP_KILL \(permitted\)"),
+    "no capabilities": (
+        lambda s: s["process"].pop("capabilities"),
+        r"CAP_KILL \(ambient, bounding, effective, inheritable, permitted\)",
+    ),
     "no new privileges": (lambda s: s["process"].update(noNewPrivileges=True), "no_new_privileges was False, is True"),
     "umask": (lambda s: s["process"]["user"].update(umask=0o077), "umask allows 700, allowed 755"),
     "soft limit": (lambda s: s["process"]["rlimits"][0].update(soft=400), "soft limit RLIMIT_NOFILE was 500, is 400"),
@@ -224,7 +227,7 @@ OTHER: dict[str, tuple[Callable[[Spec], object], str]] = {
     "ID mappings": (lambda s: s["linux"].update(uidMappings=[{"hostID": 1}]), "ID mappings was 'not set'"),
     "shared namespace": (
         lambda s: s["linux"]["namespaces"][2].update(path="/i"),
-        "namespaces of others that are new: ipc",
+        "shared namespaces that are new: ipc",
     ),
     "no namespace": (lambda s: s["linux"]["namespaces"].pop(2), "namespaces that are missing: ipc"),
 }
