@@ -192,14 +192,14 @@ def test_ranks_that_wait_for_one_another_are_locked_in_the_end(gpu_podman: Podma
 
 
 def test_a_dump_that_criu_refuses_gives_everything_back(gpu_podman: Podman) -> None:
-    gpu_podman.start_cuda("c", 16, "uffd", "children=1", options=NO_SECCOMP)
+    gpu_podman.start_cuda("c", 16, "uffd", "children=1", options=NO_SECCOMP, preflight="warn")
     dump_fails(gpu_podman)
 
 
 def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
     """Packs of a failed dump go with their directory; the memory comes back all the same."""
     gpu_podman.configure(f"[agent]\nidle_timeout_s = 2\nmemory_bound_bytes = {64 << 20}\n")  # else they are elsewhere
-    gpu_podman.start_cuda("c", 16, "uffd", options=NO_SECCOMP)
+    gpu_podman.start_cuda("c", 16, "uffd", options=NO_SECCOMP, preflight="warn")
     act_at_pre_dump(gpu_podman, 'rm -f "$CRTOOLS_IMAGE_DIR"/ocihook*')
     dump_fails(gpu_podman)
 
@@ -207,7 +207,7 @@ def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
 @pytest.mark.parametrize("words", [[], ["uffd"]], ids=["left running", "a dump that fails"])
 def test_somebody_else_has_taken_the_gpu_meanwhile(gpu_podman: Podman, words: list[str]) -> None:
     """The container waits for room, and the driver is not asked before: its restore without room is final."""
-    gpu_podman.start_cuda("c", 16, "children=1", *words, options=NO_SECCOMP)
+    gpu_podman.start_cuda("c", 16, "children=1", *words, options=NO_SECCOMP, preflight="warn")
     fake_driver.script(gpu_podman.namespace, f"total {48 << 20}", f"taken {32 << 20}")  # room for one of two
     archive = gpu_podman.scratch / "c.tar"
     dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, "--leave-running", check=not words))
