@@ -820,3 +820,23 @@ def test_the_engine_alone_is_killed(gpu_podman: Podman, victim: str, *, leave_ru
         wait_for("podman to see the container's end", lambda: not gpu_podman.is_running("c"))
         gpu_podman("container", "restore", "c")
     gpu_podman.assert_goes_on("c", before)
+
+
+def test_an_engine_that_thaws_what_has_no_gpu_yet(gpu_podman: Podman) -> None:
+    """As one does that was restarted: all the time, from the end of the dump on, and the agent is killed then, too."""
+    gpu_podman.start_cuda("c", 16, "children=1", "watch", preflight="warn")
+    before = gpu_podman.count("c")
+    container = gpu_podman("inspect", "--format", "{{.Id}}", "c").strip()
+    switch, done = f"/sys/fs/cgroup/libpod_parent/libpod-{container}/cgroup.freeze", gpu_podman.scratch / "done"
+    thaw = f"while [ ! -e {done} ]; do echo 0 >{switch}; sleep 0.002; done"
+    kill = "kill -KILL $(cat /run/ocihook/agent.lock)"
+    act_at(gpu_podman, "post-dump", f"setsid sh -c '{thaw}' </dev/null >/dev/null 2>&1 & {kill}\n:")
+    try:
+        gpu_podman.checkpoint("c", gpu_podman.scratch / "c.tar", "--leave-running", check=False)
+        gpu_podman.assert_goes_on("c", before)
+    finally:
+        done.touch()
+    wait_for(
+        "all to be undone", lambda: not gpu_podman.namespace.path(f"{Path(switch).parent}/ocihook-frozen").exists()
+    )
+    assert sessions(gpu_podman.namespace)[-1]["effects"] == []

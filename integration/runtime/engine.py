@@ -30,7 +30,8 @@ touch /run/stall.there
 while [ -e /run/stall ]; do sleep 0.02; done
 """
 _LINE_DIGITS = 127  # of the workload's stream
-_V1 = "umount /sys/fs/cgroup && umount /sys/fs/cgroup/unified"
+HYBRID = 0  # version of cgroups: v1, with v2 beside it, as this machine has them
+_CGROUPS = {1: "umount /sys/fs/cgroup && umount /sys/fs/cgroup/unified", HYBRID: "umount /sys/fs/cgroup"}
 _OWN_PIDS = {"network": NODE_NETWORK, "pid": CONTAINER_PID}
 # On a machine with hybrid cgroups crun's CRIU is to see the hierarchies alone that a test has: that of v2, or of v1.
 # A controller that only cgroup2 has (hugetlb) would be enabled anew in a cgroup that has processes, and be refused.
@@ -128,8 +129,8 @@ class HandledPodman(Stalling, Podman):
 
     def _make_namespace(self, size: str) -> Namespace:
         namespace = super()._make_namespace(size)
-        if self.cgroup_version == 1:  # which podman and runtimes know by the file system that is there
-            namespace.run("sh", "-c", _V1)
+        if set_up := _CGROUPS.get(self.cgroup_version):  # which podman and runtimes know by the file system there
+            namespace.run("sh", "-c", set_up)
         return namespace
 
     def options(self) -> list[str]:

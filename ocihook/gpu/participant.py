@@ -14,8 +14,8 @@ from ocihook.gpu.restore import (
     resume_gpus,
 )
 from ocihook.memory.half_restored import note_half_restored
-from ocihook.memory.standstill import freeze_restored
-from ocihook.session.participant import Dump, Participant, Restore
+from ocihook.memory.standstill import freeze_apart, freeze_restored
+from ocihook.session.participant import CallFacts, Dump, Participant, Restore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,8 +53,14 @@ class Gpu(Participant):
             checkpoint_gpus(dump, self._taken)
 
     def after_images(self, dump: Dump) -> str:
-        """Return what the checkpoint consists of beside CRIU's images."""
+        """Return what the checkpoint has beside CRIU's images; what runs on does not before it has its GPU."""
         dump.moved = moved_regions(dump.journal)
+        taken = dump.journal.find(GpuCheckpointed)
+        if taken is not None and dump.journal.facts(CallFacts).leave_running:
+            try:
+                freeze_apart(dump.journal, [process.pid for process in taken.alive.values()], undone_last=True)
+            except (OcihookError, OSError) as error:
+                log.warning("container %s: its engine could let it run without its GPU: %s", dump.container, error)
         return ""
 
     def check(self, restore: Restore) -> None:

@@ -55,8 +55,11 @@ class Freezer:
             return self._read("freezer.self_freezing") == "1"
         return self._read("cgroup.freeze") == "1"
 
-    def thaw(self, patience: Patience) -> None:
+    def thaw(self, patience: Patience | None) -> None:
         """Let the tasks run. A cgroup that is gone has none.
+
+        Args:
+            patience: how long to wait until they run; None: do not, and an ancestor may hold them.
 
         Raises:
             FreezeError: if an ancestor holds them frozen, or they do not run in time.
@@ -65,6 +68,8 @@ class Freezer:
         if not self.directory.exists():
             return
         self._write(self.thawed)
+        if patience is None:
+            return
         held_by = self._frozen_ancestor()
         if held_by:
             raise FreezeError(f"{self.directory} is frozen by its ancestor {held_by}, which is not ours to thaw")
@@ -254,7 +259,16 @@ def wait_until_let_go(process: Process, patience: Patience) -> None:
 
 def wait_until_thawed(process: Process, patience: Patience) -> None:
     """Wait until no freezer keeps a process from running; as `wait_until_released`."""
-    _wait_until(lambda pid: not ((freezer := find_freezer(pid)) and freezer.is_frozen()), process, patience)
+    _wait_until(lambda pid: not is_frozen(pid), process, patience)
+
+
+def is_frozen(pid: int) -> bool:
+    """Return whether a process is frozen, or leaves its cgroup just now, which is removed behind it."""
+    try:
+        freezer = find_freezer(pid)
+        return freezer is not None and freezer.is_frozen()
+    except FreezeError:
+        return True
 
 
 def _wait_until(is_so: Callable[[int], bool], process: Process, patience: Patience) -> None:

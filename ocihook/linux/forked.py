@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from ocihook.errors import TraceError, plain
-from ocihook.linux.cgroup import find_freezer
+from ocihook.linux.cgroup import find_freezer, is_frozen
 from ocihook.linux.memory import Span, huge_spans
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Child, Process, can_be_interrupted, children, pid_below, thread_ids
@@ -48,7 +48,6 @@ class Fork:
         self.process = process
         self._thread = thread
         self._instruction = CallInstruction(instruction.address, 0)  # it has no stack to leave a frame on
-        self._freezer = find_freezer(process.pid)
         self._can_call = True
 
     def drop(self, span: Span) -> None:
@@ -70,7 +69,7 @@ class Fork:
             call("madvise", self._instruction, span.start, span.size_bytes, _MADV_DONTNEED)
 
     def _call(self, name: str, *arguments: int) -> None:
-        if self._can_call and not (self._freezer and self._freezer.is_frozen()):
+        if self._can_call and not is_frozen(self.process.pid):
             try:
                 patience = Patience(timeout_s=_CALL_TIMEOUT_S)
                 self._thread.make_call(name, self._instruction, *arguments, patience=patience)

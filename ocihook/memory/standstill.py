@@ -10,7 +10,7 @@ CRIU leaves a container as frozen as it found it. So after an engine gave up nob
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,17 +65,21 @@ class Frozen(Effect, kind="frozen"):
 
 @dataclass(kw_only=True)
 class Enclosed(Effect, kind="enclosed"):
-    """We have frozen a restored process in a cgroup made for that."""
+    """We have frozen a process in a cgroup made for that, which its engine does not know and so does not thaw."""
 
     directory: Path
     version: int
 
+    @property
+    def freezer(self) -> Freezer:
+        """That of the process."""
+        return Freezer(self.directory, self.version)
+
     def undo(self, _journal: Journal, _patience: Patience) -> None:
-        """Let it run, in the cgroup that it was in."""
+        """Let it run as far as its engine does, in the cgroup that it was in."""
         if self.directory.exists():
-            freezer = Freezer(self.directory, self.version)
-            freezer.thaw(ENDLESS)
-            freezer.dissolve()
+            self.freezer.thaw(None)
+            self.freezer.dissolve()
 
 
 def _thaw_for_good(freezer: Freezer, journal: Journal) -> None:
@@ -137,25 +141,40 @@ def is_given_up(journal: Journal) -> bool:
 
 
 def freeze_restored(restore: Restore, names: Container[str]) -> None:
-    """Freeze processes that CRIU has restored and is about to release, each in a cgroup made for that.
-
-    Their own cgroup will not do: runtimes have CRIU itself in it at this time.
+    """Freeze processes that CRIU has restored and is about to release; as `freeze_apart`.
 
     Args:
         restore: gets what undoes it.
         names: of the processes, as seen in the container.
+    """
+    found = [pid for pid in descendants(restore.init_pid) if pid_below(restore.init_pid, pid) in names]
+    freeze_apart(restore.journal, found)
+
+
+def freeze_apart(journal: Journal, pids: Iterable[int], *, undone_last: bool = False) -> None:
+    """Freeze processes that must not run yet, whoever thaws their container, each in a cgroup made for that.
+
+    Their own cgroup will not do: an engine that was restarted, or has given up, thaws it; and in a restore runtimes
+    have CRIU itself in it. CRIU may trace them: then they stand still from when it lets go of them.
+
+    Args:
+        journal: gets what undoes it.
+        pids: of the processes.
+        undone_last: whether other effects, undone first, let them run.
 
     Raises:
         FreezeError: if they cannot be frozen.
         OSError: if no cgroup can be made for them.
     """
-    for pid in descendants(restore.init_pid):
-        if pid_below(restore.init_pid, pid) in names and (freezer := find_freezer(pid)):
-            inner = Freezer(freezer.directory / _ENCLOSURE, freezer.version)
-            if not inner.directory.exists():
-                restore.journal.add(Enclosed(directory=inner.directory, version=inner.version))
-            inner.enclose(pid)
-            inner.freeze(None)
+    for pid in pids:
+        freezer = find_freezer(pid)
+        if freezer is None or freezer.directory.name == _ENCLOSURE:
+            continue
+        inner = Freezer(freezer.directory / _ENCLOSURE, freezer.version)
+        if not inner.directory.exists():
+            journal.add(Enclosed(directory=inner.directory, version=inner.version), undone_last=undone_last)
+        inner.enclose(pid)
+        inner.freeze(None)
 
 
 def _thaw(journal: Journal, patience: Patience) -> None:
@@ -164,6 +183,11 @@ def _thaw(journal: Journal, patience: Patience) -> None:
         if isinstance(effect, Frozen | Enclosed) or (isinstance(effect, Paused) and is_given_up(journal)):
             effect.undo(journal, patience)
             journal.forget(effect)
+
+
+def _enclosures(journal: Journal) -> list[Freezer]:
+    enclosed = (effect.freezer for effect in journal.effects if isinstance(effect, Enclosed))
+    return [freezer for freezer in enclosed if freezer.directory.exists()]
 
 
 @contextlib.contextmanager
@@ -187,9 +211,13 @@ def held_instead(dump: Dump) -> Iterator[Hold]:
         hold.add(dict.fromkeys(found, 0), None)
         _note_thawed(frozen, journal, is_thawed=True)
         freezer.thaw(dump.patience)
+        for inner in _enclosures(journal):
+            inner.thaw(None)
         yield hold
     finally:
         try:
+            for inner in _enclosures(journal):
+                inner.freeze(None)
             freezer.freeze(ENDLESS, meanwhile=hold.release)
             _note_thawed(frozen, journal, is_thawed=False)
         finally:

@@ -117,5 +117,4 @@ def _record(thin: Thin, settings: Settings, container: ContainerRef, why: str, b
     record["facts"] = {"checkpoint": thin.checkpoint_id, "domain": thin.domain}
     directory = Path(settings.history_dir)
     with contextlib.suppress(OSError):  # a full disk: the log and the runtime's caller have the reason, too
-        name = f"resume-{thin.checkpoint_id}-{container.id[:12]}"
-        history.keep(directory, name, record, limit=settings.history_kept)
+        history.keep(directory, f"resume-{thin.checkpoint_id}", record, limit=settings.history_kept)
