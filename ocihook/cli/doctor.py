@@ -30,7 +30,9 @@ from ocihook.stages.recover import recover
 def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix: bool, as_json: bool) -> None:
     """Check whether a checkpoint will work on this node, or of a container, or be restored here, and what to do if not.
 
-    Exit status 0: it will (warnings may name cases in which it will not); 1: it will not.
+    The last line says that it will, that it will except for the cases that warnings name, or that it will not.
+
+    Exit status 0: it will, or will except for those cases; 1: it will not.
     """
     if sum(bool(chosen) for chosen in (container, pid, archive)) > 1:
         raise click.UsageError("--container, --pid and --archive exclude one another")
@@ -42,8 +44,17 @@ def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix:
         done = repair(findings, lambda: map(str, recover()))
         findings = _check(container, pid, archive)
     will_work = all(finding.status is not Status.FAIL for finding in findings)
+    warnings = (finding for finding in findings if finding.status is Status.WARN and finding.rules_out)
+    exceptions = list(dict.fromkeys(finding.rules_out for finding in warnings))
     if as_json:
-        print_json({"will_work": will_work, "findings": [_json(f) for f in findings], "done": done})
+        print_json(
+            {
+                "will_work": will_work,
+                "except_for": exceptions,
+                "findings": [_json(finding) for finding in findings],
+                "done": done,
+            }
+        )
     else:
         for line in done:
             click.echo(f"fixed: {line}")
@@ -52,9 +63,15 @@ def doctor(*, container: str | None, pid: int | None, archive: Path | None, fix:
         print_table(["", "CHECK", "FINDING", "REMEDY"], [_row(finding) for finding in findings])
         what = "of this container " if container else "of this process " if pid else ""
         what = "A restore of this checkpoint" if archive else f"A checkpoint {what}".strip()
-        click.echo(f"{what} will work here." if will_work else f"{what} will not work here.")
+        click.echo(f"{what} {_verdict(exceptions, will_work=will_work)}")
     if not will_work:
         raise click.exceptions.Exit(1)
+
+
+def _verdict(exceptions: list[str], *, will_work: bool) -> str:
+    if not will_work:
+        return "will not work here."
+    return f"will work here, except for: {', '.join(exceptions)}." if exceptions else "will work here."
 
 
 def _check(container: str | None, pid: int | None, archive: Path | None) -> list[Finding]:
@@ -67,7 +84,7 @@ def _check(container: str | None, pid: int | None, archive: Path | None) -> list
 
 def _json(finding: Finding) -> dict[str, str | bool]:
     value = finding._asdict()
-    del value["repair"]
+    del value["repair"], value["rules_out"]
     return value | {"can_fix": finding.repair is not Repair.NONE}
 
 

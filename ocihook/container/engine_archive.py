@@ -107,6 +107,7 @@ class ArchiveFacts(NamedTuple):
     sizes: Mapping[str, int]  # of every file in the image set
     config: Mapping[str, str]  # of config.dump what is text: of many archives all is in memory at a time
     annotations: Mapping[str, str] = {}  # of the container
+    image_id: str = ""  # that the container was made from, where the engine asks for this very one: podman
     checkpoint: str = ""  # id by which the runtime handler restores it, where the reader has looked for it
 
 
@@ -264,6 +265,7 @@ def read_facts(path: Path, visit: Callable[[Member], object] = _pass_by) -> Arch
         sizes=sizes,
         config={key: value for key, value in config.items() if isinstance(value, str)},
         annotations=annotations,
+        image_id=str(config.get("rootfsImageID") or "") if engine == "podman" else "",
     )
 
 

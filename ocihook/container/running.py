@@ -4,10 +4,13 @@ import contextlib
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.container.conmon import conmon_name
 from ocihook.errors import IdentificationError
+from ocihook.model import short_id
 
 # State roots: the runtimes' own (podman, CRI-O), and those that containerd's shims give them, one for each namespace.
 _ROOTS = ("runc", "crun", "containerd/runc/*", "containerd/crun/*")
@@ -26,20 +29,21 @@ class RunningContainer(NamedTuple):
 
 
 def find_container(name: str, run: Path = Path("/run")) -> RunningContainer:
-    """Return the one running container with this id, or one that begins so, or this name (Kubernetes', podman's).
+    """Return the one running container with this id or name (Kubernetes', podman's), or whose id begins so.
+
+    In podman's own order: a container may be called what another one's id begins with.
 
     Raises:
         IdentificationError: if there is none, or more than one.
     """
     found = list(containers(run))
-    matching = [container for container in found if container.id.startswith(name)]
-    matching = matching or [container for container in found if name in _names(container)]
-    if not matching and (podman_id := _podman_id(name)):
-        matching = [container for container in found if container.id == podman_id]
-    if len(matching) == 1:
-        return matching[0]
-    if matching:
-        raise IdentificationError(f"{name!r} is the beginning of {len(matching)} containers' ids or names")
+    for matches in (_has_id, _is_called, _is_podmans, _id_begins_with):
+        matching = [container for container in found if matches(container, name)]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            ids = ", ".join(short_id(container.id) for container in matching)
+            raise IdentificationError(f"{name!r} may be any of {len(matching)} containers: {ids}", hint="name its id")
     raise IdentificationError(
         f"no running container {name!r} is known to runc or crun",
         hint="name its id or its name as the engine shows it; containers of gVisor, Kata and the like have no CRIU",
@@ -78,16 +82,32 @@ def _read(path: Path) -> RunningContainer | None:
     return RunningContainer(path.parent.name, runtime, pid, bundle, known, config)
 
 
-def _names(container: RunningContainer) -> set[str]:
+def _has_id(container: RunningContainer, name: str) -> bool:
+    return container.id == name
+
+
+def _id_begins_with(container: RunningContainer, name: str) -> bool:
+    return container.id.startswith(name)
+
+
+def _is_called(container: RunningContainer, name: str) -> bool:
     annotations = container.annotations
     names = {annotations.get("io.kubernetes.container.name"), annotations.get("io.kubernetes.cri.container-name")}
-    return {name for name in names if name}
+    return name in names or conmon_name(container.init_pid, container.id) == name
 
 
+def _is_podmans(container: RunningContainer, name: str) -> bool:
+    """Return whether podman's database has it under this name: its conmon may have been killed."""
+    return container.id == _podman_id(name)
+
+
+@cache
 def _podman_id(name: str) -> str:
-    command = ["podman", "container", "inspect", "--format", "{{.Id}}", "--", name]
+    """Return the id of podman's container of this very name; "" if there is none."""
+    command = ["podman", "container", "inspect", "--format", "{{.Id}} {{.Name}}", "--", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    container_id, _, found = done.stdout.strip().partition(" ")
+    return container_id if done.returncode == 0 and found == name else ""

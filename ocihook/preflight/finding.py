@@ -33,6 +33,7 @@ class Finding(NamedTuple):
     detail: str
     remedy: str = ""
     repair: Repair = Repair.NONE
+    rules_out: str = ""  # of a warning: the containers, or acts, that do not work
 
 
 class Problem(NamedTuple):

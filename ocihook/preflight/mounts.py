@@ -38,6 +38,16 @@ def _has_whole(seen: Observation, mount: Mount) -> bool:
     return any(one.root == "/" or (one.place == "/" and mount.root.startswith(one.root)) for one in alike)
 
 
+def _secret(seen: Observation) -> Iterator[Problem]:
+    """Podman keeps a secret's file in its container's directory, and makes none for one from an archive."""
+    config = seen.container.config if seen.container and seen.engine == "podman" else {}
+    for mount in config.get("mounts") or ():  # type: ignore[attr-defined]
+        if isinstance(mount, Mapping) and "/userdata/secrets/" in str(mount.get("source")):
+            place = str(mount.get("destination"))
+            detail = f"{place} is a secret: podman restores it in place, but not from an archive (--export, --import)"
+            yield warn(detail, f"give it by --secret NAME,type=env, or by --volume FILE:{quote(place)}:ro")
+
+
 def _tmpfs(seen: Observation) -> Iterator[Problem]:
     places = _configured(seen)
     for mount in seen.init.mounts if places else ():
@@ -87,5 +97,6 @@ def _configured(seen: Observation) -> dict[str, set[str]]:
 CHECKS = (
     Check(name="nvidia-mount", find=_nvidia_mount),
     Check(name="mount", find=_mount),
+    Check(name="mount", find=_secret),
     Check(name="tmpfs", find=_tmpfs),
 )

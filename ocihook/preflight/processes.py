@@ -76,9 +76,15 @@ def _session_of_a_process(seen: Observation) -> Iterator[Problem]:
 
 
 def _pid_taken(seen: Observation) -> Iterator[Problem]:
-    if seen.container and not seen.has_own("pid"):
-        detail = "it shares the node's (or a pod's) PID namespace: a restore fails if one of its pids is taken"
+    if seen.container and not (seen.has_own("pid") and _is_first(seen.init)):
+        whose = "another container's (its pod's)" if seen.has_own("pid") else "the node's"
+        detail = f"it shares {whose} PID namespace: a restore fails if one of its pids is taken"
         yield warn(detail, "run it in a PID namespace of its own")
+
+
+def _is_first(process: ProcessSeen) -> bool:
+    """Return whether it is the first process of its PID namespace, as far as is known."""
+    return process.status.get("NSpid", "1").split()[-1:] == ["1"]
 
 
 def _terminal(seen: Observation) -> Iterator[Problem]:

@@ -39,6 +39,21 @@ def test_exit_status_is_the_answer(
     }
 
 
+def test_a_warning_that_rules_out_containers_is_in_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        Finding("kernel-6.16", Status.WARN, "CRIU is old", "install 4.2", rules_out="containers with Internet sockets"),
+        Finding("mig", Status.OK, "none", rules_out="containers on MIG instances"),
+        Finding("huge pages", Status.WARN, "never", "echo madvise"),
+    ]
+    monkeypatch.setattr("ocihook.cli.doctor.check_node", lambda: findings)
+    done = CliRunner().invoke(doctor)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "A checkpoint will work here, except for: containers with Internet sockets."
+    value = json.loads(CliRunner().invoke(doctor, ["--json"]).stdout)
+    assert (value["will_work"], value["except_for"]) == (True, ["containers with Internet sockets"])
+
+
 def test_help_tells_what_the_exit_status_means() -> None:
     text = " ".join(CliRunner().invoke(doctor, ["--help"]).stdout.split())
     assert "Exit status 0: it will" in text

@@ -138,6 +138,8 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(process(status={"SigPnd": f"{1 << signal.SIGTRAP - 1:x}"})), "pending-sigtrap", Status.FAIL),
     (container(process(status={"NSsid": "12\t0"})), "session-leader", Status.FAIL),
     (container(node={**NODE, "pid": "own"}), "pid-taken", Status.WARN),
+    (container(process(status={"NSpid": "700\t7"})), "pid-taken", Status.WARN),  # its pod's
+    (container(process(status={"NSpid": "700\t1"})), "", None),
     (container(room_bytes=5 << 10), "memory-limit", Status.FAIL),
     (container(room_bytes=5 << 10, swap_bytes=4096), "", None),
     (container(room_bytes=MIB), "", None),

@@ -16,7 +16,7 @@ RUNC, CRUN, POD = "aa" * 32, "ab" * 32, "cc" * 32
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The /run of a node with three containers, all of them this process, and one that has ended."""
-    monkeypatch.setattr(state, "_podman_id", lambda name: CRUN if name == "web" else "")
+    monkeypatch.setattr(state, "_podman_id", {"web": CRUN, "aa": POD}.get)
     for name, annotations in ((RUNC, {}), (CRUN, {}), (POD, {"io.kubernetes.cri.container-name": "trainer"})):
         (tmp_path / "bundles" / name).mkdir(parents=True)
         (tmp_path / "bundles" / name / "config.json").write_text(json.dumps({"annotations": annotations}))
@@ -39,7 +39,7 @@ def put(path: Path, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "container_id", "runtime"),
-    [(RUNC, RUNC, "runc"), ("ab", CRUN, "crun"), ("trainer", POD, "runc"), ("web", CRUN, "crun")],
+    [(RUNC, RUNC, "runc"), ("ab", CRUN, "crun"), ("aa", POD, "runc"), ("trainer", POD, "runc"), ("web", CRUN, "crun")],
 )
 def test_by_id_beginning_or_name(run: Path, name: str, container_id: str, runtime: str) -> None:
     found = find_container(name, run)
@@ -48,7 +48,8 @@ def test_by_id_beginning_or_name(run: Path, name: str, container_id: str, runtim
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("a", "the beginning of 2"), ("dd", "no running"), ("nginx", "no running container 'nginx'")]
+    ("name", "message"),
+    [("a", "any of 2 containers: a"), ("dd", "no running"), ("nginx", "no running container 'nginx'")],
 )
 def test_none_or_many(run: Path, name: str, message: str) -> None:
     with pytest.raises(IdentificationError, match=message):

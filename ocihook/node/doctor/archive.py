@@ -77,13 +77,14 @@ class _Checkpoint:
                 )
             check_image_files(path)
             self.unpacked_at, self.archive_bytes = path, 0
-            self.engine = self.image = self.runtime = ""
+            self.engine = self.image = self.image_id = self.runtime = ""
             self.sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
             self.pagemaps = read_pagemaps(path)
             return read_manifest(path), read_thin(path)
         inspection = inspect_archive(path)
         facts = inspection.facts
         self.engine, self.image, self.runtime = facts.container.engine, facts.image, facts.runtime
+        self.image_id = facts.image_id
         self.sizes, self.pagemaps = dict(facts.sizes), dict(inspection.pagemaps)
         self.expected.add(DESCRIPTORS_NAME)
         # Page images are written where the engine unpacks the archive.
@@ -150,7 +151,11 @@ def _check_image(checkpoint: _Checkpoint) -> Iterator[Finding]:
     if not image or not engine:
         return
     found = _has_image(engine, image)
-    if found is None:
+    if found and checkpoint.image_id and _has_image(engine, checkpoint.image_id) is False:
+        detail = f"{engine}'s {image} is another image by now: the container was made from {checkpoint.image_id[:12]}"
+        remedy = f"podman save {checkpoint.image_id[:12]} where it was made, podman load here"
+        yield Finding("image", Status.FAIL, detail, remedy)
+    elif found is None:
         yield Finding("image", Status.SKIP, f"whether {engine} has {image} is not known")
     elif found:
         yield Finding("image", Status.OK, f"{engine} has {image}")

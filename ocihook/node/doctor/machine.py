@@ -35,6 +35,8 @@ _KUBELET_ARCHIVES = Path("/var/lib/kubelet/checkpoints")
 _MANY_ARCHIVES = 20
 _IPTABLES = "iptables-restore"  # which CRIU calls
 
+_WITH_GPU = "containers with a GPU"
+
 
 def image_set_places(engine: str) -> tuple[str, ...]:
     """Return where an engine keeps image sets until they are archived, or unpacked; () for one that is not known."""
@@ -73,7 +75,13 @@ def _check_kernel() -> Iterator[Finding]:
         yield Finding("kernel", Status.OK, release)
     if hides_socket_options() and criu and criu.version < FIRST_CRIU_FOR_6_16:
         detail = f"CRIU {criu.version_text} cannot dump containers with Internet sockets on Linux 6.16 and later"
-        yield Finding("kernel-6.16", Status.WARN, detail, "install CRIU 4.2 or later")
+        yield Finding(
+            "kernel-6.16",
+            Status.WARN,
+            detail,
+            "install CRIU 4.2 or later",
+            rules_out="containers with Internet sockets",
+        )
     if version >= (7, 1) and criu and criu.version < FIRST_CRIU_FOR_7_1:
         detail = f"CRIU {criu.version_text} as released dumps no container on Linux 7.1 and later (criu#3002)"
         remedy = "install a later CRIU, or one that your distribution has corrected: `ocihook demo` tries a dump"
@@ -92,7 +100,13 @@ def _check_network_lock() -> Iterator[Finding]:
         missing = LIBRARY
     if missing:
         detail = f"{missing} is not there: containers with a network of their own cannot be dumped"
-        yield Finding("no-network-lock", Status.WARN, detail, f"install {method}")
+        yield Finding(
+            "no-network-lock",
+            Status.WARN,
+            detail,
+            f"install {method}",
+            rules_out="containers with a network of their own",
+        )
     elif found := list(about_locks(left_locks(), Status.WARN)):
         yield from found
     else:
@@ -136,7 +150,7 @@ def _check_cuda() -> Iterator[Finding]:
     try:
         version = CudaDriver().version
     except CudaError as error:
-        yield Finding("cuda", Status.WARN, str(error.args[0]), error.hint)
+        yield Finding("cuda", Status.WARN, str(error.args[0]), error.hint, rules_out=_WITH_GPU)
     else:
         yield Finding("cuda", Status.OK, f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}")
         yield from _check_gpus()
@@ -156,7 +170,8 @@ def _check_gpus() -> Iterator[Finding]:
     names = ", ".join(f"{g.name} ({g.free_bytes / _GIB:.0f} of {g.total_bytes / _GIB:.0f} GiB free)" for g in gpus)
     yield Finding("gpus", Status.OK, f"driver {version}: {names or 'none'}")
     if any(gpu.mig for gpu in gpus):
-        yield Finding("mig", Status.WARN, "a GPU is partitioned", "containers on MIG instances cannot be checkpointed")
+        detail = "a GPU is partitioned; containers on MIG instances cannot be checkpointed"
+        yield Finding("mig", Status.WARN, detail, "give them whole GPUs", rules_out="containers on MIG instances")
     if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
         detail = f"{_HUGE_PAGES} is `never`; a dump and a restore of GPU memory take a third longer"
         yield Finding("huge pages", Status.WARN, detail, f"echo madvise > {_HUGE_PAGES}")
@@ -215,7 +230,8 @@ def _check_cgroups() -> Iterator[Finding]:
     kinds = {line.split(" ")[2] for line in mounts if line.split(" ")[2] in ("cgroup", "cgroup2")}
     if kinds == {"cgroup", "cgroup2"}:
         remedy = "boot with systemd.unified_cgroup_hierarchy=1; crun cannot restore into hybrid cgroups"
-        yield Finding("cgroups", Status.WARN if find_program("crun") else Status.OK, "hybrid: v1 and v2", remedy)
+        status, detail = Status.WARN if find_program("crun") else Status.OK, "hybrid: v1 and v2"
+        yield Finding("cgroups", status, detail, remedy, rules_out="restores by crun")
     elif kinds:
         yield Finding("cgroups", Status.OK, "v2" if kinds == {"cgroup2"} else "v1")
     else:

@@ -25,7 +25,8 @@ def _check_connection_options() -> Iterator[Finding]:
             continue
         if block and block.action_script and name != "default.conf" and "tcp-established" not in block.others:
             detail = f"{path} has the block of an earlier ocihook: containers with open connections are not dumped"
-            yield Finding("connections", Status.WARN, detail, "ocihook install", Repair.INSTALL)
+            rules_out = "containers with open connections"
+            yield Finding("connections", Status.WARN, detail, "ocihook install", Repair.INSTALL, rules_out)
         for option in options(foreign):
             if option.name == "tcp-close":
                 detail = f"{path}: tcp-close: every dump loses its connections, whatever their policy is"

@@ -27,6 +27,8 @@ from ocihook.preflight.finding import Finding, Repair, Status
 from ocihook.session import history
 from ocihook.session.journal import open_journals, read_journal
 
+_OF_CRUN, _BY_CONTAINERD, _BY_CRIO = "containers of crun", "restores by containerd", "restores by CRI-O"
+_CONTAINERDS = "use containerd 2.1 to 2.3"
 _RESTORE_SWITCH = "enable_experimental_restore_via_create"
 _CRIO_CHECKS_SIGNATURES = (1, 31)  # server/container_create.go, verifyImageSignature
 _RUNTIMES = ("runc", "crun")
@@ -89,10 +91,12 @@ def _check_runtimes() -> Iterator[Finding]:
         yield Finding("runtime", Status.FAIL, "neither runc nor crun", "install runc or crun")
     for program in found:
         if program.name == "crun" and "+CRIU" not in run_output(program.path, "--version"):
-            yield Finding("runtime crun", Status.WARN, "built without CRIU", "use runc, or a crun that has +CRIU")
+            remedy = "use runc, or a crun that has +CRIU"
+            yield Finding("runtime crun", Status.WARN, "built without CRIU", remedy, rules_out=_OF_CRUN)
         elif program.name == "crun" and libcriu_reads_conf() is None:
             detail = f"{program.version_text}: libcriu.so.2 is not there, so it cannot checkpoint"
-            yield Finding("runtime crun", Status.WARN, detail, "install libcriu2 (Debian) or criu-libs (Fedora)")
+            remedy = "install libcriu2 (Debian) or criu-libs (Fedora)"
+            yield Finding("runtime crun", Status.WARN, detail, remedy, rules_out=_OF_CRUN)
         elif program.name == "crun" and program.version in _BAD_CRUN:
             detail = f"{program.version_text} may leave a container frozen, and changes the modes of mounts (/dev/shm)"
             yield Finding("runtime crun", Status.WARN, detail, "install crun 1.29.1 or later")
@@ -117,19 +121,25 @@ def _containerd(engine: Program) -> Finding:
     """Containerd's restore through CreateContainer comes and goes: here, off by default, gone."""
     name, text, version = "engine containerd", engine.version_text, engine.version
     if version < (2, 0):
-        return Finding(name, Status.WARN, f"{text}: its CRI has no CheckpointContainer", "use containerd 2.1 to 2.3")
+        detail = f"{text}: its CRI has no CheckpointContainer"
+        return Finding(name, Status.WARN, detail, _CONTAINERDS, rules_out="containers of containerd")
     if version < (2, 1):
-        return Finding(name, Status.WARN, f"{text} checkpoints, but cannot restore", "use containerd 2.1 to 2.3")
+        return Finding(
+            name, Status.WARN, f"{text} checkpoints, but cannot restore", _CONTAINERDS, rules_out=_BY_CONTAINERD
+        )
     configuration = run_output(engine.path, "config", "dump")
     if re.search(r"enable_criu\s*=\s*false", configuration):
         detail = f"{text}: enable_criu = false: the kubelet's checkpoints, and restores from images, are refused"
-        return Finding(name, Status.WARN, detail, "set enable_criu = true for its CRI runtime plugin, and restart it")
+        remedy = "set enable_criu = true for its CRI runtime plugin, and restart it"
+        return Finding(name, Status.WARN, detail, remedy, rules_out="containers of containerd")
     if version >= (2, 4):
-        return Finding(name, Status.WARN, f"{text} checkpoints, but no longer restores", "restore with CRI-O or podman")
+        detail, remedy = f"{text} checkpoints, but no longer restores", "restore with CRI-O or podman"
+        return Finding(name, Status.WARN, detail, remedy, rules_out=_BY_CONTAINERD)
     has_switch = (2, 2, 7) <= version < (2, 3) or version >= (2, 3, 4)
     if has_switch and not re.search(rf"{_RESTORE_SWITCH}\s*=\s*true", configuration):
         remedy = f"set {_RESTORE_SWITCH} = true for its CRI runtime plugin"
-        return Finding(name, Status.WARN, f"{text} restores only where that is switched on", remedy)
+        detail = f"{text} restores only where that is switched on"
+        return Finding(name, Status.WARN, detail, remedy, rules_out=_BY_CONTAINERD)
     return Finding(name, Status.OK, text)
 
 
@@ -140,17 +150,18 @@ def _crio(engine: Program) -> Finding:
     for key, off in (("enable_criu_support", "false"), ("container_level_enabled", "none")):
         if key in switches and switches[key][1] == off:
             detail = f"{text}: {switches[key][0]} switches checkpoints off"
-            return Finding(name, Status.WARN, detail, f"remove {key} = {off} there, and restart CRI-O")
+            remedy = f"remove {key} = {off} there, and restart CRI-O"
+            return Finding(name, Status.WARN, detail, remedy, rules_out="containers of CRI-O")
     if (switch := switches.get("container_level_enabled")) and switch[1] == "checkpoint_only":
         detail = f"{text}: {switch[0]} lets it checkpoint, but not restore"
         remedy = 'set container_level_enabled = "checkpoint_restore" there, and restart CRI-O'
-        return Finding(name, Status.WARN, detail, remedy)
+        return Finding(name, Status.WARN, detail, remedy, rules_out=_BY_CRIO)
     if engine.version >= _CRIO_CHECKS_SIGNATURES and (path := _crio_signature_policy()):
         detail = f"{text}: {path} sets signature_policy, with which it checkpoints but cannot restore"
         remedy = (
             'have the policy in /etc/containers/policy.json, and signature_policy = "" in a later file of crio.conf.d'
         )
-        return Finding(name, Status.WARN, detail, remedy)
+        return Finding(name, Status.WARN, detail, remedy, rules_out=_BY_CRIO)
     return Finding(name, Status.OK, text)
 
 
@@ -283,7 +294,7 @@ def _check_agent() -> Iterator[Finding]:
     elif socket == "active" and _is_filtered():
         detail = "ocihook.service may not make all system calls: no container with a filter of its own is checkpointed"
         remedy = "remove SystemCallFilter, Restrict*, Lock* and Protect* from its drop-ins (`systemctl cat ocihook`)"
-        yield Finding("agent", Status.WARN, detail, remedy)
+        yield Finding("agent", Status.WARN, detail, remedy, rules_out="containers with a seccomp filter")
     elif socket == "active":
         yield Finding("agent", Status.OK, "systemd starts it")
     else:
@@ -335,7 +346,8 @@ def _check_kubelet() -> Iterator[Finding]:
         return
     if re.search(r"^\s+ContainerCheckpoint:\s*false", text, re.MULTILINE):
         detail = f"{_KUBELET_CONFIG} switches its checkpoint API off: it answers 404"
-        yield Finding("kubelet", Status.WARN, detail, "remove ContainerCheckpoint: false from featureGates")
+        remedy = "remove ContainerCheckpoint: false from featureGates"
+        yield Finding("kubelet", Status.WARN, detail, remedy, rules_out="checkpoints by the kubelet")
     match = re.search(r"^runtimeRequestTimeout:\s*[\"']?([0-9hms.]+)", text, re.MULTILINE)
     timeout_s = _seconds(match[1]) if match else 0
     if (timeout_s or _KUBELET_TIMEOUT_S) <= _KUBELET_TIMEOUT_S:
@@ -495,10 +507,11 @@ def _check_nvidia_runtime() -> Iterator[Finding]:
     remedy = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
     if mode == "legacy":
         detail = f"{_ETC / _NVIDIA_RUNTIME}: mode legacy mounts by a hook; CRIU cannot dump such mounts"
-        yield Finding("nvidia-mount", Status.WARN, detail, f'{remedy}; set mode = "cdi" there')
+        remedy = f'{remedy}; set mode = "cdi" there'
+        yield Finding("nvidia-mount", Status.WARN, detail, remedy, rules_out="containers with a GPU")
     elif not has_cdi:
         detail = "no CDI specification: GPUs are given by NVIDIA's hook, whose mounts CRIU cannot dump"
-        yield Finding("nvidia-mount", Status.WARN, detail, remedy)
+        yield Finding("nvidia-mount", Status.WARN, detail, remedy, rules_out="containers with a GPU")
     else:
         yield Finding("nvidia-mount", Status.OK, f"mode {mode}, with CDI")
 

@@ -35,7 +35,7 @@ def check_container(name: str) -> list[Finding]:
         UnsupportedError: if it may not be inspected.
     """
     found = find_container(name)
-    return [*check_node(), *_check_container(lambda: predict(found.init_pid, found))]
+    return [*_of_node(), *_check_container(lambda: predict(found.init_pid, found))]
 
 
 def check_process(pid: int) -> list[Finding]:
@@ -45,7 +45,7 @@ def check_process(pid: int) -> list[Finding]:
         UnsupportedError: if there is no such process, or it may not be inspected.
     """
     found = container_of(pid)
-    of_node = check_node() if found else _run_all(node.CRIU_CHECKS)
+    of_node = _of_node() if found else _run_all(node.CRIU_CHECKS)
     return [*of_node, *_check_container(lambda: predict(pid, found))]
 
 
@@ -59,7 +59,17 @@ def _check_container(observe: Callable[[], Observation]) -> list[Finding]:
         ]
     )
     found = [*lasting(observe, Patience(), CHECKS), *run(seen, (CONNECTIONS,)), *others]
-    return alike_as_one(map(without_commands, found), all_of=HOST_MEMORY)
+    return [_with_exception(one) for one in alike_as_one(map(without_commands, found), all_of=HOST_MEMORY)]
+
+
+def _with_exception(finding: Finding) -> Finding:
+    """Return a container's finding with what it rules out: a warning says what a restore may lose, or need."""
+    return finding._replace(rules_out=finding.check) if finding.status is Status.WARN else finding
+
+
+def _of_node() -> list[Finding]:
+    """Return the node's findings where a container's own say what is ruled out for it."""
+    return [finding._replace(rules_out="") for finding in check_node()]
 
 
 def _run_all(checks: Iterable[Callable[[], Iterator[Finding]]]) -> list[Finding]:
