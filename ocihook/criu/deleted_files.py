@@ -47,7 +47,9 @@ def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[R
 
 def has_place(file: OpenFile) -> bool:
     """Return whether a deleted file was in a file system: anonymous shared memory was not, and CRIU can dump it."""
-    return file.name.startswith("/") and not file.name.startswith(("/memfd:", "/dev/zero", "/SYSV", "/[aio]", "/anon_"))
+    return file.name.startswith("/") and not file.name.startswith(
+        ("/memfd:", "/secretmem", "/dev/zero", "/SYSV", "/[aio]", "/anon_")
+    )
 
 
 def _is_called_so(file: OpenFile) -> bool:

@@ -18,6 +18,15 @@ _KILLED_WHAT = "process {pid} of the container was killed while CRIU dumped it"
 _KILLED_REMEDY = (
     "see whether the kernel did so at its memory limit (`dmesg`); start the container again, or restore a checkpoint"
 )
+_CLOSE = "have the application close it before the dump"
+_NOT_RESTORED = (
+    "this checkpoint cannot be restored; have the application do without it, and `ocihook doctor` before a dump"
+)
+MEMORY_NOT_SHOWN_REMEDY = (
+    "boot the node with secretmem.enable=0, or keep the call memfd_secret away by a seccomp filter: applications then "
+    "use ordinary memory"
+)
+SHARED_MEMORY_REMEDY = "try again: a child of vfork or posix_spawn soon runs its program; another must become a thread"
 IO_URING_REMEDY = (
     "keep it away by a seccomp filter (podman's default, RuntimeDefault in Kubernetes) or sysctl "
     "kernel.io_uring_disabled=2; UV_USE_IO_URING=0 does for Node, USE_LIBUV=0 does not for torchrun"
@@ -59,16 +68,32 @@ def explain(log: str) -> Explanation | None:
         before.read(line)
         if before.said and _SCRIPT_FAILED.search(line):
             return Explanation("ocihook", before.said.rstrip("."), "", f"{_OURS}{before.said}")
-        if before.not_seized and _FREEZE_FAILED.search(line):
-            return _filled(_TRACED, before.not_seized, before)
+        if not_stopped := _not_stopped(line, before, log):
+            return not_stopped
         if cause := _cause_of(line, before):
             return _filled(cause, line, before)
         if not first_error and _ERROR.search(line) and not _NOISE.search(line):
             first_error = line
     if not first_error:
-        remedy = "see the engine's log for a deadline (kubelet's runtimeRequestTimeout) and the kernel's for memory"
-        return Explanation("killed", f"CRIU was killed after it wrote «{_text(lines[-1])}»", remedy, lines[-1])
+        return _unfinished(lines[-1], before, log)
     return Explanation("unknown", f"CRIU says «{_text(first_error)}»", "", first_error)
+
+
+def _unfinished(last: str, before: "_Before", log: str) -> Explanation:
+    """Return why a log without an error ends: CRIU was killed, maybe since it waited without end."""
+    if "Detected cgroup V1 freezer" in log and (seizing := _SEIZING.search(last)):
+        return _filled(_STOPPED, seizing[0], before)
+    remedy = "see the engine's log for a deadline (kubelet's runtimeRequestTimeout) and the kernel's for memory"
+    return Explanation("killed", f"CRIU was killed after it wrote «{_text(last)}»", remedy, last)
+
+
+def _not_stopped(line: str, before: "_Before", log: str) -> Explanation | None:
+    """Return why a process could not be stopped, if this line says so: CRIU names it before or after it."""
+    if before.not_seized and _FREEZE_FAILED.search(line):
+        return _filled(_TRACED, before.not_seized, before)
+    if "Timeout reached" in line and (in_kernel := _IN_KERNEL.search(log)):
+        return _filled(_WAITS, in_kernel[0], before)
+    return None
 
 
 def container_killed(pid: int) -> Explanation:
@@ -155,6 +180,8 @@ _PATH = re.compile(r"Dumping path for -?[0-9]+ fd via self -?[0-9]+ \[(.*)\]$")
 # seized either: CRIU says so, says that it is seized, and continues.
 _NOT_SEIZED = re.compile(r"Unable to interrupt task: \d+ \(Operation not permitted\)")
 _SEIZED = re.compile(r"Seized task \d+|Dumping task")
+_SEIZING = re.compile(r"SEIZE \d+ .*: success$")
+_IN_KERNEL = re.compile(r"Unseizable non-zombie \d+ found, state D.*")
 _FREEZE_FAILED = re.compile(r"Timeout reached\. Try to interrupt|Dumping FAILED")
 
 
@@ -186,6 +213,78 @@ _CAUSES: Sequence[Cause] = (
             r"send_fds failed \(-22\)|anon_inode:\[io_uring\]",  # criu#2131; Linux 6.8 and later pass none on
             "{who} uses io_uring, which CRIU cannot dump",
             IO_URING_REMEDY,
+        ),
+        (
+            "secret-memory",
+            r"Unknown shit 100600 \(/secretmem",
+            "{who} has secret memory (memfd_secret), which no other process can read",
+            MEMORY_NOT_SHOWN_REMEDY,
+        ),
+        (
+            "bpf-map",
+            r"of that type \[600\] \(anon anon_inode:bpf-map\)",
+            "{who} has a BPF map open, and this CRIU is built without libbpf",
+            "have the application close it, or install a CRIU that is built with libbpf",
+        ),
+        (
+            "bpf-map",
+            r"does not currently support dumping BPF map type (?P<kind>\d+)",
+            "{who} has a BPF map of type {kind} open; CRIU dumps hash tables and arrays only",
+            _CLOSE,
+        ),
+        (
+            "pidfd",
+            r"pidfd pid (?P<pid>\d+) is not a part of process tree",
+            "{who} has a pidfd of process {pid}, which is no process of the container, or one of `exec`",
+            _CLOSE,
+        ),
+        (
+            "pidfd",
+            r"PIDFD_THREAD flag is currently not supported",
+            "{who} has a pidfd of a thread (PIDFD_THREAD), which CRIU cannot dump",
+            _CLOSE,
+        ),
+        (
+            "timer-clock",
+            r"Unknown clock type (?P<kind>\d+) for",
+            "{who} has a timer (timerfd) on the clock {kind}, which wakes a machine and which CRIU cannot dump",
+            "have the application use CLOCK_BOOTTIME or CLOCK_REALTIME, or run it without CAP_WAKE_ALARM",
+        ),
+        (
+            "epoll",
+            r"Dump eventpoll \(pid: (?P<pid>\d+)\) failed",
+            "process {pid} watches (epoll) a file that it has closed and another process still has open",
+            "have the application take it out (EPOLL_CTL_DEL) before it closes it",
+        ),
+        (
+            "packet-pipe",
+            r"packetized mode for pipes is not supported",
+            "{who} has a pipe in packet mode (O_DIRECT), which CRIU cannot dump",
+            "have the application make its pipes without O_DIRECT",
+        ),
+        (
+            "many-pipes",
+            r"OOM storing pipe",
+            "the container has more than 1024 pipes, which is CRIU's limit",
+            "run it with fewer processes or event loops, or spread it over containers",
+        ),
+        (
+            "socket-path",
+            r"Can't get 1:39 opt: Bad file descriptor",
+            "{who} has the path of a socket open (O_PATH), which CRIU takes for a socket",
+            _CLOSE,
+        ),
+        (
+            "long-path",
+            r"Can't read link of fd \d+: File name too long",
+            "{who} has a file open whose path is longer than 4096 bytes, which CRIU cannot dump",
+            "have the application close it, or keep it in a directory that is less deep",
+        ),
+        (
+            "inotify-deleted",
+            r"Can't find suitable path for handle",
+            "{who} watches a file (inotify) that is deleted",
+            "have the application remove the watch, or close the file so that the kernel removes it",
         ),
         (
             "anonymous-file",
@@ -244,8 +343,17 @@ _CAUSES: Sequence[Cause] = (
         (
             "inotify",
             r"Can't dump that handle",  # criu#136, podman#11001
-            "{who} watches a file (inotify) that CRIU cannot find the name of, as on overlay and tmpfs",
-            f"write `irmap-scan-path DIRECTORY` into {_CONF}, or turn watching off in the application",
+            "{who} watches a file (inotify) whose path CRIU cannot find, as on overlay",
+            (
+                f"write `irmap-scan-path DIRECTORY` into {_CONF} with the one that `ocihook doctor` names, or turn "
+                "watching off in the application"
+            ),
+        ),
+        (
+            "network-file",
+            r"Can't open ghost original file|Can't seek file data",
+            "{who} has a deleted file of a network file system open, which CRIU cannot copy",
+            _CLOSE,
         ),
         (
             "file-locks",
@@ -319,6 +427,54 @@ _CAUSES: Sequence[Cause] = (
             "have the application take UDP_CORK off before the dump",
         ),
         (
+            "netlink-unread",
+            r"The socket has data to read",
+            "{who} has a netlink socket with unread messages, which CRIU cannot dump",
+            "try again; have the application read them, or close the socket",
+        ),
+        (
+            "netlink-groups",
+            r"netlink socket 0x\w+ (?:has more than 32 groups|is bound to groups but not to portid)",
+            "{who} has a netlink socket of a group above 32, or without an own port, which CRIU cannot dump",
+            _CLOSE,
+        ),
+        (
+            "unix-credentials",
+            r"Control messages in queue, not supported",
+            "{who} has unread messages with credentials (SO_PASSCRED) in a Unix socket, which CRIU cannot dump",
+            "try again; have the application read them first",
+        ),
+        (
+            "unix-large",
+            r"sys_recvmsg failed: truncated",
+            "{who} has an unread message in a Unix socket that is larger than that socket's own send buffer",
+            "try again; have the application read it first, or raise SO_SNDBUF of the reading socket",
+        ),
+        (
+            "unix-peer",
+            r"unix: (?:Dangling connection|Unix socket \d+ with(?: unreachable|out) peer|Can't dump name-less ext)",
+            "{who} has a Unix socket whose other end is outside the container, or is gone",
+            _CLOSE,
+        ),
+        (
+            "no-diag-module",
+            r"Sockets \(family (?P<family>\d+) proto (?P<kind>\d+)\) are not collected",
+            "the kernel lists no sockets of family {family}, protocol {kind}: a module for it is not loaded",
+            "modprobe -a tcp_diag udp_diag raw_diag unix_diag netlink_diag af_packet_diag",
+        ),
+        (
+            "link-local",
+            r"couldn't find ifname for",
+            "{who} has a socket bound to a link-local address (fe80::) of an interface that is gone",
+            "have the application bind it again",
+        ),
+        (
+            "tcp-in-flight",
+            r"Unknown inet socket \w+ state",
+            "{who} has a TCP connection that is still being made",
+            "try again",
+        ),
+        (
             "no-network-lock",
             r'execvp\("(?P<program>ip6?tables-restore|nft)".*No such file',  # criu#2339
             "CRIU holds a container's network still with {program}, which this node does not have",
@@ -346,6 +502,102 @@ _CAUSES: Sequence[Cause] = (
             "end the tracer (`grep TracerPid /proc/{pid}/status`), or have the application trace none of its own",
         ),
         (
+            "shared-parts",
+            r"Can't make VM id for (?P<pid>\d+)",
+            "process {pid} shares its memory with another process (CLONE_VM), as a child between vfork and exec",
+            SHARED_MEMORY_REMEDY,
+        ),
+        (
+            "shared-parts",
+            r"Can't make (?P<kind>FS|IO|FILES) id for (?P<pid>\d+)",
+            "process {pid} shares its {kind} (clone flag CLONE_{kind}) with another process, which CRIU cannot dump",
+            "have the application use threads, or processes that share nothing",
+        ),
+        (
+            "waits-in-kernel",
+            r"Unseizable non-zombie (?P<pid>\d+) found, state D",
+            "process {pid} waits in the kernel and could not be stopped: for a disk, or for its child of vfork to exec",
+            "try again; see what it waits for with `cat /proc/{pid}/wchan`",
+        ),
+        (
+            "first-thread-ended",
+            r"Zombies with threads are not supported",
+            "the first thread of a process has ended while others run (pthread_exit in main), which CRIU cannot dump",
+            "have the program's first thread wait for the others (pthread_join)",
+        ),
+        (
+            "stopped",
+            r"SEIZE (?P<pid>\d+) .*: success$",  # and nothing after it
+            "process {pid} is stopped (SIGSTOP), and CRIU waited for it in its frozen cgroup of version 1 without end",
+            "kill -CONT {pid}, or boot the node with cgroups of version 2",
+        ),
+        (
+            "stopped",
+            r"SEIZE (?P<pid>\d+): unsupported stop signal (?P<number>\d+)",
+            "process {pid} was stopped by its terminal (signal {number}), which CRIU cannot dump",
+            "kill -CONT {pid}, or start it with its input from /dev/null",
+        ),
+        (
+            "stopped",
+            r"Individually stopped threads not supported",
+            "a single thread of a process is stopped, which CRIU cannot dump",
+            "send the process SIGCONT",
+        ),
+        (
+            "no-first-process",
+            r"A root task is dead",
+            "the container's first process has ended",
+            "start the container again",
+        ),
+        (
+            "many-groups",
+            r"bfd: The bfd buffer is too small",
+            "a process is in more groups than CRIU can read (about 900)",
+            "start it with fewer supplementary groups",
+        ),
+        (
+            "no-sys-resource",
+            r"Can't get rlimit \d+: Operation not permitted",
+            "{who} is another user's, and CRIU may not read its limits without CAP_SYS_RESOURCE",
+            "run the engine with CAP_SYS_RESOURCE, or the container's processes as root",
+        ),
+        (
+            "address-space",
+            r"remote mmap\(\) failed: Cannot allocate memory",
+            "a process may have no more address space (RLIMIT_AS), or no more mappings (vm.max_map_count)",
+            "raise the limit: `prlimit --pid PID --as=unlimited`, or `sysctl vm.max_map_count`",
+        ),
+        (
+            "sealed-memory",
+            r"parasite\.c:\d+\): mprotect\(",
+            "{who} has sealed memory (mseal) without the right to read it, which CRIU cannot read",
+            "have the application seal only what can be read",
+        ),
+        (
+            "timer-thread",
+            r"Unable to convert the notify thread id (?P<pid>\d+)",
+            "a timer (timer_create) is to signal the thread {pid}, which has ended",
+            "have the application delete the timer (timer_delete)",
+        ),
+        (
+            "compat",
+            r"Can't dump task (?P<pid>\d+) (?:with LDT descriptors|running in 32-bit mode)",
+            "process {pid} is a 32-bit one, or runs in a segment of its own, which this CRIU cannot dump",
+            "run a 64-bit build of it, or install a CRIU that is built with CONFIG_COMPAT",
+        ),
+        (
+            "rseq",
+            r"has rseq but kernel lacks get_rseq_conf",
+            "this kernel does not show restartable sequences, which the C library uses",
+            "run Linux 5.13 or later, or start the program with GLIBC_TUNABLES=glibc.pthread.rseq=0",
+        ),
+        (
+            "session-leader",
+            r"A session leader of zombie process (?P<pid>\d+)",
+            "process {pid} has ended, its parent has not waited for it, and its session is outside the PID namespace",
+            "have its parent wait for it (run an init in the container: podman run --init)",
+        ),
+        (
             _KILLED_NAME,
             r"si_code=[23] si_pid=(?P<pid>\d+) si_status=(?P<number>\d+)",  # CLD_KILLED, CLD_DUMPED: sigaction(2)
             _KILLED_WHAT + " (signal {number})",
@@ -356,6 +608,24 @@ _CAUSES: Sequence[Cause] = (
             r"Can't dump the (?P<pid>\d+) thread with a pending SIGTRAP",  # criu#1429
             "thread {pid} blocks SIGTRAP while one waits for it, with which CRIU cannot dump it",
             "have the application take the signal, or send it none while it is blocked",
+        ),
+        (
+            "nested-network",
+            r"Unable to dump more than one netns if the --emptyns is set",
+            "a process is in a network namespace of its own, which runc cannot have CRIU dump",
+            "use crun, or have the application make no network namespace",
+        ),
+        (
+            "lost-namespace",
+            r"No NS ID with kid|Unable to dump a socket from an external network namespace",
+            "{who} has a namespace open, or a socket of one, in which no process of the container is",
+            _CLOSE,
+        ),
+        (
+            "nested-namespace",
+            r"namespaces doesn't belong to the target user namespace",
+            "a namespace of the container was made outside its user namespace",
+            "give the container namespaces of its own (no --network container:, --ipc=host with --userns)",
         ),
         (
             "session-leader",
@@ -382,6 +652,18 @@ _CAUSES: Sequence[Cause] = (
             "run the container in an IPC namespace of its own (without --ipc=host, hostIPC)",
         ),
         (
+            "terminal",
+            r"No CTL for TTY dump|ctty inheritance detected",
+            "a process has /dev/tty or a terminal open that only another one has as its own",
+            _CLOSE,
+        ),
+        (
+            "message-queue",
+            r"mqueue isn't empty",
+            "the container has POSIX message queues (/dev/mqueue), which CRIU cannot dump",
+            "remove them (mq_unlink): `ls /dev/mqueue` in the container",
+        ),
+        (
             "freeze-timeout",
             r"Timeout reached\. Try to interrupt|PAUSE_DEVICES failed|Unable to read output of cuda-checkpoint",
             "CRIU waited for the processes to stop, and they did not",  # criu#2775
@@ -404,10 +686,31 @@ _CAUSES: Sequence[Cause] = (
             "unmount it there, or mount it through the engine",
         ),
         (
+            "mount-kind",
+            (
+                r"FS mnt \.?(?P<path>/\S*) dev .* unsupported|failed to dump fs \.?(?P<other>/\S*) \(.*\): always fail|"
+                r" \.?(?P<fuse>/\S*) is a fuse mount but not external"
+            ),
+            "{path}{other}{fuse} was mounted inside the container, and CRIU cannot make such a file system again",
+            "unmount it in the container, or mount it outside and give it to the container as a volume",
+        ),
+        (
+            "mount",
+            r"Mount (?P<path>\d+) has two children with same",
+            "mounts of the container lie one over the other at the same place (mount {path})",
+            "unmount one of them in the container",
+        ),
+        (
+            "tmpfs-content",
+            r"Can't (?P<verb>dump|restore) tmpfs content",
+            "the content of a tmpfs could not be packed or unpacked",
+            "install tar and gzip on this node; if they are there, see what they say before this line in the log",
+        ),
+        (
             "lost-mount",
             r"Can't lookup mount=\d+ for fd=-?\d+ path=(?P<path>.+)$",
-            "{who} uses {path}, which is on no mount that it can see",
-            "have the application close it",
+            "{who} uses {path}, which is on no mount that it can see: a POSIX message queue, an unmounted file system",
+            "have the application close it, end what runs from it, or mount it where the container sees it",
         ),
         (
             "copy-sharing",
@@ -449,6 +752,30 @@ _CAUSES: Sequence[Cause] = (
             "install both in the same version",
         ),
         (
+            "uprobes",
+            r"has uprobes vma",
+            "a process was traced with uprobes (bpftrace, perf, a profiler), which leaves a mapping in it",
+            f"write `allow-uprobes` into {_CONF}, here and where it is restored, or start the program again",
+        ),
+        (
+            "device-mapping",
+            r"Unsupported mapping found",
+            "{who} has a mapping of a device, or was traced with uprobes, and this CRIU knows neither",
+            "install CRIU 4.2 or later for uprobes; have the application unmap the device",
+        ),
+        (
+            "guard-pages",
+            r"Can't splice (?:pages to pipe \(-14|all pages to pipe)",  # criu#2652
+            "{who} has guard pages (MADV_GUARD_INSTALL, as stacks of glibc 2.42), which CRIU cannot read here",
+            "install CRIU 4.2 or later, and run Linux before 6.13, or 6.16 and later",
+        ),
+        (
+            "net-link",
+            r"Unsupported link \d+ \(type \d+ kind (?P<kind>\S*)\)",
+            "the container has a network link of the kind {kind}, which CRIU cannot dump",
+            "give the container a network namespace that its engine makes",
+        ),
+        (
             "device-mapping",
             r"handle_device_vma plugin failed|Can't handle non-regular mapping",  # criu#2515
             "{who} has a device mapped, and no plugin of CRIU knows it",
@@ -468,6 +795,237 @@ _CAUSES: Sequence[Cause] = (
             r"Can't fork for (?P<pid>\d+): File exists",  # nvcf#925
             "pid {pid}, which the checkpoint needs, is taken",
             "remove the container that it was made from, and restore into a PID namespace of its own",
+        ),
+        (
+            "proc-file",
+            r"Can't open file (?P<path>proc/\d+/\S*) on restore",
+            "/{path} was open, of a thread, descriptor or process that a restore does not have when it opens files",
+            _NOT_RESTORED,
+        ),
+        (
+            "no-program-file",
+            r"No entry for reg-file-ID",
+            "a process runs a program that is in no file system (memfd)",
+            _NOT_RESTORED,
+        ),
+        (
+            "program-mode",
+            r"PR_SET_MM_MAP\) failed with -13",
+            "the program of a process may not be executed: it has no execute bit",
+            "chmod +x the program in the container's root file system, and restore again",
+        ),
+        (
+            "noexec",
+            r"Can't restore 0x\w+ mapping with 0xf{16}",
+            "a program or library lies on a mount that allows no execution (noexec)",
+            "mount it without noexec, and restore again; what the container mounts itself, before the dump",
+        ),
+        (
+            "no-huge-pages",
+            r"Can't restore 0x\w+ mapping with 0xf{15}4",
+            "memory could not be mapped: huge pages are missing, or memory is",
+            "provide as many huge pages of that size (vm.nr_hugepages) as where the checkpoint was made",
+        ),
+        (
+            "no-vdso",
+            r"Can't find vDSO area in image",
+            "a process has unmapped its vDSO, without which CRIU restores none",
+            _NOT_RESTORED,
+        ),
+        (
+            "deleted-directory",
+            r"Couldn't unlink remap (?:/tmp/\.criu\.mntns\.\w+/mnt-\d+)?(?P<path>.+): Directory not empty",
+            "{path} is a deleted directory in use; its name is another's now, or a deleted file of it is in use, too",
+            (
+                "remove what has that name now (in the volume, or the archive's rootfs-diff.tar), and restore again; "
+                "if nothing is, have the application leave it before it is dumped"
+            ),
+        ),
+        (
+            "scheduling",
+            r"Inconsistent sched params received \((?P<policy>\d+)\.",
+            "a thread has the scheduling policy {policy} (6: SCHED_DEADLINE, 7: SCHED_EXT), which CRIU cannot restore",
+            "chrt --other --all-tasks --pid 0 PID for the process before it is dumped; it sets its policy again",
+        ),
+        (
+            "session-order",
+            r"Can't find a session leader for (?P<pid>\d+)|Can't figure out which sid|Requested sid \d+ doesn't match",
+            "a process belongs to a session whose leader has ended, and has another parent than the first process",
+            "have the application call setsid in it, or do without PR_SET_CHILD_SUBREAPER",
+        ),
+        (
+            "capabilities",
+            r"Unable to (?:restore capabilities|raise ambient capability)",
+            (
+                "a process has capabilities that it could not get again: inheritable ones outside its bounding set, or "
+                "ambient ones with SECBIT_NO_CAP_AMBIENT_RAISE"
+            ),
+            "have the application drop them before the dump",
+        ),
+        (
+            "pending-signals",
+            r"Unable to send siginfo",
+            "more signals are pending for a process than its limit (RLIMIT_SIGPENDING) allows",
+            "raise the limit before the dump: `prlimit --pid PID --sigpending=N`",
+        ),
+        (
+            "file-owner",
+            r"Can't setup \d+ file owner pid: No such process",
+            "a descriptor is to signal (F_SETOWN) a process that is not in the container, as one of `exec`",
+            "end that process, or have the application take it back, before the dump",
+        ),
+        (
+            "long-message",
+            r"Unsupported message size: (?P<size>\d+)",
+            "a System V message queue has a message of {size} bytes; CRIU restores none above 8192",
+            "have the application read it before the dump, or send shorter ones",
+        ),
+        (
+            "full-queue",
+            r"Failed to send IPC message: Resource temporarily unavailable",
+            "a System V message queue has more bytes than a queue that is made now may have (kernel.msgmnb)",
+            "raise kernel.msgmnb in the container's IPC namespace (sysctl), or read messages, before the dump",
+        ),
+        (
+            "ipc-taken",
+            r"Failed to (?:create|restore) (?P<kind>shm|sem|msg)",
+            "the IPC namespace already has a System V object ({kind}) with the key or id of one of the container's",
+            "restore it into an IPC namespace of its own, or remove what is there (`ipcs`, `ipcrm`)",
+        ),
+        (
+            "overlay-mount",
+            r"Unable to mount overlay ",
+            "the container has mounted an overlay of its own directories, which CRIU mounts before they are there",
+            _NOT_RESTORED,
+        ),
+        (
+            "socket-place",
+            r"Can't bind id \w+ ino \d+ addr (?P<path>.+): Read-only file system",
+            "the Unix socket {path} lies on a mount that is read-only now",
+            "mount it writable while the container is dumped and restored",
+        ),
+        (
+            "udp-broadcast",
+            r"Can't connect inet socket back: Permission denied",
+            "a UDP socket is connected to a broadcast address, which CRIU does before it allows that",
+            "have the application use sendto for broadcasts",
+        ),
+        (
+            "no-route",
+            r"Can't connect inet socket back: Network is unreachable",
+            "there is no route to where a UDP socket was connected",
+            "give the container the same routes, or have the application connect again",
+        ),
+        (
+            "link-local",
+            r"Can't connect inet socket back: Invalid argument",
+            "a UDP socket is connected to a link-local address (fe80::) without its interface",
+            "have the application bind it to the device (SO_BINDTODEVICE), or use another address",
+        ),
+        (
+            "read-only-mount",
+            r"The mount \d+ has readonly sb|overmounted so paths are invisible",
+            "a deleted file in use lies on a file system that is read-only now, or on a mount that is hidden",
+            "mount it writable, or unmount what hides it, before the dump",
+        ),
+        (
+            "link-gone",
+            r"Can't link \S+ -> (?P<path>.+): No such file",
+            (
+                "the link that CRIU made for {path} (link-remap) is not here: it stays in the other node's volume, and "
+                "is removed where the container was left running"
+            ),
+            "checkpoint without --leave-running, or without `link-remap`; restore where the volume has the link",
+        ),
+        (
+            "tcp-in-image",
+            r"Need to set the --tcp-close options",
+            "the checkpoint was made with `tcp-close`, and the restore does not have that option",
+            f"write `tcp-close` into this node's {_CONF}",
+        ),
+        (
+            "uprobes",
+            r"Dumped with --allow-uprobes",
+            "the checkpoint was made with `allow-uprobes`, and the restore does not have that option",
+            f"write `allow-uprobes` into this node's {_CONF}",
+        ),
+        (
+            "plugin-missing",
+            r"Missing required plugin: (?P<name>\S+)",
+            "the checkpoint was made with CRIU's plugin {name}, which this node does not have",
+            "install it (its directory is that of `libdir` in CRIU's configuration)",
+        ),
+        (
+            "aio-ring",
+            r"wrong aio|Ring remap failed",
+            "a process has asynchronous I/O (io_setup) that this machine makes in another size: it has more processors",
+            "restore on a machine with as many possible processors, or raise fs.aio-max-nr",
+        ),
+        (
+            "memfd",
+            r"Can't create memfd|Can't set permissions .* of memfd",
+            "a memory file (memfd) cannot be made here: its mode is not allowed, or huge pages are missing",
+            "set sysctl vm.memfd_noexec=0, or provide huge pages",
+        ),
+        (
+            "kernel-memory",
+            r"madvise\(.*failed with -22",
+            "this kernel lacks a property of memory that the checkpoint has (huge pages, KSM, guard pages)",
+            "restore on a kernel like the one where the checkpoint was made",
+        ),
+        (
+            "lock-taken",
+            r"Can not set (?P<kind>flock|posix lock|ofd lock)|Can't set lease",
+            "a file lock or lease of the container is another's now",
+            "end what holds it (`lslocks`), or restore into a volume of its own",
+        ),
+        (
+            "limits",
+            r"Too big FD number to restore (?P<number>\d+)",
+            "the checkpoint has the descriptor {number}, above this node's fs.nr_open",
+            "raise sysctl fs.nr_open",
+        ),
+        (
+            "limits",
+            r"Unable to create a thread: (?P<number>-\d+)",
+            "a thread cannot be made ({number}; -17: its number is taken, -11: pids.max or RLIMIT_NPROC)",
+            "restore into a PID namespace of its own, and raise the limit of processes",
+        ),
+        (
+            "limits",
+            r"Can't restore pipe size",
+            "a pipe is larger than this user may have (fs.pipe-max-size)",
+            "raise sysctl fs.pipe-max-size",
+        ),
+        (
+            "clock",
+            r"Unable to set a (?P<kind>\w+) clock offset",
+            "this kernel does not take the {kind} clock of the checkpoint",
+            "restore on a node that has been up for a while, with a kernel that has time namespaces",
+        ),
+        (
+            "lsm",
+            r"mismatched lsm types|can't write lsm profile",
+            "this node has another security module than the one of the checkpoint, or lacks the profile",
+            "load the profile (`apparmor_parser`), or restore on a node with the same security module",
+        ),
+        (
+            "seccomp",
+            r"SECCOMP_SET_MODE_FILTER returned|failed to suspend seccomp",
+            "a seccomp filter cannot be restored: CRIU itself runs under one",
+            "run the engine without a seccomp filter",
+        ),
+        (
+            "cpu",
+            r"Can't restore high memory region",
+            "the checkpoint has memory above what this CPU can address (five-level paging)",
+            "restore on the same kind of CPU",
+        ),
+        (
+            "immutable-file",
+            r"Can't open file (?P<path>.+) on restore: Operation not permitted",
+            "/{path}, which was open for writing, is immutable or append-only now",
+            "chattr -i -a the file in the container's root file system or volume, and restore again",
         ),
         (
             "file-missing",
@@ -503,7 +1061,10 @@ _CAUSES: Sequence[Cause] = (
             "address-gone",
             r"(?:bind inet socket|connect inet socket back).*Cannot assign requested address",  # criu#167
             "an address that the container used is not there",
-            "give it the same address, or have it listen on 0.0.0.0 and dump it with `tcp-close`",
+            (
+                "give it the same address, or listen on 0.0.0.0 and dump it with `tcp-close`; for one that never was "
+                "(IP_FREEBIND, IP_TRANSPARENT) set sysctl net.ipv4.ip_nonlocal_bind=1 in its network namespace"
+            ),
         ),
         (
             "address-taken",
@@ -531,4 +1092,7 @@ _CAUSES: Sequence[Cause] = (
         ),
     ),
 )
-_HIDDEN, _TRACED = (next(cause for cause in _CAUSES if cause.name == name) for name in ("hidden-file", "traced"))
+_HIDDEN, _TRACED, _WAITS, _STOPPED = (
+    next(cause for cause in _CAUSES if cause.name == name)
+    for name in ("hidden-file", "traced", "waits-in-kernel", "stopped")
+)

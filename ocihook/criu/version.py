@@ -91,6 +91,13 @@ def libcriu_reads_conf(root: Path = Path("/")) -> bool | None:
     return None
 
 
+@cache
+def has_libbpf() -> bool:
+    """Return whether the CRIU of this node is built with libbpf: without it, it dumps no BPF map."""
+    criu = find_program("criu")
+    return criu is None or b"libbpf.so" in Path(criu.path).read_bytes()
+
+
 def locks_by_nftables(root: Path = Path("/")) -> bool:
     """Return whether CRIU can lock a network by nftables; of another root, whether it is built so, with the library."""
     if root == Path("/"):

@@ -5,9 +5,12 @@ Formats: proc_pid_fd(5), proc_pid_fdinfo(5), proc_pid_maps(5), proc_pid_mountinf
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +23,8 @@ _WATCH = re.compile(
 _LOCK = re.compile(r"^lock:\s+\d+:\s+(?P<kind>\w+)", re.MULTILINE)
 _MOUNT_ID = re.compile(r"^mnt_id:\s+(\d+)", re.MULTILINE)
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_FLAGS = re.compile(r"^flags:\s+([0-7]+)", re.MULTILINE)
+_GET_ATTRIBUTES, _IMMUTABLE, _APPEND_ONLY = 0x80086601, 0x10, 0x20  # linux/fs.h: FS_IOC_GETFLAGS, FS_*_FL
 _MAX_LINKS = 40  # the kernel's own limit
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -29,14 +34,14 @@ class OpenFile(NamedTuple):
 
     pid: int
     fd: int
-    name: str  # as /proc shows it, without " (deleted)"
+    name: str  # as /proc shows it, without " (deleted)"; "" if it is too long for that
     is_deleted: bool  # its name was removed
     mode: int
     device: int  # st_rdev of a device, st_dev of anything else
     inode: int
     links: int
     stored_bytes: int  # that it takes on disk; a sparse file less than its length
-    info: str = ""  # proc_pid_fdinfo(5); "" if it is a socket, or mapped
+    info: str = ""  # proc_pid_fdinfo(5), of its own opening if the process has none; "" if it is a socket, or mapped
 
     @property
     def is_regular(self) -> bool:
@@ -72,6 +77,26 @@ class OpenFile(NamedTuple):
             for match in _WATCH.finditer(self.info)
         ]
 
+    @property
+    def flags(self) -> int:
+        """Return how it was opened (open(2))."""
+        match = _FLAGS.search(self.info)
+        return int(match[1], 8) if match else 0
+
+    def is_locked_to_writers(self) -> bool:
+        """Return whether it is open for writing, and now has an attribute that forbids to open it so (chattr(1))."""
+        if self.flags & os.O_ACCMODE == os.O_RDONLY:
+            return False
+        forbidding = _IMMUTABLE if self.flags & os.O_APPEND else _IMMUTABLE | _APPEND_ONLY
+        with contextlib.suppress(OSError):
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                attributes = int.from_bytes(fcntl.ioctl(fd, _GET_ATTRIBUTES, bytes(8))[:4], sys.byteorder)
+            finally:
+                os.close(fd)
+            return bool(attributes & forbidding)
+        return False
+
     def is_at(self, root: str) -> bool:
         """Return whether it is what its name leads to below a directory."""
         try:
@@ -99,6 +124,7 @@ class Mount(NamedTuple):
     place: str
     kind: str
     source: str
+    options: frozenset[str] = frozenset()  # of the mount, and of its file system
 
 
 def open_files(pid: int) -> Iterator[OpenFile]:
@@ -108,6 +134,32 @@ def open_files(pid: int) -> Iterator[OpenFile]:
             file = _file(pid, int(fd), f"/proc/{pid}/fd/{fd}")
             has_info = not stat.S_ISSOCK(file.mode)
             yield file._replace(info=_read(f"/proc/{pid}/fdinfo/{fd}")) if has_info else file
+
+
+def used_files(pid: int) -> dict[str, OpenFile]:
+    """Return what a process is in and what it runs: `cwd`, `root` and `exe`, without what cannot be read."""
+    found = {}
+    for kind in ("cwd", "root", "exe"):
+        link = f"/proc/{pid}/{kind}"
+        with contextlib.suppress(OSError):
+            found[kind] = _file(pid, -1, link)._replace(info=_info(link))
+    return found
+
+
+def mapped_mount_id(pid: int, span: str) -> int:
+    """Return the id of the mount of a mapped file, by the addresses of the mapping; -1 if it is unknown."""
+    with contextlib.suppress(OSError):
+        match = _MOUNT_ID.search(_info(f"/proc/{pid}/map_files/{span}"))
+        return int(match[1]) if match else -1
+    return -1
+
+
+def _info(link: str) -> str:
+    fd = os.open(link, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return _read(f"/proc/self/fdinfo/{fd}")
+    finally:
+        os.close(fd)
 
 
 def mapped_files(pid: int) -> Iterator[OpenFile]:
@@ -127,7 +179,7 @@ def mapped_files(pid: int) -> Iterator[OpenFile]:
 
 
 def _file(pid: int, fd: int, link: str) -> OpenFile:
-    name, status = os.readlink(link), os.stat(link)
+    name, status = _target(link), os.stat(link)
     is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
     return OpenFile(
         pid=pid,
@@ -140,6 +192,16 @@ def _file(pid: int, fd: int, link: str) -> OpenFile:
         links=status.st_nlink,
         stored_bytes=status.st_blocks * 512,
     )
+
+
+def _target(link: str) -> str:
+    """Return what a link of /proc leads to; "" if the kernel cannot write a path so long."""
+    try:
+        return os.readlink(link)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return ""
+        raise
 
 
 def _device(number: int) -> int:
@@ -173,9 +235,10 @@ def mounts(pid: int) -> list[Mount]:
     found = []
     for line in _read(f"/proc/{pid}/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        number, _, device, root, place, *_ = before.split(" ")
-        kind, source, *_ = after.split(" ")
-        found.append(Mount(int(number), device, _unescape(root), _unescape(place), kind, _unescape(source)))
+        number, _, device, root, place, of_mount, *_ = before.split(" ")
+        kind, source, *of_system = after.split(" ")
+        options = frozenset(option for text in (of_mount, *of_system) for option in text.split(","))
+        found.append(Mount(int(number), device, _unescape(root), _unescape(place), kind, _unescape(source), options))
     return found
 
 

@@ -21,6 +21,7 @@ _SOCKET = re.compile(r"socket:\[([0-9]+)\]")
 _IP = (socket.AF_INET, socket.AF_INET6)
 
 _UDP_CORK = 1  # linux/udp.h
+_BOUND_ANYWHERE = (15, 19)  # linux/in.h: IP_FREEBIND, IP_TRANSPARENT
 _MPTCP = 262  # IPPROTO_MPTCP; Python has it from 3.12 on
 
 
@@ -35,8 +36,10 @@ class Socket(NamedTuple):
     is_listening: bool
     is_connected: bool  # TCP: neither closed nor listening
     waiting: int  # connections that nobody has accepted yet
-    address: str  # where it is bound; "" if nowhere, or not on an IP
+    address: str  # where it is bound, on an IP or at a path; "" if nowhere
     is_corked: bool = False  # UDP: it delays what is sent
+    is_bound_anywhere: bool = False  # IPv4: to an address that need not be there (IP_FREEBIND, IP_TRANSPARENT)
+    broadcasts_to: str = ""  # UDP over IPv4: where it is connected, if it may send to all (SO_BROADCAST)
 
     @property
     def is_multipath(self) -> bool:
@@ -104,6 +107,8 @@ def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
     is_listening, is_connected, waiting, address = False, False, 0, ""
     if family in _IP:
         address = str(sock.getsockname()[0])
+    elif family == socket.AF_UNIX and str(name := sock.getsockname()).startswith("/"):
+        address, is_listening = str(name), bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     if is_tcp(sock):
         state, waiting = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
         is_listening = state == _TCP_LISTEN
@@ -111,7 +116,18 @@ def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
     waiting = waiting if is_listening else 0
     is_udp = family in _IP and kind == socket.SOCK_DGRAM and protocol == socket.IPPROTO_UDP
     is_corked = is_udp and sock.getsockopt(socket.IPPROTO_UDP, _UDP_CORK) != 0
-    return Socket(pid, inode, family, kind, protocol, is_listening, is_connected, waiting, address, is_corked)
+    is_anywhere = family == socket.AF_INET and any(sock.getsockopt(socket.IPPROTO_IP, o) for o in _BOUND_ANYWHERE)
+    to = _broadcasts_to(sock) if is_udp and family == socket.AF_INET else ""
+    return Socket(
+        pid, inode, family, kind, protocol, is_listening, is_connected, waiting, address, is_corked, is_anywhere, to
+    )
+
+
+def _broadcasts_to(sock: socket.socket) -> str:
+    with contextlib.suppress(OSError):  # it is not connected
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST):
+            return str(sock.getpeername()[0])
+    return ""
 
 
 def hides_socket_options() -> bool:

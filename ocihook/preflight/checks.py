@@ -6,7 +6,18 @@ A new check is one more row in the file of its subject.
 from collections.abc import Callable, Iterable
 
 from ocihook.linux.patience import Patience
-from ocihook.preflight import files, memory, mounts, processes, sockets
+from ocihook.preflight import (
+    deleted,
+    descriptors,
+    files,
+    ipc,
+    memory,
+    mounts,
+    processes,
+    programs,
+    sockets,
+    tasks,
+)
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Finding, Status
 from ocihook.preflight.observation import Observation
@@ -15,8 +26,13 @@ CHECKS: tuple[Check, ...] = (
     *memory.CHECKS,
     *mounts.CHECKS,
     *files.CHECKS,
+    *descriptors.CHECKS,
+    *deleted.CHECKS,
+    *programs.CHECKS,
+    *ipc.CHECKS,
     *sockets.CHECKS,
     *processes.CHECKS,
+    *tasks.CHECKS,
 )
 _LOOKS = 4  # until a failure counts as lasting
 _PAUSE_S = 0.05

@@ -12,6 +12,12 @@ from ocihook.preflight.observation import Observation
 _MIB = 1 << 20
 _LARGE_TMPFS_BYTES = 64 * _MIB  # CRIU writes it with tar and gzip, on one core
 _KERNELS = ("proc", "sysfs", "cgroup", "cgroup2", "mqueue", "devpts")
+# File systems that CRIU can mount again by their names (criu/filesystems.c); not fuse, which it knows and refuses.
+_MADE_AGAIN = (
+    *_KERNELS,
+    *("devtmpfs", "binfmt_misc", "tmpfs", "simfs", "btrfs", "pstore", "securityfs", "fusectl", "debugfs", "tracefs"),
+    *("aufs", "overlay", "autofs"),
+)
 
 
 def _nvidia_mount(seen: Observation) -> Iterator[Problem]:
@@ -46,6 +52,40 @@ def _secret(seen: Observation) -> Iterator[Problem]:
             place = str(mount.get("destination"))
             detail = f"{place} is a secret: podman restores it in place, but not from an archive (--export, --import)"
             yield warn(detail, f"give it by --secret NAME,type=env, or by --volume FILE:{quote(place)}:ro")
+
+
+def _inside(seen: Observation) -> Iterator[Mount]:
+    """Yield the whole file systems that the container's processes have mounted, each once."""
+    unknown, known = _unknown_places(seen), {mount.id for mount in seen.init.mounts}
+    yield from (mount for mount in seen.init.mounts if mount.place in unknown and mount.root == "/")
+    own = {mount.id: mount for process in seen.processes for mount in process.mounts if mount.id not in known}
+    if unknown or seen.container:
+        inherited = {(mount.device, mount.place) for mount in seen.init.mounts}
+        yield from (one for one in own.values() if one.root == "/" and (one.device, one.place) not in inherited)
+
+
+def _mount_kind(seen: Observation) -> Iterator[Problem]:
+    for mount in _inside(seen):
+        if mount.kind.partition(".")[0] not in _MADE_AGAIN:
+            detail = f"{mount.place} is a file system ({mount.kind}) mounted inside the container; CRIU cannot dump it"
+            yield fail(
+                detail, f"unmount {quote(mount.place)} in the container, or mount it outside and make it a volume"
+            )
+
+
+def _overlay_mount(seen: Observation) -> Iterator[Problem]:
+    for mount in _inside(seen):
+        if mount.kind == "overlay":
+            detail = (
+                f"{mount.place} is an overlay of the container's own directories: CRIU dumps and does not restore it"
+            )
+            yield fail(detail, f"unmount {quote(mount.place)} in the container before the dump")
+
+
+def _tracefs(seen: Observation) -> Iterator[Problem]:
+    for mount in _inside(seen):
+        if mount.kind == "tracefs":
+            yield warn(f"a restore does not mount {mount.place} (tracefs) again", "mount it again after a restore")
 
 
 def _tmpfs(seen: Observation) -> Iterator[Problem]:
@@ -98,5 +138,8 @@ CHECKS = (
     Check(name="nvidia-mount", find=_nvidia_mount),
     Check(name="mount", find=_mount),
     Check(name="mount", find=_secret),
+    Check(name="mount-kind", find=_mount_kind),
+    Check(name="overlay-mount", find=_overlay_mount),
+    Check(name="tracefs", find=_tracefs),
     Check(name="tmpfs", find=_tmpfs),
 )

@@ -19,8 +19,9 @@ from ocihook.criu.version import find_program
 from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.linux.cgroup import find_freezer, memory_headroom_bytes
 from ocihook.linux.memory import free_swap_bytes
-from ocihook.linux.open_files import Mount, OpenFile, mapped_files, mounts, namespaces, open_files
+from ocihook.linux.open_files import Mount, OpenFile, mapped_files, mounts, namespaces, open_files, used_files
 from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids
+from ocihook.linux.sharing import Kind, sharing
 from ocihook.linux.sockets import Socket, hides_socket_options, sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import UnixSocket, unix_sockets
@@ -46,6 +47,7 @@ class ProcessSeen:
     threads: tuple[Task, ...] = ()  # the leader first
     namespaces: Mapping[str, str] = field(default_factory=dict)
     files: tuple[OpenFile, ...] = ()  # descriptors, then deleted files that are mapped
+    used: Mapping[str, OpenFile] = field(default_factory=dict)  # its `cwd`, `root` and `exe`
     sockets: tuple[Socket, ...] = ()
     mounts: Sequence[Mount] = ()  # that it sees
     maps: str = ""  # proc_pid_maps(5)
@@ -81,8 +83,11 @@ class Observation:
     criu: tuple[int, ...] = ()  # version; (): unknown
     options: CriuOptions = field(default_factory=CriuOptions)
     container: RunningContainer | None = None
+    sharing_memory: Sequence[Sequence[int]] = ()  # groups of processes that are no threads (CLONE_VM), parents first
+    sharing_directory: Sequence[Sequence[int]] = ()  # likewise (CLONE_FS)
     unix: Mapping[int, UnixSocket] = field(default_factory=dict)  # of its network namespace, by inode
     node: Mapping[str, str] = field(default_factory=dict)  # namespaces of the node
+    freezer_version: int = 0  # of its cgroups; 0: it has no freezer, or is in no container
     room_bytes: int | None = None  # that the container's memory limits leave; None: no limit
     swap_bytes: int = 0  # free on the node
     hides_socket_options: bool = False  # the kernel, from CRIU before 4.2
@@ -202,8 +207,11 @@ def observe(
         criu=criu,
         options=options,
         container=container,
+        sharing_memory=sharing(pids, Kind.MEMORY),
+        sharing_directory=sharing(pids, Kind.DIRECTORY),
         unix=_unix_sockets(init_pid) if has_unix else {},
         node=namespaces(os.getpid()),
+        freezer_version=freezer.version if freezer else 0,
         room_bytes=memory_headroom_bytes(init_pid, reclaims_all=True),
         swap_bytes=free_swap_bytes(),
         hides_socket_options=hides_socket_options(),
@@ -236,6 +244,7 @@ def _read(pid: int, mounted: dict[str, list[Mount]]) -> ProcessSeen | None:
         threads=tuple(threads),
         namespaces=own,
         files=(*open_files(pid), *mapped_files(pid)),
+        used=used_files(pid),
         sockets=tuple(sockets(pid)),
         mounts=mounted[where],
         maps=_maps(pid),

@@ -31,6 +31,15 @@ def _nested_namespace(seen: Observation) -> Iterator[Problem]:
             yield fail(detail, "turn the sandbox off; run no containers inside")
 
 
+def _nested_network(seen: Observation) -> Iterator[Problem]:
+    """With runc, CRIU takes one network for all (`empty-ns`); with crun it does not."""
+    own = seen.init.namespaces.get("net")
+    for process in _living(seen) if seen.container and seen.container.runtime == "runc" else ():
+        if process.namespaces.get("net", own) != own:
+            detail = f"{seen.who(process.pid)} is in a network namespace of its own, which runc cannot have CRIU dump"
+            yield fail(detail, "run the container by crun, or have the application make no network namespace")
+
+
 def _traced(seen: Observation) -> Iterator[Problem]:
     for process in _living(seen):
         tracers = (int(task.status.get("TracerPid") or 0) for task in process.threads)
@@ -101,6 +110,7 @@ def _terminal(seen: Observation) -> Iterator[Problem]:
 
 CHECKS = (
     Check(name="nested-namespace", find=_nested_namespace),
+    Check(name="nested-network", find=_nested_network),
     Check(name="traced", find=_traced),
     Check(name="pending-sigtrap", find=_pending_sigtrap),
     Check(name="session-leader", find=_session_leader),

@@ -3,20 +3,24 @@
 import platform
 import socket
 from collections.abc import Iterator
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_interface
+from pathlib import Path
 
 from ocihook.errors import OcihookError
 from ocihook.linux.sockets import Socket
+from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import MPTCP, UnixSocket
 from ocihook.net.policy import IN_WORDS, Fate, fate, parse
 from ocihook.preflight.check import Check, before
 from ocihook.preflight.finding import Problem, Repair, Status, fail, warn
-from ocihook.preflight.observation import Observation
+from ocihook.preflight.observation import Observation, ProcessSeen
 
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
 _IP = (socket.AF_INET, socket.AF_INET6)
 _PROTOCOLS = (socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_UDPLITE, MPTCP, 0)
 _PING = (socket.IPPROTO_ICMP, socket.IPPROTO_ICMPV6)
+_NONLOCAL_BIND = "/proc/sys/net/ipv4/ip_nonlocal_bind"
+_BROADCASTS = (ip_address("255.255.255.255"), ip_address("127.255.255.255"))  # that every network has
 _CLOSE = "have the application close it before the dump"
 _STATUS = {Fate.REFUSED: Status.FAIL, Fate.CLOSED: Status.WARN, Fate.KEPT_IF_SAME: Status.WARN}
 
@@ -116,6 +120,58 @@ def _address_gone(seen: Observation) -> Iterator[Problem]:
             yield warn(detail, "have it listen on all addresses")
 
 
+def _never_there(seen: Observation) -> Iterator[Problem]:
+    """CRIU binds a socket before it sets the option that lets it have an address of no interface (criu/sk-inet.c)."""
+    bound = [sock for sock in seen.sockets if sock.is_bound_anywhere and not _is_everywhere(sock.address)]
+    survey = seen.survey() if bound else None
+    if survey is None or _may_bind_anywhere(survey.namespace):
+        return
+    for sock in bound:
+        if ip_address(sock.address) not in survey.own:
+            detail = (
+                f"{seen.who(sock.pid)} is bound to {sock.address}, which no interface has (IP_FREEBIND, IP_TRANSPARENT)"
+            )
+            remedy = f"nsenter -t {seen.init_pid} -n sysctl net.ipv4.ip_nonlocal_bind=1, here and where it is restored"
+            yield fail(f"{detail}: CRIU dumps and does not restore that", remedy)
+
+
+def _may_bind_anywhere(namespace: NetNamespace) -> bool:
+    return namespace.run(lambda: Path(_NONLOCAL_BIND).read_text().strip() == "1")
+
+
+def _udp_broadcast(seen: Observation) -> Iterator[Problem]:
+    """CRIU connects a socket before it allows it to send to all (criu/sk-inet.c)."""
+    sending = [sock for sock in seen.sockets if sock.broadcasts_to]
+    survey = seen.survey() if sending else None
+    links = survey.links if survey else ()
+    to_all = {ip_interface(text).network.broadcast_address for link in links for text in link.addresses}
+    for sock in sending:
+        if ip_address(sock.broadcasts_to) in {*to_all, *_BROADCASTS}:
+            detail = f"{seen.who(sock.pid)} has a UDP socket connected to the broadcast address {sock.broadcasts_to}"
+            yield fail(
+                f"{detail}: CRIU dumps and does not restore that", "have the application use sendto for broadcasts"
+            )
+
+
+def _socket_place(seen: Observation) -> Iterator[Problem]:
+    for process in seen.processes:
+        for sock in process.sockets:
+            is_bound = sock.family == socket.AF_UNIX and (sock.is_listening or sock.kind == socket.SOCK_DGRAM)
+            if is_bound and sock.address and _is_read_only(process, sock.address):
+                detail = (
+                    f"{seen.who(process.pid)} is bound to the Unix socket {sock.address}, whose mount is read-only now"
+                )
+                yield fail(
+                    f"{detail}: CRIU dumps and does not restore that",
+                    "mount it writable before the dump, or have the application close the socket",
+                )
+
+
+def _is_read_only(process: ProcessSeen, path: str) -> bool:
+    above = [mount for mount in process.mounts if mount.place == "/" or path.startswith(f"{mount.place}/")]
+    return bool(above) and "ro" in max(above, key=lambda mount: len(mount.place)).options
+
+
 def _is_everywhere(address: str) -> bool:
     """Return whether each network has an address: that of all interfaces, and those of the loopback device."""
     return ip_address(address).is_unspecified or ip_address(address).is_loopback
@@ -183,6 +239,9 @@ CHECKS = (
     Check(name="tcp-in-flight", find=_tcp_in_flight, unless=("skip-in-flight",)),
     Check(name="tcp-in-flight", find=_tcp_in_flight_lost, only_with=("skip-in-flight",)),
     Check(name="address-gone", find=_address_gone),
+    Check(name="address-gone", find=_never_there),
+    Check(name="udp-broadcast", find=_udp_broadcast),
+    Check(name="socket-place", find=_socket_place),
     Check(name="unix-in-flight", find=_unix_in_flight),
     Check(name="unix-external", find=_unix_external, unless=("ext-unix-sk",)),
     Check(name="unix-half", find=_unix_connected, only_with=("ext-unix-sk",)),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ocihook.criu.explain import explain
+from ocihook.criu.explain import Explanation, explain
 
 # Real logs, cut short. integration/criu and integration/podman make most of them again, with OCIHOOK_RECORD_LOGS=1; by
 # hand, the same way, were made: those of 4.2.1, dump-unix-half, dump-no-network-lock, dump-script-missing,
@@ -120,6 +120,122 @@ def test_real_logs(name: str) -> None:
 )
 def test_what_is_said(name: str, said: str) -> None:
     assert said in str(explain(read(name)))
+
+
+# Messages as CRIU's source writes them (4.2); integration/criu/test_states.py makes most of these failures.
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        ("Unknown shit 100600 (/secretmem (deleted))", "secret-memory"),
+        ("Can't dump file 3 of that type [600] (anon anon_inode:bpf-map)", "bpf-map"),
+        ("CRIU does not currently support dumping BPF map type 27!", "bpf-map"),
+        ("pidfd: pidfd pid 29687 is not a part of process tree..", "pidfd"),
+        ("pidfd: PIDFD_THREAD flag is currently not supported", "pidfd"),
+        ("Unknown clock type 9 for 0", "timer-clock"),
+        ("Dump eventpoll (pid: 23487) failed with -1", "epoll"),
+        ("The packetized mode for pipes is not supported yet", "packet-pipe"),
+        ("OOM storing pipe", "many-pipes"),
+        ("sockets: Can't get 1:39 opt: Bad file descriptor", "socket-path"),
+        ("Can't read link of fd 21: File name too long", "long-path"),
+        ("fsnotify: Can't find suitable path for handle (dev 0x2e ino 0x2): -2", "inotify-deleted"),
+        ("Can't open ghost original file: Stale file handle", "network-file"),
+        ("netlink: The socket has data to read", "netlink-unread"),
+        ("netlink: The netlink socket 0x1f has more than 32 groups", "netlink-groups"),
+        ("sk queue: Control messages in queue, not supported", "unix-credentials"),
+        ("sk queue: sys_recvmsg failed: truncated", "unix-large"),
+        ("unix: Unix socket 7 without peer 8", "unix-peer"),
+        ("Sockets (family 2 proto 17) are not collected", "no-diag-module"),
+        ("inet: couldn't find ifname for 3, can't bind", "link-local"),
+        ("Can't make VM id for 4048", "shared-parts"),
+        ("Can't make FS id for 4165", "shared-parts"),
+        ("Zombies with threads are not supported", "first-thread-ended"),
+        ("SEIZE 14850: unsupported stop signal 21", "stopped"),
+        ("A root task is dead", "no-first-process"),
+        ("bfd: The bfd buffer is too small", "many-groups"),
+        ("Can't get rlimit 0: Operation not permitted", "no-sys-resource"),
+        ("remote mmap() failed: Cannot allocate memory", "address-space"),
+        ("Unable to convert the notify thread id 29546", "timer-thread"),
+        ("Can't dump task 7 running in 32-bit mode", "compat"),
+        ("7 has rseq but kernel lacks get_rseq_conf feature", "rseq"),
+        ("A session leader of zombie process 7(7) is outside of its pid namespace", "session-leader"),
+        ("net: Unable to dump more than one netns if the --emptyns is set", "nested-network"),
+        ("No NS ID with kid 4026532305", "lost-namespace"),
+        ("One or more namespaces doesn't belong to the target user namespace", "nested-namespace"),
+        ("tty: No CTL for TTY dump, likely SCM case", "terminal"),
+        ("mqueue isn't empty", "message-queue"),
+        ("mnt: FS mnt ./made/place dev 0x30 root / unsupported id 76", "mount-kind"),
+        ("failed to dump fs ./made/place (fuse): always fail", "mount-kind"),
+        ("Can't restore tmpfs content", "tmpfs-content"),
+        ("PID 7 has uprobes vma. Consider using --allow-uprobes.", "uprobes"),
+        ("Unsupported mapping found 00007f00-00007f01", "device-mapping"),
+        ("Can't splice pages to pipe (-14/1/0)", "guard-pages"),
+        ("Unsupported link 3 (type 1 kind vlan)", "net-link"),
+        ("Can't open file proc/6/task/7/status on restore: No such file or directory", "proc-file"),
+        ("Can't open file made/file on restore: Operation not permitted", "immutable-file"),
+        ("No entry for reg-file-ID 0x9", "no-program-file"),
+        ("sys_prctl(PR_SET_MM, PR_SET_MM_MAP) failed with -13", "program-mode"),
+        ("Can't restore 0x401000 mapping with 0xffffffffffffffff", "noexec"),
+        ("Can't restore 0x401000 mapping with 0xfffffffffffffff4", "no-huge-pages"),
+        ("vdso: Can't find vDSO area in image", "no-vdso"),
+        ("Couldn't unlink remap /tmp/.criu.mntns.3L4oEW/mnt-0000000120/a/b: Directory not empty", "deleted-directory"),
+        ("Inconsistent sched params received (6.0.0)", "scheduling"),
+        ("Can't find a session leader for 7", "session-order"),
+        ("Requested sid 8 doesn't match inherited 7", "session-order"),
+        ("Unable to restore capabilities: -1", "capabilities"),
+        ("Unable to raise ambient capability 0: -1", "capabilities"),
+        ("Unable to send siginfo 34 0xffffffff with code -11", "pending-signals"),
+        ("Can't setup 3 file owner pid: No such process", "file-owner"),
+        ("Unsupported message size: 9000 (MAX: 8192)", "long-message"),
+        ("Failed to send IPC message: Resource temporarily unavailable", "full-queue"),
+        ("Failed to create shm set: File exists", "ipc-taken"),
+        ("mnt: Unable to mount overlay /tmp/.criu.mntns.C/mnt-77 (id=77): No such file or directory", "overlay-mount"),
+        ("unix: Can't bind id 0x7 ino 842658 addr /run/socket: Read-only file system", "socket-place"),
+        ("inet: Can't connect inet socket back: Permission denied", "udp-broadcast"),
+        ("inet: Can't connect inet socket back: Network is unreachable", "no-route"),
+        ("inet: Can't bind inet socket (id 7): Cannot assign requested address", "address-gone"),
+        ("The mount 7 has readonly sb", "read-only-mount"),
+        ("Can't link tmp/link_remap.1 -> tmp/file: No such file or directory", "link-gone"),
+        ("Need to set the --tcp-close options.", "tcp-in-image"),
+        ("Dumped with --allow-uprobes. Need to set it on restore as well.", "uprobes"),
+        ("Missing required plugin: cuda_plugin", "plugin-missing"),
+        ("wrong aio: tail=0 head=0 req=0 old_nr=1 new_nr=2 expect=3", "aio-ring"),
+        ("Can't create memfd:x: Permission denied", "memfd"),
+        ("madvise(7f00, 4096, 14) failed with -22", "kernel-memory"),
+        ("Can not set posix lock!", "lock-taken"),
+        ("Too big FD number to restore 2000000", "limits"),
+        ("Unable to create a thread: -11", "limits"),
+        ("Can't restore pipe size: Operation not permitted", "limits"),
+        ("timens: Unable to set a monotonic clock offset: Numerical result out of range", "clock"),
+        ("mismatched lsm types and lsm profile specified", "lsm"),
+        ("seccomp: SECCOMP_SET_MODE_FILTER returned -1 on tid 7", "seccomp"),
+        ("Can't restore high memory region 1-2 because kernel does only support vmas up to 3", "cpu"),
+    ],
+)
+def test_messages_of_criu(error: str, name: str) -> None:
+    explanation = _explained(error)
+    assert explanation.name == name
+    assert explanation.remedy
+    assert "{" not in str(explanation)
+    assert "''" not in str(explanation)
+
+
+def _explained(*errors: str) -> Explanation:
+    lines = [f"(00.1) Error (criu/x.c:1): {error}\n" for error in errors]
+    explanation = explain(f"(00.0) Version: 4.1.1\n{''.join(lines)}(00.2) Error (criu/cr-dump.c:1): Dumping FAILED.\n")
+    assert explanation is not None
+    return explanation
+
+
+def test_a_process_that_waits_in_the_kernel_is_named() -> None:
+    waits = "Unseizable non-zombie 5204 found, state D, err -1/4"
+    assert _explained("Timeout reached. Try to interrupt: 0", waits).name == "waits-in-kernel"
+
+
+def test_a_stopped_process_for_which_criu_waited_without_end_is_named() -> None:
+    log = "(00.0) Version: 4.1.1\n(00.1) Detected cgroup V1 freezer\n(00.2) SEIZE 8370 (comm states): success\n"
+    explanation = explain(log)
+    assert explanation is not None
+    assert (explanation.name, "process 8370 is stopped" in explanation.what) == ("stopped", True)
 
 
 # Messages of failures that need a GPU, another security module or another kernel, as the issues quote them.

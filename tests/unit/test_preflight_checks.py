@@ -71,8 +71,39 @@ def device(name: str, major: int, minor: int) -> Observation:
     return with_file(name=name, mode=stat.S_IFCHR, device=os.makedev(major, minor))
 
 
+WHOLE = Mount(8, "8:1", "/", "/all", "ext4", "/dev/sda1")
 ROOT = Mount(8, "8:1", "/rootfs", "/", "ext4", "/dev/sda1")
 BOUND = Mount(9, "8:1", "/rootfs/data", "/mnt", "ext4", "/dev/sda1")
+BY_CRUN = container(process(), process(8, namespaces={**OWN, "net": "x"}), container=CONTAINER._replace(runtime="crun"))
+PIPES = container(
+    process(files=tuple(FILE._replace(name=f"pipe:[{n}]", inode=n, mode=stat.S_IFIFO) for n in range(1025)))
+)
+ENDED_FIRST = ProcessSeen(pid=PID, threads=(Task(tid=PID, stat=Stat("Z")), Task(tid=8, stat=Stat("S"))), namespaces=OWN)
+STACK = "7f0-7f1 rw-p 0 00:00 0 [stack]\n"
+LIBRARY = "7f0-7f1 r-xp 0 08:01 5 /opt/lib.so\n"
+LIBRARIES = Mount(9, "8:1", "/", "/opt", "btrfs", "/dev/sdb", frozenset({"rw", "noexec"}))
+
+
+def proc_file(name: str) -> Observation:
+    """Return a container whose process has a file of /proc open, as descriptor 3."""
+    proc = Mount(5, "0:9", "/", "/proc", "proc", "proc")
+    of = process(files=(FILE._replace(name=name, info="mnt_id:\t5\n"),), mounts=(proc,), status={"NSpid": "99 7"})
+    return container(of)
+
+
+def session(*, of_leader: int, below: int) -> Observation:
+    """Return a container with a process 9 of a session, whose parent is another one."""
+    own = process(8, stat=Stat("S", PID, 8, 8 if of_leader == 7 else PID))
+    member = process(9, stat=Stat("S", below, 9, own.stat.session if of_leader == 7 else 55))
+    return container(process(), own, member)
+
+
+def unix(path: str, how: frozenset[str]) -> Observation:
+    """Return a container with a Unix socket that is bound on a mount."""
+    sock = SOCKET._replace(family=socket.AF_UNIX, kind=socket.SOCK_DGRAM, address=path)
+    return container(process(sockets=(sock,), mounts=(Mount(6, "0:8", "/", "/run", "btrfs", "/dev/sdb", how),)))
+
+
 PINGS = with_socket(kind=socket.SOCK_DGRAM, protocol=socket.IPPROTO_ICMP)
 SYSV = "7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"
 PROBED = "7f00-7f01 r-xp 0 08:01 5 /usr/lib/libcuda.so.580.1\n7fff-7fff --xp 0 00:00 0 [uprobes]\n"
@@ -108,7 +139,11 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(process(mounts=(BOUND,))), "mount", Status.FAIL),
     (container(process(mounts=(ROOT._replace(root="/srv/rootfs"), BOUND))), "mount", Status.FAIL),
     (container(process(mounts=(ROOT, BOUND))), "", None),
-    (container(process(mounts=(ROOT._replace(root="/", place="/all"), BOUND))), "", None),
+    (container(process(mounts=(WHOLE._replace(kind="btrfs"), BOUND._replace(kind="btrfs")))), "", None),
+    (container(process(mounts=(WHOLE,))), "mount-kind", Status.FAIL),
+    (container(process(mounts=(WHOLE._replace(kind="fuse.sshfs"),))), "mount-kind", Status.FAIL),
+    (container(process(mounts=(WHOLE._replace(kind="overlay"),))), "overlay-mount", Status.FAIL),
+    (container(process(mounts=(WHOLE._replace(kind="tracefs"),))), "tracefs", Status.WARN),
     (with_file(info="lock:\t1: FLOCK  ADVISORY  WRITE 7 08:01:2 0 EOF\n"), "file-locks", Status.FAIL),
     (
         with_file(mode=stat.S_IFDIR, info="lock:\t1: FLOCK  ADVISORY  WRITE 7 08:01:2 0 EOF\n"),
@@ -132,7 +167,48 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     ),
     (container(process(sockets=(UNIX,)), unix={5: UnixSocket(0, (0,), 0)}), "unix-in-flight", Status.FAIL),
     (container(process(), process(8, namespaces={**OWN, "ipc": "x"})), "nested-namespace", Status.FAIL),
-    (container(process(), process(8, namespaces={**OWN, "net": "x"})), "", None),
+    (container(process(), process(8, namespaces={**OWN, "net": "x"})), "nested-network", Status.FAIL),
+    (BY_CRUN, "", None),
+    (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t99\n"), "pidfd", Status.FAIL),
+    (with_file(name="anon_inode:[pidfd]", info="flags:\t02000202\nPid:\t7\n"), "pidfd", Status.FAIL),
+    (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t7\n"), "", None),
+    (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t-1\n"), "", None),
+    (with_file(name="anon_inode:[timerfd]", info="clockid: 9\n"), "timer-clock", Status.FAIL),
+    (with_file(name="anon_inode:[timerfd]", info="clockid: 7\n"), "", None),
+    (with_file(name="pipe:[5]", mode=stat.S_IFIFO, info="flags:\t040000\n"), "packet-pipe", Status.FAIL),
+    (with_file(name="pipe:[5]", mode=stat.S_IFIFO, info="flags:\t04000\n"), "", None),
+    (PIPES, "many-pipes", Status.FAIL),
+    (with_file(name="/run/socket", mode=stat.S_IFSOCK), "socket-path", Status.FAIL),
+    (with_file(name=""), "long-path", Status.FAIL),
+    (with_file(name="net:[1]", mode=stat.S_IFREG), "lost-namespace", Status.FAIL),
+    (with_file(name="own", mode=stat.S_IFREG), "", None),
+    (proc_file("/proc/7/task/8/status"), "proc-file", Status.FAIL),
+    (proc_file("/proc/7/task/7/status"), "", None),
+    (proc_file("/proc/7/fdinfo/4"), "proc-file", Status.FAIL),
+    (proc_file("/proc/7/fdinfo/3"), "", None),
+    (proc_file("/proc/meminfo"), "", None),
+    (container(process(stat=Stat("S", 1, PID, PID, policy=6))), "scheduling", Status.FAIL),
+    (session(of_leader=8, below=8), "session-order", Status.FAIL),
+    (session(of_leader=8, below=7), "", None),
+    (session(of_leader=7, below=8), "", None),
+    (container(process(), process(8), sharing_memory=((7, 8),)), "shared-parts", Status.FAIL),
+    (container(process(), process(8), sharing_directory=((7, 8),)), "shared-parts", Status.FAIL),
+    (container(ENDED_FIRST), "first-thread-ended", Status.FAIL),
+    (container(process(status={"Groups": " ".join(map(str, range(2000)))})), "many-groups", Status.FAIL),
+    (container(process(status={"Groups": "0 1000"})), "", None),
+    (container(process(status={"CapInh": "3", "CapBnd": "1"})), "capabilities", Status.FAIL),
+    (container(process(status={"CapInh": "1", "CapBnd": "3"})), "", None),
+    (container(process(status={"SigQ": "20/5", "ShdPnd": "0000000200000000"})), "pending-signals", Status.FAIL),
+    (container(process(status={"SigQ": "2/5", "ShdPnd": "0000000200000000"})), "", None),
+    (container(outside=(process(9),)), "exec", Status.WARN),
+    (container(process(maps=STACK)), "no-vdso", Status.FAIL),
+    (container(process(maps=f"{STACK}7f0-7f1 r-xp 0 00:00 0 [vdso]\n")), "", None),
+    (container(process(maps="7f0-7f1 rw-s 0 00:12 5 /secretmem (deleted)\n")), "secret-memory", Status.FAIL),
+    (container(process(maps="7f0-7f1 rw-s 0 00:12 5 anon_inode:[perf_event]\n")), "anonymous-file", Status.FAIL),
+    (container(process(maps=LIBRARY, mounts=(LIBRARIES,))), "noexec", Status.FAIL),
+    (container(process(maps=LIBRARY, mounts=(LIBRARIES._replace(options=frozenset({"rw"})),))), "", None),
+    (unix("/run/s", frozenset({"ro"})), "socket-place", Status.FAIL),
+    (unix("/run/s", frozenset({"rw"})), "", None),
     (container(process(), process(8, status={"TracerPid": "99"})), "traced", Status.FAIL),
     (container(process(), process(8, status={"TracerPid": "7"})), "traced", Status.FAIL),
     (container(process(status={"SigPnd": f"{1 << signal.SIGTRAP - 1:x}"})), "pending-sigtrap", Status.FAIL),

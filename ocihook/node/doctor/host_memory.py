@@ -34,6 +34,7 @@ _NOT_PLAIN = {  # VmFlags (fs/proc/task_mmu.c)
     "ss": "of shadow stacks",
 }
 _MIB = 1 << 20
+_FIRST_CRIU_THAT_WIPES = (4, 2)
 _TRACK = "ocihook install --track-memory, or the runtime handler"
 
 
@@ -232,14 +233,18 @@ def _not_forked(seen: Observation, pid: int) -> str:
 
 
 def _about_wiping(seen: Observation, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
-    """CRIU, up to 4.2 at least, takes no note of this advice (criu/proc_parse.c, parse_vmflags)."""
+    """CRIU before 4.2 takes no note of this advice (criu/proc_parse.c, parse_vmflags)."""
+    if seen.criu >= _FIRST_CRIU_THAT_WIPES:
+        return
     for pid, mappings in mapped.items():
         if any("wf" in each.flags for each in mappings):
             detail = (
                 f"{seen.who(pid)} has memory that its children are to find empty (MADV_WIPEONFORK): libraries have "
-                "keys and random numbers in it. CRIU does not restore that: children forked after a restore get a copy"
+                "keys and random numbers in it. CRIU before 4.2 does not restore that: children forked after a restore "
+                "get a copy"
             )
-            yield Finding("wipe-on-fork", Status.WARN, detail, "have such children run a program (execve)")
+            remedy = "install CRIU 4.2 or later, or have such children run a program (execve)"
+            yield Finding("wipe-on-fork", Status.WARN, detail, remedy)
 
 
 def _settings() -> Settings:
