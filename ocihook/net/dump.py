@@ -1,6 +1,6 @@
 """The network's part of a dump: unwanted connections are refused, traffic is held, and what CRIU loses is noted.
 
-Before the images: packets in flight arrive, then no packet moves any more. After them the container is frozen: should
+Before the images: packets in flight arrive, then no packet of TCP moves. After them the container is frozen: should
 CRIU be killed from there on, nothing uses a connection before it is out of repair mode.
 """
 

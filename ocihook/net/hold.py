@@ -77,7 +77,7 @@ class Waiting(NamedTuple):
 
 @dataclass(kw_only=True)
 class TrafficHeld(Effect, kind="traffic-held"):
-    """Traffic of the container's network is held: by a table of ours, and by CRIU while it is at work."""
+    """TCP of the container's network is held: by a table of ours, and by CRIU while it is at work."""
 
     namespace: NetNamespace
     began: float  # seconds since 1970
@@ -148,7 +148,7 @@ def hold(
     with_loopback: bool = False,
     drain: bool = False,
 ) -> None:
-    """Hold the traffic of a namespace that is not the node's own.
+    """Hold TCP of a namespace that is not the node's own.
 
     Args:
         journal: of the session; gets what undoes it.
