@@ -357,6 +357,19 @@ def test_what_had_left_and_was_lost_is_sent_again_at_once(start_workload: StartW
         assert number_in(sock, 0x5411) == 0
 
 
+@pytest.mark.parametrize("address", ["10.7.0.1", "::1"])
+def test_a_sender_whose_owner_is_told_what_icmp_says_is_left_alone(start_workload: StartWorkload, address: str) -> None:
+    workload = start_workload(address)
+    with client_of(workload) as sock:
+        number = unacknowledged(sock)
+        level, option = (
+            (socket.IPPROTO_IPV6, 25) if ":" in address else (socket.IPPROTO_IP, 11)
+        )  # IPV6_RECVERR, IP_RECVERR
+        sock.setsockopt(level, option, 1)
+        wake(NetNamespace.of(workload.pid), [sender_of(sock, number)], workload.pid)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+
+
 def test_peers_of_a_container_that_has_ended_get_no_answer(workload: "subprocess.Popen[str]", journal: Journal) -> None:
     """Until another session of that network lets traffic pass."""
     namespace = NetNamespace.of(workload.pid)
