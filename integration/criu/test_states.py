@@ -37,6 +37,11 @@ NEED_EXEC = {"exec_runs", "proc_of_exec", "pidfd_of_exec", "owner_outside"}
 NOT_EVERYWHERE = {"huge_pages", "memory_with_key", "timer_of_alarm_clock", "bound_to_link_local"}
 # What the kernel does not show of a process: docs/troubleshooting.md has these.
 NOT_SHOWN = {"guard_pages", "ambient_without_raise", "sealed_unreadable_memory", "stopped_by_terminal"}
+# That work with an option of CRIU, which their remedy names.
+NEED_OPTIONS = {
+    *("deleted_large_file", "file_of_another_name", "replaced_file", "watch_of_overlay"),
+    *("file_lock", "open_file_lock", "locked_directory", "lease"),
+}
 # That ocihook puts back, where plain runc does not.
 PUT_BACK = {"affinity"}
 # That CRIU keeps, and that do not disturb one another: they are dumped together.
@@ -117,6 +122,22 @@ def became(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Mapping[str, 
         yield node, {name: one for one in node.run(runs()) for name in one["names"]}
     finally:
         node.close()
+
+
+def test_remedies_that_are_options_work(became: tuple[Node, Mapping[str, dict[str, Any]]]) -> None:
+    """All that is named at first is enough: written into the file that it names, it lets the states be kept."""
+    node, all_of = became
+    remedies = [f["remedy"] for name in NEED_OPTIONS for f in all_of[name]["predicted"] if f["status"] == "fail"]
+    lines = {line for remedy in remedies for line in re.findall(r"echo (.*?) >> /etc/criu/runc.conf", remedy)}
+    conf = node.namespace.path("/etc/criu/runc.conf")
+    conf.parent.mkdir(exist_ok=True)
+    conf.write_text("".join(f"{line}\n" for line in sorted(lines)))
+    try:
+        (one,) = node.run([{"names": sorted(NEED_OPTIONS)}])
+    finally:
+        conf.unlink()
+    assert not [f for f in one["predicted"] if f["status"] == "fail"]
+    assert one.get("kept") == dict.fromkeys(NEED_OPTIONS, "ok"), one.get("log", "")[-2000:]
 
 
 @pytest.mark.parametrize("state", STATES)

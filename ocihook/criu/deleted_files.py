@@ -37,12 +37,26 @@ def refused_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[R
             size = -(-file.stored_bytes // _MIB)
             name = printable(file.name)
             what = f"uses {name}, which is deleted and has {size} MiB; CRIU's limit is {limit // _MIB} MiB"
-            remedy = options.add(f"ghost-limit {_rounded(size)}M")
-            yield RefusedFile("ghost-file", file.pid, what, remedy)
+            yield RefusedFile("ghost-file", file.pid, what, _raise_limit(file, options))
         elif file.links > 0 and not options.has("link-remap") and not _is_called_so(file):
             kind = "a POSIX semaphore" if Path(file.name).name.startswith("sem.") else "a file"
             what = f"uses {kind} by a name that it no longer has: {printable(file.name)}"
-            yield RefusedFile("link-remap", file.pid, what, options.add("link-remap"))
+            # On an overlay no link can be made for a file of the image that was replaced.
+            also = f" && {_raise_limit(file, options)}" if file.stored_bytes > limit else ""
+            yield RefusedFile("link-remap", file.pid, what, options.add("link-remap") + also)
+
+
+def _raise_limit(file: OpenFile, options: CriuOptions) -> str:
+    return options.add(f"ghost-limit {_rounded(-(-file.stored_bytes // _MIB))}M")
+
+
+def replaced_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[RefusedFile]:
+    """Yield large files that CRIU may refuse although it may make links: an overlay has replaced them."""
+    for file in files:
+        is_replaced = file.is_deleted and file.links > 0 and has_place(file) and not _is_called_so(file)
+        if is_replaced and file.is_regular and file.stored_bytes > options.ghost_limit_bytes:
+            what = f"uses {printable(file.name)}, which was replaced: on an overlay CRIU can make no link to it"
+            yield RefusedFile("ghost-file", file.pid, what, _raise_limit(file, options))
 
 
 def has_place(file: OpenFile) -> bool:

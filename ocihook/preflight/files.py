@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from ocihook.criu.deleted_files import RefusedFile, has_place, refused_files
+from ocihook.criu.deleted_files import RefusedFile, has_place, refused_files, replaced_files
 from ocihook.criu.explain import IO_URING_REMEDY
 from ocihook.linux.open_files import Mount, OpenFile, Watch, can_open_handle
 from ocihook.preflight.check import Check, before
@@ -85,6 +85,12 @@ def _device(seen: Observation) -> Iterator[Problem]:
 
 def _ghost_file(seen: Observation) -> Iterator[Problem]:
     return _deleted(seen, "ghost-file")
+
+
+def _replaced_file(seen: Observation) -> Iterator[Problem]:
+    if any(mount.kind == "overlay" for mount in seen.init.mounts):
+        for file in replaced_files(seen.files, seen.options):
+            yield warn(f"{seen.who(file.pid)} {file.what}", file.remedy)
 
 
 def _link_remap(seen: Observation) -> Iterator[Problem]:
@@ -248,6 +254,7 @@ CHECKS = (
     Check(name="tun", find=_tun),
     Check(name="ghost-file", find=_ghost_file),
     Check(name="link-remap", find=_link_remap, unless=("link-remap",)),
+    Check(name="ghost-file", find=_replaced_file, only_with=("link-remap",)),
     Check(name="immutable-file", find=_immutable_file),
     Check(name="lost-mount", find=_lost_mount),
     Check(name="hidden-file", find=_hidden_file),

@@ -87,7 +87,7 @@ LIBRARIES = Mount(9, "8:1", "/", "/opt", "btrfs", "/dev/sdb", frozenset({"rw", "
 def proc_file(name: str) -> Observation:
     """Return a container whose process has a file of /proc open, as descriptor 3."""
     proc = Mount(5, "0:9", "/", "/proc", "proc", "proc")
-    of = process(files=(FILE._replace(name=name, info="mnt_id:\t5\n"),), mounts=(proc,), status={"NSpid": "99 7"})
+    of = process(files=(FILE._replace(name=name, info="mnt_id:\t5\n"),), mounts=(proc,), status={"NSpid": "7 1"})
     return container(of)
 
 
@@ -182,10 +182,10 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (with_file(name=""), "long-path", Status.FAIL),
     (with_file(name="net:[1]", mode=stat.S_IFREG), "lost-namespace", Status.FAIL),
     (with_file(name="own", mode=stat.S_IFREG), "", None),
-    (proc_file("/proc/7/task/8/status"), "proc-file", Status.FAIL),
-    (proc_file("/proc/7/task/7/status"), "", None),
-    (proc_file("/proc/7/fdinfo/4"), "proc-file", Status.FAIL),
-    (proc_file("/proc/7/fdinfo/3"), "", None),
+    (proc_file("/proc/1/task/8/status"), "proc-file", Status.FAIL),
+    (proc_file("/proc/1/task/1/status"), "", None),
+    (proc_file("/proc/1/fdinfo/4"), "proc-file", Status.FAIL),
+    (proc_file("/proc/1/fdinfo/3"), "", None),
     (proc_file("/proc/meminfo"), "", None),
     (container(process(stat=Stat("S", 1, PID, PID, policy=6))), "scheduling", Status.FAIL),
     (session(of_leader=8, below=8), "session-order", Status.FAIL),
