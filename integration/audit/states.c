@@ -190,7 +190,7 @@ static const struct { const char *name; int (*make)(void), (*look)(void); } STAT
     STATE(coredump_filter), STATE(oom_score_adj), STATE(open_files_limit), STATE(core_limit), STATE(stack_limit), STATE(cpu_limit),
     STATE(personality), STATE(umask), STATE(ignored_signal), STATE(blocked_signal), STATE(no_new_privs), STATE(not_dumpable),
     STATE(subreaper), STATE(death_signal), STATE(no_huge_pages), STATE(keep_capabilities), STATE(thread_name), STATE(groups), STATE(no_groups),
-    STATE(event_counter), STATE(timer_descriptor), STATE(posix_timer), STATE(interval_timer), STATE(watch),
+    STATE(event_counter), STATE(semaphore), STATE(timer_descriptor), STATE(posix_timer), STATE(interval_timer), STATE(watch), STATE(watch_once),
     STATE(pipe_size), STATE(stream_options), STATE(datagram_options), STATE(locked), STATE(not_forked), STATE(not_dumped),
     STATE(thread_affinity), STATE(thread_batch), STATE(thread_nice), STATE(thread_slice), STATE(thread_timer_slack), STATE(thread_io_priority),
     STATE(thread_blocked_signal), STATE(thread_idle), STATE(thread_own_directory), STATE(thread_own_files),

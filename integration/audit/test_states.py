@@ -23,7 +23,8 @@ EXCLUSIVE = (
 )
 # What no restore brings back, and what the report calls it.
 REPORTED = {
-    "personality": "personality of",
+    "semaphore": "semaphore mode of eventfds",
+    "watch_once": "flags of inotify watches",
     "thread_own_directory": "working directory of a thread's own",
     "thread_own_files": "descriptors of a thread's own",
 }
@@ -74,9 +75,35 @@ def test_no_state_is_lost_without_a_word(podman: Podman, states: Path, seed: int
     assert_nothing_lost_silently(podman, "job")
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nor_with_a_newer_criu(new_podman: Podman, states: Path, seed: int) -> None:
+    start(new_podman, "job", choose(states, 1000 + seed, has_sockets=True))
+    assert_nothing_lost_silently(new_podman, "job")
+
+
+def test_options_of_sockets_survive(new_podman: Podman) -> None:
+    start(new_podman, "job", ["stream_options", "datagram_options"])
+    assert lost_after_restore(new_podman, "job") == set()
+    assert "not restored" not in new_podman.agent_log()
+
+
 def test_affinity_survives(podman: Podman) -> None:
     start(podman, "job", ["affinity", "thread_affinity"])
     assert lost_after_restore(podman, "job") == set()
+    assert "not restored" not in podman.agent_log()
+
+
+def test_no_task_has_the_groups_of_whoever_restores(podman: Podman) -> None:
+    """CRIU gives a task its groups; it does not take any away."""
+    archive = podman.scratch / "job.tar"
+    start(podman, "job", ["no_groups", "personality"])
+    before = podman.count("job")[0]
+    podman.checkpoint("job", archive)
+    podman.remove("job")
+    restore = ["podman", *podman.options(), "container", "restore", "--import", str(archive)]
+    podman.namespace.run("setpriv", "--groups", "4,24", *restore, PODMAN_IGNORE_CGROUPSV1_WARNING="1")
+    wait_for("job to count", lambda: podman.count("job")[0] > before + 4)
+    assert "lost" not in podman("logs", "job")
     assert "not restored" not in podman.agent_log()
 
 

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ocihook.audit.rows import PROCESS, THREAD, Row
-from ocihook.audit.state import ContainerState, Values
+from ocihook.audit.rows import FILE, PROCESS, THREAD, Row
+from ocihook.audit.state import ContainerState, ProcessState, Values
 from ocihook.errors import printable
 
 _MISSING = Row("process", "processes", is_right=False, criu="kept")
+_CLOSED = Row("descriptor", "descriptors", criu="kept")
 _SHOWN = 3  # tasks that a message names
 _TEXT = 60  # characters of a value in a message
 
@@ -22,12 +23,20 @@ class Difference(NamedTuple):
     name: str  # of its program
     before: str
     after: str
+    file: str = ""  # a descriptor's number, for what is of one
+
+    @property
+    def task(self) -> str:
+        """What it is of, in words."""
+        of_file = f" descriptor {self.file}" if self.file else ""
+        return printable(f"{self.name} {self.thread or self.process}{of_file}")
 
 
 def compare(before: ContainerState, after: ContainerState) -> list[Difference]:
     """Return what differs, by rows in their order; a process or thread that is missing, first."""
     found = list(_all(before, after))
-    order = {row: place for place, row in enumerate((_MISSING, *THREAD.values(), *PROCESS.values()))}
+    rows = (_MISSING, _CLOSED, *THREAD.values(), *PROCESS.values(), *FILE.values())
+    order = {row: place for place, row in enumerate(rows)}
     return sorted(found, key=lambda difference: order[difference.row])
 
 
@@ -39,6 +48,7 @@ def _all(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
             continue
         for row, old, new in _rows(PROCESS, had.own, has.own, after):
             yield Difference(row, pid, "", had.name, old, new)
+        yield from _files(pid, had, has, after)
         for tid, old_values in had.threads.items():
             new_values = has.threads.get(tid)
             if new_values is None:
@@ -46,6 +56,16 @@ def _all(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
             elif new_values != old_values:
                 for row, old, new in _rows(THREAD, old_values, new_values, after):
                     yield Difference(row, pid, tid, had.name, old, new)
+
+
+def _files(pid: str, had: ProcessState, has: ProcessState, after: ContainerState) -> Iterator[Difference]:
+    for fd, old_values in had.files.items():
+        new_values = has.files.get(fd)
+        if new_values is None:
+            yield Difference(_CLOSED, pid, "", had.name, "", "closed", fd)
+        elif new_values != old_values:
+            for row, old, new in _rows(FILE, old_values, new_values, after):
+                yield Difference(row, pid, "", had.name, old, new, fd)
 
 
 def _rows(rows: Mapping[str, Row], had: Values, has: Values, here: ContainerState) -> Iterator[tuple[Row, str, str]]:
@@ -69,7 +89,7 @@ def in_words(differences: Iterable[Difference]) -> list[str]:
 
 def _line(row: Row, found: Sequence[Difference]) -> str:
     first = found[0]
-    named = (f"{printable(one.name)} {printable(one.thread or one.process)}" for one in found[:_SHOWN])
+    named = (difference.task for difference in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     values = f" (was {_shown(first.before)}, is {_shown(first.after)})" if first.before else ""
     return f"{row.what} of {', '.join(named)}{more}{values}"

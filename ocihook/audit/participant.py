@@ -8,9 +8,11 @@ import logging
 from collections.abc import Sequence
 
 from ocihook.audit.comparing import Difference, compare, in_words
+from ocihook.audit.inheriting import make_inherit
 from ocihook.audit.reading import Reader
+from ocihook.audit.rows import Target
 from ocihook.audit.state import STATE_NAME, ContainerState, read_state, write_state
-from ocihook.errors import OcihookError, StateLost, plain
+from ocihook.errors import GivenUp, OcihookError, StateLost, plain
 from ocihook.linux.cgroup import allowed_cpus
 from ocihook.linux.procfs import descendants
 from ocihook.session.participant import Dump, Participant, Restore
@@ -41,6 +43,19 @@ class Audit(Participant):
             log.warning("container %s: the state of its tasks is not recorded: %s", dump.container, plain(error))
             return ""
         return _about_left_out(dump, state)
+
+    def before_processes(self, restore: Restore) -> str:
+        """Give CRIU what the tasks inherit from it; without a note, what is right for all."""
+        if restore.journal.container is None:  # a `criu restore` of a person
+            return ""
+        try:
+            recorded = read_state(restore.directory) or ContainerState()
+            make_inherit(restore.journal.criu.pid, recorded, restore.patience)
+        except GivenUp:
+            raise
+        except _FAULTS as error:  # what is lost for it, the comparison reports
+            log.info("container %s: CRIU cannot be prepared: %s", restore.journal.container, plain(error))
+        return ""
 
     def about_to_run(self, restore: Restore) -> None:
         """Compare, and put back."""
@@ -90,15 +105,14 @@ def _put_back(found: Sequence[Difference], reader: Reader, pids: Sequence[int]) 
     """Put back what can be; return whether anything may have changed."""
     wanted = [difference for difference in found if difference.row.put_back]
     tasks = reader.tasks(pids) if wanted else {}
-    for row, process, thread, name, before, after in wanted:
-        pid, threads = tasks.get(process, (0, {}))
-        target = threads.get(thread, 0) if thread else pid
-        if row.put_back is None or not target:
-            continue
+    for one in wanted:
+        pid, threads = tasks.get(one.process, (0, {}))
         try:
-            row.put_back(target, before, after)
+            target = Target(pid, threads.get(one.thread, 0) if one.thread else pid, int(one.file or -1))
+            if target.tid and one.row.put_back:
+                one.row.put_back(target, one.before, one.after)
         except _FAULTS as error:  # the comparison that follows reports it
-            log.info("%s of process %s (%s) cannot be put back: %s", row.what, process, name, plain(error))
+            log.info("%s of %s cannot be put back: %s", one.row.what, one.task, plain(error))
     return bool(wanted)
 
 

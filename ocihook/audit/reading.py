@@ -4,6 +4,7 @@ A container may have hundreds of threads and is stopped meanwhile. So each file 
 parsed once, and a file that few programs change is read of each process and not of each thread.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from ocihook.audit.state import ContainerState, ProcessState, Values
 from ocihook.errors import printable
+from ocihook.linux.descriptors import copy_descriptor
+from ocihook.linux.socket_options import peer_ids, read_options
 from ocihook.linux.task_state import (
     KCMP_FILES,
     KCMP_FS,
@@ -40,7 +43,15 @@ _SELINUX = "/sys/fs/selinux/enforce"
 _SELINUX_FILES = ("exec", "fscreate", "keycreate", "sockcreate")
 _OF_PROCESS, _OF_SESSION = ("oom_score_adj", "coredump_filter", "personality"), ("loginuid",)
 _ENDED, _ALONE = b"\nState:\tZ", b"\nThreads:\t1\n"
-_MOST_GROUPS = 4000  # characters of a value
+# Of descriptors: what does not change by itself.
+_DETAILS = {
+    "[eventfd]": re.compile(r"^(eventfd-semaphore):\s+([0-9]+)", re.MULTILINE),
+    "inotify": re.compile(r"^inotify wd:(\w+) .*? mask:(\w+)", re.MULTILINE),
+    "[fanotify]": re.compile(r"^fanotify \w+:.*?(mflags:\w+) (mask:\w+ ignored_mask:\w+)", re.MULTILINE),
+    "[signalfd]": re.compile(r"^(sigmask):\s+(\w+)", re.MULTILINE),
+    "[timerfd]": re.compile(r"^(clockid|it_interval):\s+([^\n]+)", re.MULTILINE),
+}
+_MOST_TEXT = 4000  # characters of a value
 
 ALL_CPUS = "all"
 
@@ -61,6 +72,7 @@ class Reader:
         self._slice_ns = usual_slice_ns()
         self._known: dict[object, Values] = {}  # states that were met, by what was read
         self._first: dict[str, str] = {}  # thread that was met first in a namespace, by its name
+        self._met: set[str] = set()  # sockets
         self._selinux = Path(_SELINUX).exists()
         self._maps = {name: _id_map(read_file(f"{proc}/{init_pid}/{name}")) for name in ("uid_map", "gid_map")}
         self._depth = max(0, len(self._pids_of(read_file(f"{proc}/{init_pid}/status"))) - 1)
@@ -103,7 +115,8 @@ class Reader:
         for own_key, tid, of_thread in sorted((self._key(text), tid, text) for text, tid in others if text):
             if _ENDED not in of_thread:
                 threads[own_key] = self._thread(pid, tid, own_key, of_thread)
-        return ProcessState(name=_name(status), own=self._own(pid, status), threads=threads)
+        files = self._files(pid)
+        return ProcessState(name=_name(status), own=self._own(pid, status), threads=threads, files=files)
 
     def _status(self, tid: int | str) -> bytes:
         return read_file(f"{self._proc}/{tid}/status")
@@ -149,7 +162,7 @@ class Reader:
         for line in b"".join(parts).decode(errors="replace").split("\n"):
             name, _, value = line.partition(":")
             if name and name not in _NO_VALUES:
-                values[name] = value.strip()[:_MOST_GROUPS]
+                values[name] = value.strip()[:_MOST_TEXT]
             if name == "Cpus_allowed_list":
                 values["CPU affinity"] = ALL_CPUS if value.strip() == self._cpus else value.strip()
         for name, id_map in zip(_IDS, _MAPPED, strict=True):
@@ -173,8 +186,65 @@ class Reader:
             self._known[seen] = values
         return self._known[seen]
 
+    def _files(self, pid: int) -> dict[str, Values]:
+        found: dict[str, Values] = {}
+        sockets = _Sockets(pid)
+        for fd in sorted(map(int, listed(f"{self._proc}/{pid}/fd"))):
+            with contextlib.suppress(OSError):  # it was closed meanwhile, or is no one's to copy
+                link = os.readlink(f"{self._proc}/{pid}/fd/{fd}")
+                values = self._file(pid, fd, link, sockets)
+                found[str(fd)] = self._known.setdefault(tuple(values.items()), values)
+        sockets.close()
+        return found
+
+    def _file(self, pid: int, fd: int, link: str, sockets: "_Sockets") -> dict[str, str]:
+        """Return what a descriptor is; of a socket that was met before, only that it is one."""
+        kind, _, name = link.partition(":")
+        if kind == "socket" and link not in self._met:
+            self._met.add(link)
+            return {"kind": kind, **self._socket(sockets.copy(fd))}
+        if kind == "anon_inode":
+            return {"kind": name, **_details(name, self._read(pid, f"fdinfo/{fd}"))}
+        return {"kind": kind if kind in ("socket", "pipe") else "file"}
+
+    def _socket(self, copy: int) -> dict[str, str]:
+        try:
+            values, peer = read_options(copy), peer_ids(copy)
+        finally:
+            os.close(copy)
+        if peer:
+            maps = (self._maps["uid_map"], self._maps["gid_map"])
+            values["peer"] = " ".join(_mapped(str(number), ids) for number, ids in zip(peer, maps, strict=True))
+        return values
+
     def _read(self, pid: int, name: str) -> bytes:
         return read_file(f"{self._proc}/{pid}/{name}")
+
+
+class _Sockets:
+    """Copies the sockets of one process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._pidfd = pid, -1
+
+    def copy(self, fd: int) -> int:
+        """Return a copy of a descriptor; else an OSError."""
+        if self._pidfd < 0:
+            self._pidfd = os.pidfd_open(self._pid)
+        return copy_descriptor(self._pidfd, fd)
+
+    def close(self) -> None:
+        """End."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+
+def _details(kind: str, info: bytes) -> dict[str, str]:
+    """Return what the kernel says of an anonymous file beyond its kind (proc_pid_fdinfo(5))."""
+    wanted = _DETAILS.get(kind)
+    if wanted is None:
+        return {}
+    return {kind: " ".join(sorted(":".join(match) for match in wanted.findall(info.decode())))[:_MOST_TEXT]}
 
 
 def _name(status: bytes) -> str:
@@ -199,7 +269,7 @@ def _last(status: bytes, name: bytes) -> bytes:
 def _in_short(timers: str) -> str:
     """Return timers one after the other: id, signal and value, how it notifies, clock."""
     lines = (line.partition(":")[2].strip() for line in timers.splitlines())
-    return " ".join(lines)[:_MOST_GROUPS]
+    return " ".join(lines)[:_MOST_TEXT]
 
 
 def _id_map(text: bytes) -> list[tuple[int, int, int]]:

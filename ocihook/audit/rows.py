@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from ocihook.audit.reading import ALL_CPUS
 from ocihook.audit.state import ContainerState
+from ocihook.linux.descriptors import copy_descriptor
+from ocihook.linux.socket_options import OPTIONS, set_option
 from ocihook.linux.task_state import (
     LIMITS,
     MOST_CPUS,
@@ -22,7 +24,15 @@ from ocihook.linux.task_state import (
 )
 
 IsSame = Callable[[str, str, ContainerState], bool]
-PutBack = Callable[[int, str, str], None]  # to the task with a pid, the value before and the one that it has
+PutBack = Callable[["Target", str, str], None]  # given the value before and the one that it has
+
+
+class Target(NamedTuple):
+    """What a piece of state is of, in a restored container."""
+
+    pid: int
+    tid: int  # of a thread; else the pid
+    fd: int = -1  # of a descriptor
 
 
 class Row(NamedTuple):
@@ -36,6 +46,7 @@ class Row(NamedTuple):
     absent: str | None = None  # what it means if it was not read; None: nothing, it is not compared then
     criu: str = "lost"  # what CRIU does with it: lost, kept, or kept with an exception
     seen: str = ""  # where it was read
+    inherited: str = ""  # when it is right from the beginning (inheriting.py)
 
 
 def _is_same_affinity(before: str, after: str, here: ContainerState) -> bool:
@@ -46,31 +57,46 @@ def _is_same_affinity(before: str, after: str, here: ContainerState) -> bool:
     return parse_cpus(after) == (wanted & parse_cpus(here.cpus) or wanted)
 
 
-def _set_affinity(tid: int, before: str, _after: str) -> None:
+def _set_affinity(target: Target, before: str, _after: str) -> None:
     cpus = range(MOST_CPUS) if before == ALL_CPUS else parse_cpus(before)
-    os.sched_setaffinity(tid, cpus)  # the kernel leaves out what the cgroup does not allow
+    os.sched_setaffinity(target.tid, cpus)  # the kernel leaves out what the cgroup does not allow
 
 
-def _set_scheduling(tid: int, before: str, after: str) -> None:
-    set_scheduling(tid, Scheduling.parse(before), Scheduling.parse(after))
+def _set_scheduling(target: Target, before: str, after: str) -> None:
+    set_scheduling(target.tid, Scheduling.parse(before), Scheduling.parse(after))
 
 
-def _set_io_priority(tid: int, before: str, _after: str) -> None:
-    set_io_priority(tid, int(before))
+def _set_io_priority(target: Target, before: str, _after: str) -> None:
+    set_io_priority(target.tid, int(before))
 
 
 def _writing(name: str, form: str = "{}") -> PutBack:
-    def write(pid: int, before: str, _after: str) -> None:
-        write_file(f"/proc/{pid}/{name}", form.format(before))
+    def write(target: Target, before: str, _after: str) -> None:
+        write_file(f"/proc/{target.tid}/{name}", form.format(before))
 
     return write
 
 
 def _limiting(name: str) -> PutBack:
-    def limit(pid: int, before: str, _after: str) -> None:
-        set_limit(pid, name, before)
+    def limit(target: Target, before: str, _after: str) -> None:
+        set_limit(target.pid, name, before)
 
     return limit
+
+
+def _optional(name: str) -> PutBack:
+    def set_on_copy(target: Target, before: str, _after: str) -> None:
+        pidfd = os.pidfd_open(target.pid)
+        try:
+            copy = copy_descriptor(pidfd, target.fd)
+        finally:
+            os.close(pidfd)
+        try:
+            set_option(copy, name, int(before))
+        finally:
+            os.close(copy)
+
+    return set_on_copy
 
 
 def _is_same_filter(before: str, after: str, _here: ContainerState) -> bool:
@@ -95,7 +121,8 @@ _THREAD_ROWS = (
     Row("timer slack", "timer slack", _writing("timerslack_ns"), seen="timerslack_ns"),
     Row("Uid", "user ids", is_right=True, criu="kept", seen=_STATUS),
     Row("Gid", "group ids", is_right=True, criu="kept", seen=_STATUS),
-    Row("Groups", "supplementary groups", is_right=True, criu="kept unless there are none", seen=_STATUS),
+    Row("Groups", "supplementary groups", is_right=True, criu="kept unless there are none", seen=_STATUS,
+        inherited="put back"),
     *(Row(f"Cap{kind}", f"capabilities ({kind})", is_right=True, criu="kept", seen=_STATUS)
       for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")),
     Row("NoNewPrivs", "no_new_privs", is_right=True, criu="kept", seen=_STATUS),
@@ -125,10 +152,21 @@ _PROCESS_ROWS = (
         seen="coredump_filter"),
     Row("autogroup nice", "nice of its autogroup", _writing("autogroup"), seen="autogroup"),
     Row("loginuid", "login uid", criu="kept where it may be set", seen="loginuid"),
-    Row("personality", "personality", seen="personality"),
+    Row("personality", "personality", seen="personality", inherited="put back if all processes have the same"),
     Row("POSIX timers", "POSIX timers", criu="kept", seen="timers"),
     *(Row(f"SELinux {name}", f"SELinux label ({name})", criu="lost", seen=f"attr/{name}")
       for name in ("exec", "fscreate", "keycreate", "sockcreate")),
 )  # fmt: skip
+_FILE_ROWS = (
+    Row("kind", "kind of descriptors", criu="kept", seen="fd/"),
+    Row("[eventfd]", "semaphore mode of eventfds", seen="fdinfo/"),
+    Row("inotify", "flags of inotify watches (IN_ONESHOT, IN_EXCL_UNLINK)", seen="fdinfo/"),
+    Row("[fanotify]", "fanotify marks", criu="kept but marks of file systems", seen="fdinfo/"),
+    Row("[signalfd]", "signals of signalfds", criu="kept", seen="fdinfo/"),
+    Row("[timerfd]", "clocks and intervals of timerfds", criu="kept", seen="fdinfo/"),
+    Row("peer", "user and group of the peer of a Unix socket (SO_PEERCRED)", is_right=True, seen="SO_PEERCRED"),
+    *(Row(name, f"socket option {name}", _optional(name), seen="getsockopt(2)") for name in OPTIONS),
+)
 THREAD: Mapping[str, Row] = {row.name: row for row in _THREAD_ROWS}
 PROCESS: Mapping[str, Row] = {row.name: row for row in _PROCESS_ROWS}
+FILE: Mapping[str, Row] = {row.name: row for row in _FILE_ROWS}

@@ -31,6 +31,7 @@ class ProcessState:
     name: str
     own: Values = field(default_factory=dict)  # what all its threads have in common
     threads: Mapping[str, Values] = field(default_factory=dict)  # what each has, by its id in the container
+    files: Mapping[str, Values] = field(default_factory=dict)  # what descriptors are, by their numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,12 @@ def encode_state(state: ContainerState) -> bytes:
         return numbers[id(one)]
 
     processes = {
-        pid: [process.name, number(process.own), {tid: number(one) for tid, one in process.threads.items()}]
+        pid: [
+            process.name,
+            number(process.own),
+            {tid: number(one) for tid, one in process.threads.items()},
+            {fd: number(one) for fd, one in process.files.items()},
+        ]
         for pid, process in state.processes.items()
     }
     body = {"values": values, "processes": processes, "left_out": state.left_out, "cpus": state.cpus}
@@ -86,15 +92,20 @@ def _from_json(body: Any) -> ContainerState:  # noqa: ANN401 - anything that JSO
     body = as_object(body)
     values = [_values(one) for one in as_list(body["values"])]
     processes = {}
-    for pid, (name, own, threads) in as_object(body["processes"]).items():
-        found = {_text(tid): _pick(values, one) for tid, one in as_object(threads).items()}
-        processes[_text(pid)] = ProcessState(name=_text(name), own=_pick(values, own), threads=found)
+    for pid, (name, own, threads, files) in as_object(body["processes"]).items():
+        processes[_text(pid)] = ProcessState(
+            name=_text(name), own=_pick(values, own), threads=_picked(values, threads), files=_picked(values, files)
+        )
     left_out = tuple(map(_text, as_list(body["left_out"])))
     return ContainerState(processes=processes, left_out=left_out, cpus=_text(body["cpus"]))
 
 
 def _values(value: object) -> Values:
     return {_text(key): _text(item) for key, item in as_object(value).items()}
+
+
+def _picked(values: list[Values], numbers: object) -> dict[str, Values]:
+    return {_text(key): _pick(values, number) for key, number in as_object(numbers).items()}
 
 
 def _pick(values: list[Values], number: object) -> Values:

@@ -15,10 +15,11 @@ from pathlib import Path
 import click
 
 from ocihook import config
-from ocihook.audit.rows import PROCESS, THREAD, Row
+from ocihook.audit.rows import FILE, PROCESS, THREAD, Row
 from ocihook.cli.main import EXIT_STATUS, cli
 from ocihook.cli.manual import commands_of, settings_of
 from ocihook.criu.explain import catalogue
+from ocihook.linux.socket_options import OPTIONS
 from ocihook.session.effect import Effect
 from ocihook.stages.order import participants
 
@@ -113,14 +114,21 @@ def _participants() -> str:
 def _audit() -> str:
     """Rows that differ in a name in brackets only are one line: what has it, in the order of the table."""
     rows: dict[tuple[str, str, str, str], None] = {}
-    for scope, found in (("thread", THREAD), ("process", PROCESS)):
+    for scope, found in (("thread", THREAD), ("process", PROCESS), ("descriptor", FILE)):
         for row in found.values():
-            rows[_general(row), scope, row.criu, "put back" if row.put_back else "reported"] = None
+            outcome = "put back" if row.put_back else row.inherited or "reported"
+            rows[_general(row), scope, row.criu, outcome] = None
     return _table(("state", "of each", "CRIU", "if it differs after a restore"), rows)
 
 
 def _general(row: Row) -> str:
-    return re.sub(r" \((?:Max [a-z ]+|Inh|Prm|Eff|Bnd|Amb|exec|\w+create)\)$", "s", row.what).replace("tys", "ties")
+    if row.name in OPTIONS:
+        return "options of sockets, see below"
+    return re.sub(r" \((?:Max [a-z ]+|Inh|Prm|Eff|Bnd|Amb|exec|\w+create)\)$", "", row.what)
+
+
+def _socket_options() -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in OPTIONS), _WIDTH, break_on_hyphens=False) + "\n"
 
 
 def _calls(kind: type) -> str:
@@ -140,6 +148,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "effects": _effects,
     "participants": _participants,
     "audit": _audit,
+    "socket_options": _socket_options,
 }
 
 

@@ -84,13 +84,15 @@ _MACHINES: Mapping[str, _Machine] = {
     # arch/x86/include/asm/user_64.h: r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip ...
     "x86_64": _Machine(
         27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True,
-        {"madvise": 28, "mmap": 9, "clone": 56, "wait4": 61, "exit_group": 231, "close_range": 436},
+        {"madvise": 28, "mmap": 9, "clone": 56, "wait4": 61, "exit_group": 231, "close_range": 436,
+         "personality": 135, "setgroups": 116, "keyctl": 250},
     ),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
     # before a tracer looks; a timed wait then starts over.
     "aarch64": _Machine(
         34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False,
-        {"madvise": 233, "mmap": 222, "clone": 220, "wait4": 260, "exit_group": 94, "close_range": 436},
+        {"madvise": 233, "mmap": 222, "clone": 220, "wait4": 260, "exit_group": 94, "close_range": 436,
+         "personality": 92, "setgroups": 159, "keyctl": 219},
     ),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocihook.audit.comparing import compare, in_words
-from ocihook.audit.rows import PROCESS, THREAD
+from ocihook.audit.rows import FILE, PROCESS, THREAD
 from ocihook.audit.state import ContainerState, ProcessState, decode_state, encode_state
 from ocihook.errors import IntegrityError
 from ocihook.packs.frame import encode_frame
@@ -20,6 +20,7 @@ processes = st.builds(
     name=texts,
     own=st.dictionaries(st.sampled_from(sorted(PROCESS)), texts, max_size=6),
     threads=st.dictionaries(ids, st.dictionaries(st.sampled_from(sorted(THREAD)), texts, max_size=6), max_size=4),
+    files=st.dictionaries(ids, st.dictionaries(st.sampled_from(sorted(FILE)), texts, max_size=6), max_size=4),
 )
 containers = st.builds(
     ContainerState,

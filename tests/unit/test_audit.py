@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from ocihook.audit.comparing import compare, in_words
+from ocihook.audit.inheriting import InheritedCall, inherited_calls, make_inherit
 from ocihook.audit.participant import Audit, audit
 from ocihook.audit.reading import ALL_CPUS, Reader
-from ocihook.audit.rows import PROCESS, THREAD
+from ocihook.audit.rows import FILE, PROCESS, THREAD, Target
 from ocihook.audit.state import (
     STATE_NAME,
     ContainerState,
@@ -26,6 +28,7 @@ from ocihook.config import Settings
 from ocihook.errors import IntegrityError
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
+from ocihook.linux.socket_options import read_options, set_option
 from ocihook.linux.task_state import parse_cpus, parse_limits, read_file
 from ocihook.model import ContainerRef
 from ocihook.packs.frame import encode_frame
@@ -167,10 +170,46 @@ def test_every_row_of_threads_is_compared(name: str) -> None:
     assert found.row is THREAD[name]
 
 
+@pytest.mark.parametrize("name", sorted(FILE))
+def test_every_row_of_descriptors_is_compared(name: str) -> None:
+    before = ContainerState(processes={"1": ProcessState(name="job", files={"7": {name: "1"}})})
+    after = ContainerState(processes={"1": ProcessState(name="job", files={"7": {name: "2"}})})
+    (found,) = compare(before, after)
+    assert (found.row, found.task) == (FILE[name], "job 1 descriptor 7")
+    (closed,) = compare(before, ContainerState(processes={"1": ProcessState(name="job")}))
+    assert in_words([closed]) == ["descriptors of job 1 descriptor 7"]
+
+
 @pytest.mark.parametrize("name", sorted(PROCESS))
 def test_every_row_of_processes_is_compared(name: str) -> None:
     (found,) = compare(one({}, {name: "1"}), one({}, {name: "2"}))
     assert (found.row, found.thread) == (PROCESS[name], "")
+
+
+def test_descriptors_are_read_by_kind() -> None:
+    me, once = os.getpid(), os.eventfd(1, os.EFD_SEMAPHORE)
+    with socket.socket() as listener, open("/dev/null", "rb") as file:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
+        first, copy, null = listener.fileno(), os.dup(listener.fileno()), file.fileno()
+        files = next(iter(Reader(me, "").read([me]).processes.values())).files
+        os.close(copy)
+    os.close(once)
+    assert files[str(once)] == {"kind": "[eventfd]", "[eventfd]": "eventfd-semaphore:1"}
+    assert int(files[str(first)]["TCP_DEFER_ACCEPT"]) > 0
+    assert files[str(copy)] == {"kind": "socket"}  # the same one
+    assert files[str(null)] == {"kind": "file"}
+
+
+def test_options_are_put_back() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        before = read_options(sock.fileno())
+        set_option(sock.fileno(), "IP_RECVTTL", 1)
+        after = read_options(sock.fileno())
+        assert {name for name in before if before[name] != after[name]} == {"IP_RECVTTL"}
+        row = FILE["IP_RECVTTL"]
+        assert row.put_back is not None
+        row.put_back(Target(os.getpid(), os.getpid(), sock.fileno()), "0", "1")
+        assert read_options(sock.fileno()) == before
 
 
 def test_what_is_not_shown_here_is_not_compared() -> None:
@@ -224,7 +263,7 @@ def test_a_note_is_read_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
     "body",
     [
         b"[]",
-        b'{"values": [], "processes": {"1": ["a", 0, {}]}, "left_out": [], "cpus": ""}',  # no such values
+        b'{"values": [], "processes": {"1": ["a", 0, {}, {}]}, "left_out": [], "cpus": ""}',  # no such values
         b'{"values": [{"a": 1}], "processes": {}, "left_out": [], "cpus": ""}',
         b'{"values": [{"a": "' + b"x" * 5000 + b'"}], "processes": {}, "left_out": [], "cpus": ""}',
         b'{"values": [], "processes": {"1": ["a"]}, "left_out": [], "cpus": ""}',
@@ -244,6 +283,30 @@ def test_two_hundred_threads_take_little_room() -> None:
     own: Values = dict.fromkeys(PROCESS, "y" * 20)
     many = ProcessState(name="job", own=own, threads={str(tid): values for tid in range(200)})
     assert len(encode_state(ContainerState(processes={"1": many}))) < 4 << 10
+
+
+KEYRING, NO_GROUPS = InheritedCall("keyctl", (1, 0)), InheritedCall("setgroups", (0, 0))
+
+
+def of_personalities(*values: str) -> ContainerState:
+    return ContainerState(
+        processes={str(pid): ProcessState(name="a", own={"personality": value}) for pid, value in enumerate(values)}
+    )
+
+
+def test_what_tasks_inherit_from_criu() -> None:
+    assert inherited_calls(ContainerState(), "") == [KEYRING]
+    assert inherited_calls(ContainerState(), "0 4") == [KEYRING, NO_GROUPS]
+    randomized = InheritedCall("personality", (0x40000,))
+    assert inherited_calls(of_personalities("00040000", "00040000"), "") == [KEYRING, randomized]
+    for others in (("00040000", "00000000"), ("00000000",), ("00400000",), ("00440000",)):
+        assert inherited_calls(of_personalities(*others), "") == [KEYRING]
+
+
+def test_a_process_is_made_to_pass_on_what_its_children_need(sleeper: Process) -> None:
+    make_inherit(sleeper.pid, of_personalities("00040000"), ENDLESS)
+    assert read_file(f"/proc/{sleeper.pid}/personality") == b"00040000\n"
+    assert sleeper.is_alive()
 
 
 def test_lists_of_processors() -> None:
