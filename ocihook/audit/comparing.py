@@ -89,10 +89,15 @@ def in_words(differences: Iterable[Difference]) -> list[str]:
 
 def _line(row: Row, found: Sequence[Difference]) -> str:
     first = found[0]
-    named = (difference.task for difference in found[:_SHOWN])
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     values = f" (was {_shown(first.before)}, is {_shown(first.after)})" if first.before else ""
-    return f"{row.what} of {', '.join(named)}{more}{values}"
+    return f"{row.what} of {named(found)}{values}"
+
+
+def named(found: Sequence[Difference]) -> str:
+    """Return the tasks of differences, the first of them by name."""
+    tasks = list(dict.fromkeys(difference.task for difference in found))
+    more = f" and {len(tasks) - _SHOWN} more" if len(tasks) > _SHOWN else ""
+    return ", ".join(tasks[:_SHOWN]) + more
 
 
 def _shown(value: str) -> str:

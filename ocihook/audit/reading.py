@@ -35,7 +35,7 @@ _LATER_PARTS = ((b"\nTHP_enabled:", b"\nThreads:"), (b"\nSigBlk:", b"\nMems_allo
 _IDS, _MAPPED = ("Uid", "Gid", "Groups"), ("uid_map", "gid_map", "gid_map")
 _NO_VALUES = frozenset({"Cpus_allowed", "Cpus_allowed_list"})  # kept in another form
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
-_THREADS_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "uts")  # others are of whole processes
+THREADS_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "uts")  # others are of whole processes
 _SHARED = {"files": KCMP_FILES, "fs": KCMP_FS}
 _AUTOGROUP = re.compile(rb"nice (-?[0-9]+)")
 _TIMER_OWNER = re.compile(r"\.\d+$", re.MULTILINE)
@@ -149,7 +149,7 @@ class Reader:
 
     def _namespaces(self, pid: int, tid: int, key: str) -> tuple[tuple[str, str], ...]:
         found, place = [], f"{self._proc}/{tid}/ns"
-        for kind in _NAMESPACES if tid == pid else _THREADS_NAMESPACES:
+        for kind in _NAMESPACES if tid == pid else THREADS_NAMESPACES:
             try:
                 name = os.readlink(f"{place}/{kind}")
             except OSError:

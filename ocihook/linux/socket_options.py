@@ -8,12 +8,13 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_DOMAIN, _PROTOCOL, _TYPE, _PEERCRED = 39, 38, 3, 17
+_DOMAIN, _PROTOCOL, _PEERCRED = 39, 38, 17
 _NETLINK, _PACKET = 270, 263  # SOL_...
 _TCP_CLOSE, _TCP_LISTEN = 7, 10
+_FAMILY_BYTES = 2  # of an address without a name: unix(7)
 _UCRED = struct.Struct("=iII")
 
 _ANY = {
@@ -109,16 +110,24 @@ def _is_at_rest(fd: int) -> bool:
 
 
 def peer_ids(fd: int) -> tuple[int, int] | None:
-    """Return user and group of the process at the other end of a Unix socket, as it connected; None: no such."""
-    data = ctypes.create_string_buffer(_UCRED.size)
-    _length.value = _UCRED.size
-    if _get(fd, socket.SOL_SOCKET, _DOMAIN) != socket.AF_UNIX:
+    """Return user and group of the process at the other end of a named Unix socket, as they were then.
+
+    None: it is not connected, or has no name at either end. Those of a socketpair(2) no program asks for.
+    """
+    if _get(fd, socket.SOL_SOCKET, _DOMAIN) != socket.AF_UNIX or not (
+        _has_name(_libc.getsockname, fd) or _has_name(_libc.getpeername, fd)
+    ):
         return None
     _length.value = _UCRED.size
-    if _libc.getsockopt(fd, socket.SOL_SOCKET, _PEERCRED, data, _length_at) != 0:
+    if _libc.getsockopt(fd, socket.SOL_SOCKET, _PEERCRED, _info, _length_at) != 0:
         return None
-    pid, user, group = _UCRED.unpack(data.raw)
+    pid, user, group = _UCRED.unpack_from(_info.raw)
     return (user, group) if pid > 0 else None
+
+
+def _has_name(call: Callable[..., int], fd: int) -> bool:
+    _length.value = len(_info)
+    return call(fd, _info, _length_at) == 0 and _length.value > _FAMILY_BYTES
 
 
 def set_option(fd: int, name: str, value: int) -> None:

@@ -11,6 +11,7 @@ from ocihook.preflight import (
     descriptors,
     files,
     ipc,
+    lost,
     memory,
     mounts,
     processes,
@@ -33,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
     *sockets.CHECKS,
     *processes.CHECKS,
     *tasks.CHECKS,
+    *lost.CHECKS,
 )
 _LOOKS = 4  # until a failure counts as lasting
 _PAUSE_S = 0.05

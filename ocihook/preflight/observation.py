@@ -11,13 +11,15 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
+from ocihook.audit.reading import Reader
+from ocihook.audit.state import ContainerState
 from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.identity import container_ref, engine_of
 from ocihook.container.running import RunningContainer
 from ocihook.criu.files import CriuOptions, options_for
 from ocihook.criu.version import find_program
 from ocihook.errors import ConfigError, UnsupportedError
-from ocihook.linux.cgroup import find_freezer, memory_headroom_bytes
+from ocihook.linux.cgroup import allowed_cpus, find_freezer, memory_headroom_bytes
 from ocihook.linux.memory import free_swap_bytes
 from ocihook.linux.open_files import Mount, OpenFile, mapped_files, mounts, namespaces, open_files, used_files
 from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids
@@ -80,6 +82,7 @@ class Observation:
     init_pid: int
     processes: tuple[ProcessSeen, ...] = ()  # that CRIU dumps: the first one and its descendants, zombies included
     outside: tuple[ProcessSeen, ...] = ()  # others in its cgroups, as those of `exec`: CRIU leaves them out
+    tasks: ContainerState = field(default_factory=ContainerState)  # state of what CRIU dumps (audit/)
     criu: tuple[int, ...] = ()  # version; (): unknown
     options: CriuOptions = field(default_factory=CriuOptions)
     container: RunningContainer | None = None
@@ -204,6 +207,7 @@ def observe(
         init_pid=init_pid,
         processes=processes,
         outside=tuple(seen for pid in others if (seen := _read_briefly(pid)) is not None),
+        tasks=Reader(init_pid, allowed_cpus(init_pid)).read(pids),
         criu=criu,
         options=options,
         container=container,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ocihook.audit.comparing import compare, in_words
+from ocihook.audit.foreseeing import foresee
 from ocihook.audit.inheriting import InheritedCall, inherited_calls, make_inherit
 from ocihook.audit.participant import Audit, audit
 from ocihook.audit.reading import ALL_CPUS, Reader
@@ -28,7 +29,7 @@ from ocihook.config import Settings
 from ocihook.errors import IntegrityError
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
-from ocihook.linux.socket_options import read_options, set_option
+from ocihook.linux.socket_options import peer_ids, read_options, set_option
 from ocihook.linux.task_state import parse_cpus, parse_limits, read_file
 from ocihook.model import ContainerRef
 from ocihook.packs.frame import encode_frame
@@ -283,6 +284,44 @@ def test_two_hundred_threads_take_little_room() -> None:
     own: Values = dict.fromkeys(PROCESS, "y" * 20)
     many = ProcessState(name="job", own=own, threads={str(tid): values for tid in range(200)})
     assert len(encode_state(ContainerState(processes={"1": many}))) < 4 << 10
+
+
+def test_what_a_restore_will_lose_shows_before() -> None:
+    leader: Values = {"net namespace": "1"}
+    threads = {"1": leader, "2": {"net namespace": "2"}, "3": {**leader, "files": "own"}}
+    files: Mapping[str, Values] = {
+        "3": {"[eventfd]": "eventfd-semaphore:1"},
+        "4": {"[eventfd]": "eventfd-semaphore:0"},
+        "5": {"inotify": "1:400 2:84000400"},
+        "6": {"inotify": "1:400"},
+        "7": {"peer": "1000 1000"},
+        "8": {"peer": "0 0"},
+    }
+    job = ProcessState(name="job", own={"personality": "00000000"}, threads=threads, files=files)
+    found = [(one.row.name, one.thread, one.file) for one in foresee(ContainerState(processes={"1": job}))]
+    assert found == [
+        ("net namespace", "2", ""),
+        ("files", "3", ""),
+        ("[eventfd]", "", "3"),
+        ("inotify", "", "5"),
+        ("peer", "", "7"),
+    ]
+    other = ProcessState(name="other", own={"personality": "00040000"})
+    (found_one,) = foresee(ContainerState(processes={"1": ProcessState(name="a", own=job.own), "2": other}))
+    assert (found_one.row.name, found_one.process) == ("personality", "2")
+
+
+def test_only_peers_of_named_sockets_count(tmp_path: Path) -> None:
+    first, second = socket.socketpair()
+    with first, second, socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        assert peer_ids(first.fileno()) is None
+        listener.bind(str(tmp_path / "s"))
+        assert peer_ids(listener.fileno()) is None
+        listener.listen()
+        client.connect(str(tmp_path / "s"))
+        assert peer_ids(client.fileno()) == (os.getuid(), os.getgid())
+    with socket.socket() as other:
+        assert peer_ids(other.fileno()) is None
 
 
 KEYRING, NO_GROUPS = InheritedCall("keyctl", (1, 0)), InheritedCall("setgroups", (0, 0))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ocihook.audit.state import ContainerState, ProcessState
 from ocihook.config import Policy
 from ocihook.container.running import RunningContainer
 from ocihook.criu.files import CriuOptions
@@ -61,6 +62,11 @@ def with_file(**changes: Any) -> Observation:
 
 def with_socket(**changes: Any) -> Observation:
     return container(process(sockets=(SOCKET._replace(**changes),)))
+
+
+def with_semaphore(number: int) -> ContainerState:
+    files = {"3": {"kind": "[eventfd]", "[eventfd]": f"eventfd-semaphore:{number}"}}
+    return ContainerState(processes={"1": ProcessState(name="job", files=files)})
 
 
 def options(*names: str) -> CriuOptions:
@@ -209,6 +215,15 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(process(maps=LIBRARY, mounts=(LIBRARIES._replace(options=frozenset({"rw"})),))), "", None),
     (unix("/run/s", frozenset({"ro"})), "socket-place", Status.FAIL),
     (unix("/run/s", frozenset({"rw"})), "", None),
+    (container(tasks=with_semaphore(1)), "lost-state", Status.WARN),
+    (container(tasks=with_semaphore(0)), "", None),
+    (with_file(name="/proc/pressure/memory"), "trigger", Status.WARN),
+    (with_file(name="/sys/fs/cgroup/a/io.pressure"), "trigger", Status.WARN),
+    (
+        container(container=CONTAINER._replace(config={"linux": {"seccomp": {"listenerPath": "/s"}}})),
+        "seccomp-listener",
+        Status.WARN,
+    ),
     (container(process(), process(8, status={"TracerPid": "99"})), "traced", Status.FAIL),
     (container(process(), process(8, status={"TracerPid": "7"})), "traced", Status.FAIL),
     (container(process(status={"SigPnd": f"{1 << signal.SIGTRAP - 1:x}"})), "pending-sigtrap", Status.FAIL),

@@ -1,0 +1,51 @@
+"""What a restore will not bring back of a container's tasks, as far as their state shows it before the dump."""
+
+from collections.abc import Iterator
+
+from ocihook.audit.comparing import Difference
+from ocihook.audit.reading import THREADS_NAMESPACES
+from ocihook.audit.rows import FILE, PROCESS, THREAD
+from ocihook.audit.state import ContainerState, ProcessState
+
+_SEMAPHORE = "eventfd-semaphore:1"
+_LOST_FLAGS = 0x80000000 | 0x04000000  # IN_ONESHOT, IN_EXCL_UNLINK (linux/inotify.h)
+_ROOT = "0 0"
+
+
+def foresee(state: ContainerState) -> Iterator[Difference]:
+    """Yield what CRIU does not restore and nothing puts back, with the value that it has after a restore."""
+    for pid, process in state.processes.items():
+        yield from _of_threads(pid, process)
+        yield from _of_files(pid, process)
+    personalities = {process.own.get("personality", "") for process in state.processes.values()}
+    if len(personalities - {""}) > 1:
+        for pid, process in state.processes.items():
+            value = process.own.get("personality", "0")
+            if value.strip("0"):
+                yield Difference(PROCESS["personality"], pid, "", process.name, value, "0")
+
+
+def _of_threads(pid: str, process: ProcessState) -> Iterator[Difference]:
+    leader = process.threads.get(pid, {})
+    for tid, values in process.threads.items():
+        for name in ("files", "fs"):
+            if name in values:
+                yield Difference(THREAD[name], pid, tid, process.name, values[name], "shared")
+        for kind in THREADS_NAMESPACES:
+            name = f"{kind} namespace"
+            if name in leader and values.get(name, leader[name]) != leader[name]:
+                yield Difference(THREAD[name], pid, tid, process.name, values[name], leader[name])
+
+
+def _of_files(pid: str, process: ProcessState) -> Iterator[Difference]:
+    for fd, values in process.files.items():
+        if values.get("[eventfd]") == _SEMAPHORE:
+            yield Difference(FILE["[eventfd]"], pid, "", process.name, "semaphore", "counter", fd)
+        if any(_has_lost_flags(watch) for watch in values.get("inotify", "").split()):
+            yield Difference(FILE["inotify"], pid, "", process.name, values["inotify"], "without", fd)
+        if values.get("peer", _ROOT) != _ROOT:
+            yield Difference(FILE["peer"], pid, "", process.name, values["peer"], _ROOT, fd)
+
+
+def _has_lost_flags(watch: str) -> bool:
+    return bool(int(watch.partition(":")[2] or "0", 16) & _LOST_FLAGS)
