@@ -39,6 +39,7 @@ THREADS_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "uts") 
 _SHARED = {"files": KCMP_FILES, "fs": KCMP_FS}
 _AUTOGROUP = re.compile(rb"nice (-?[0-9]+)")
 _TIMER_OWNER = re.compile(r"\.\d+$", re.MULTILINE)
+_CAP_SYS_ADMIN = 1 << 21  # linux/capability.h
 _SELINUX = "/sys/fs/selinux/enforce"
 _SELINUX_FILES = ("exec", "fscreate", "keycreate", "sockcreate")
 _OF_PROCESS, _OF_SESSION = ("oom_score_adj", "coredump_filter", "personality"), ("loginuid",)
@@ -72,10 +73,14 @@ class Reader:
         self._slice_ns = usual_slice_ns()
         self._known: dict[object, Values] = {}  # states that were met, by what was read
         self._first: dict[str, str] = {}  # thread that was met first in a namespace, by its name
+        self._leader_may_leave = True  # the namespaces of the first process, of the process that is being read
         self._met: set[str] = set()  # sockets
         self._selinux = Path(_SELINUX).exists()
         self._maps = {name: _id_map(read_file(f"{proc}/{init_pid}/{name}")) for name in ("uid_map", "gid_map")}
-        self._depth = max(0, len(self._pids_of(read_file(f"{proc}/{init_pid}/status"))) - 1)
+        status = read_file(f"{proc}/{init_pid}/status")
+        self._depth = max(0, len(self._pids_of(status)) - 1)
+        self._has_admin = bool(int(_last(status, b"CapBnd:") or b"-1", 16) & _CAP_SYS_ADMIN)
+        self._user = _link(f"{proc}/{init_pid}/ns/user")
 
     def read(self, pids: Iterable[int]) -> ContainerState:
         """Return the state of processes, and the names of those that do not descend from the first one.
@@ -148,14 +153,20 @@ class Reader:
         return self._known[seen]
 
     def _namespaces(self, pid: int, tid: int, key: str) -> tuple[tuple[str, str], ...]:
-        found, place = [], f"{self._proc}/{tid}/ns"
-        for kind in _NAMESPACES if tid == pid else THREADS_NAMESPACES:
-            try:
-                name = os.readlink(f"{place}/{kind}")
-            except OSError:
-                continue
-            found.append((kind, self._first.setdefault(name, key)))
-        return tuple(found)
+        names = ((kind, _link(f"{self._proc}/{tid}/ns/{kind}")) for kind in self._kinds(pid, tid))
+        return tuple((kind, self._first.setdefault(name, key)) for kind, name in names if name)
+
+    def _kinds(self, pid: int, tid: int) -> Iterable[str]:
+        """Return the kinds of namespaces that a thread may have of its own.
+
+        In a container without CAP_SYS_ADMIN no task can have left the namespaces of the first one, unless it has made a
+        user namespace.
+        """
+        if tid == pid:
+            may_leave = self._has_admin or pid == self._init_pid or _link(f"{self._proc}/{pid}/ns/user") != self._user
+            self._leader_may_leave = may_leave
+            return _NAMESPACES if may_leave else ("user",)
+        return THREADS_NAMESPACES if self._leader_may_leave and (self._has_admin or pid != self._init_pid) else ()
 
     def _of_status(self, parts: tuple[bytes, ...]) -> dict[str, str]:
         values: dict[str, str] = {}
@@ -247,6 +258,13 @@ def _details(kind: str, info: bytes) -> dict[str, str]:
     return {kind: " ".join(sorted(":".join(match) for match in wanted.findall(info.decode())))[:_MOST_TEXT]}
 
 
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
 def _name(status: bytes) -> str:
     return printable(status.partition(b"\n")[0].removeprefix(b"Name:\t").decode(errors="replace"))
 
@@ -263,6 +281,8 @@ def _cut(status: bytes) -> tuple[bytes, ...]:
 def _last(status: bytes, name: bytes) -> bytes:
     """Return the last word of a line: an id as the innermost namespace has it."""
     start = status.find(b"\n" + name)
+    if start < 0:
+        return b""
     return status[start + 1 : status.find(b"\n", start + 1)].rpartition(b"\t")[2]
 
 

@@ -41,6 +41,7 @@ from ocihook.packs.pages import RANGE_BYTES, ImageFile, Target
 from ocihook.packs.unpacking import Packs
 from ocihook.store import assemble
 from ocihook.store.deduplicate import WORKER_BYTES as STORE_WORKER_BYTES
+from tests.bench.audit import recorded
 from tests.bench.engine import whole_checkpoints
 from tests.bench.gang import MEMORY_MIB, SIZES, SMALL, added, meetings, most_members
 from tests.bench.host_memory import PAST, SMALL_BYTES, SNAPSHOT, Dumps, Restores, dumps, restores
@@ -115,6 +116,7 @@ def main() -> int:
         partial(_unpacking, options.tmpfs, without_zeros, options.rounds, zeros=False),
         partial(_memory, dataset),
         partial(_hook, options.tmpfs),
+        _audit,
         partial(_store, options.tmpfs, dataset, second, new_pages),
         partial(_store_and_copy, options.tmpfs / _SMALL, dataset, second),
         partial(_several_images, options.tmpfs / _SMALL, dataset),
@@ -779,6 +781,15 @@ def _handlers() -> Iterator[Figure]:
         again, stop = each.again_s - each.restore_s, each.stop_s - each.checkpoint_s
         yield Figure(f"{name}: made again, longer by", again, "s", "podman container restore", 0.15, "lower")
         yield Figure(f"{name}: stopped, longer by", stop, "s", "podman container checkpoint", None, "lower")
+
+
+# --- the audit
+
+
+def _audit() -> Iterator[Figure]:
+    found = recorded()
+    yield Figure("state of 200 threads, recorded", found.processor_s * 1e3, "ms", "processor", 10.0, "lower")
+    yield Figure("state of 200 threads, in a checkpoint", found.size_bytes / 1024, "KiB", "", 64.0, "lower")
 
 
 # --- the hook

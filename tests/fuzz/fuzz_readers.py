@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import atheris
 
 with atheris.instrument_imports(include=["ocihook"]):
     from ocihook.archive.repack import inspect_archive, verify_archive
+    from ocihook.audit.state import decode_state
     from ocihook.belongings.bringing import bring
     from ocihook.belongings.saving import Writer
     from ocihook.checkpoints.gang_note import decode_note as decode_gang_note
@@ -133,8 +135,8 @@ def sockets(data: bytes) -> None:
             raise AssertionError("sockets that were written are not read again as they were")
     except OcihookError:
         pass
-    for kind, decode in (("network", decode_note), ("gang", decode_gang_note)):
-        for candidate in (data, encode_frame(kind, 1, data)):
+    for kind, decode in (("network", decode_note), ("gang", decode_gang_note), ("tasks", decode_state)):
+        for candidate in (data, encode_frame(kind, 1, data), encode_frame(kind, 1, zlib.compress(data, 1))):
             with contextlib.suppress(OcihookError):
                 decode(candidate)
 
