@@ -14,6 +14,12 @@
 
 static int replaces;
 
+static void on_term(int unused)
+{
+    (void)unused;
+    _exit(0);
+}
+
 static void nap(long ms)
 {
     struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
@@ -64,6 +70,7 @@ static void child(const char *state)
 int main(int argc, char **argv)
 {
     const char *state = argc > 1 ? argv[1] : "children";
+    signal(SIGTERM, on_term);
     if (!strcmp(state, "pause"))
         sleeps();
     setvbuf(stdout, NULL, _IOLBF, 0);

@@ -199,7 +199,7 @@ CHECKS = (
     Check(name="shared-parts", find=_shares_directory),
     Check(name="waits-in-kernel", find=_waits_in_kernel),
     Check(name="first-thread-ended", find=_first_thread_ended),
-    Check(name="stopped", find=_stopped),
+    Check(name="stopped", find=_stopped, is_final=True),  # nothing could end that CRIU
     Check(name="many-groups", find=_many_groups),
     Check(name="no-sys-resource", find=_no_sys_resource),
     Check(name="capabilities", find=_capabilities),

@@ -73,6 +73,7 @@ _DONE = b"\0"
 _IN_USE = b"\1"  # before a reason
 _UNDO = "undo"
 _ORIGINAL = "config.json"  # as the engine wrote it
+_CRIU_LOG = "restore.log"
 _CRIU_CONFIG = "org.criu.config"
 _AGENT = "ocihook.agent.server"  # in the command line of one that the hook has started
 
@@ -321,7 +322,7 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
     finally:
         os.close(pidfd)
     if runtime.wait() != 0:  # waits: no, it has ended
-        raise RestoreError(_why(work, log_path))
+        raise RestoreError(_why(work, log_path).replace(str(work), str(_keep_log(work))))
     init = Process.find(_init_pid(call))
     if init is None:
         raise RestoreError("it has ended at once")
@@ -357,7 +358,7 @@ def _why(work: Path, log_path: Path) -> str:
     from ocihook.criu.explain import explain  # takes long to load
 
     with contextlib.suppress(OSError):
-        explanation = explain((work / "restore.log").read_text(errors="replace"))
+        explanation = explain((work / _CRIU_LOG).read_text(errors="replace"))
         if explanation is not None:
             return explanation.what
     with contextlib.suppress(OSError):
@@ -365,6 +366,13 @@ def _why(work: Path, log_path: Path) -> str:
         if said:
             return printable(said[-_TAIL:])
     return "the runtime's restore failed, and it does not say why"
+
+
+def _keep_log(work: Path) -> Path:
+    """Keep CRIU's log of a restore that has failed, the last one of this node's; return the directory where it is."""
+    with contextlib.suppress(OSError):  # CRIU has not begun, or the disk is full: the reason is reported all the same
+        (work / _CRIU_LOG).replace(work.parents[1] / _CRIU_LOG)
+    return work.parents[1]
 
 
 def _use_own_criu_settings(call: Call, kept: containers.Kept, config: Mapping[str, Any]) -> None:

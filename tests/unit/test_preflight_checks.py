@@ -226,6 +226,8 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     ),
     (container(process(), process(8, status={"TracerPid": "99"})), "traced", Status.FAIL),
     (container(process(), process(8, status={"TracerPid": "7"})), "traced", Status.FAIL),
+    (container(process(), process(8, state="T"), freezer_version=1), "stopped", Status.FAIL),
+    (container(process(), process(8, state="T"), freezer_version=2), "", None),
     (container(process(status={"SigPnd": f"{1 << signal.SIGTRAP - 1:x}"})), "pending-sigtrap", Status.FAIL),
     (container(process(status={"NSsid": "12\t0"})), "session-leader", Status.FAIL),
     (container(node={**NODE, "pid": "own"}), "pid-taken", Status.WARN),
