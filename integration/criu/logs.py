@@ -15,7 +15,9 @@ def reduce_log(log: str, directory: Path) -> str:
     for number, line in enumerate(lines):
         if "Error (" in line or line.startswith("ocihook: "):
             kept.update(range(max(0, number - _CONTEXT_LINES), number + 1))
-        elif any(word in line for word in ("(pid: ", "scripts", "finished successfully", "Version: ")):
+        elif any(
+            word in line for word in ("(pid: ", "scripts", "finished successfully", "Version: ", "Detected cgroup")
+        ):
             kept.add(number)
     text = "\n".join(lines[number] for number in sorted(kept)) + "\n"
     text = re.sub(rf"/?{re.escape(str(directory).lstrip('/'))}", "/scratch", text)
