@@ -25,6 +25,7 @@ _MOUNT_ID = re.compile(r"^mnt_id:\s+(\d+)", re.MULTILINE)
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _FLAGS = re.compile(r"^flags:\s+([0-7]+)", re.MULTILINE)
 _GET_ATTRIBUTES, _IMMUTABLE, _APPEND_ONLY = 0x80086601, 0x10, 0x20  # linux/fs.h: FS_IOC_GETFLAGS, FS_*_FL
+_MAPPING = re.compile(r"^(\S+) (\S{4}) \S+ (\w+):(\w+) (\d+) +(/.*|anon_inode:.*)$", re.MULTILINE)
 _MAX_LINKS = 40  # the kernel's own limit
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -125,6 +126,23 @@ class Mount(NamedTuple):
     kind: str
     source: str
     options: frozenset[str] = frozenset()  # of the mount, and of its file system
+
+
+class FileMapping(NamedTuple):
+    """A mapping of a file."""
+
+    span: str  # its addresses
+    rights: str
+    device: str  # MAJOR:MINOR, as of a Mount
+    name: str  # as /proc shows it
+
+
+def file_mappings(maps: str) -> tuple[FileMapping, ...]:
+    """Return the mappings of files in a text of proc_pid_maps(5)."""
+    return tuple(
+        FileMapping(span, rights, f"{int(major, 16)}:{int(minor, 16)}", name)
+        for span, rights, major, minor, _, name in _MAPPING.findall(maps)
+    )
 
 
 def open_files(pid: int) -> Iterator[OpenFile]:

@@ -21,7 +21,17 @@ from ocihook.criu.version import find_program
 from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.linux.cgroup import allowed_cpus, find_freezer, memory_headroom_bytes
 from ocihook.linux.memory import free_swap_bytes
-from ocihook.linux.open_files import Mount, OpenFile, mapped_files, mounts, namespaces, open_files, used_files
+from ocihook.linux.open_files import (
+    FileMapping,
+    Mount,
+    OpenFile,
+    file_mappings,
+    mapped_files,
+    mounts,
+    namespaces,
+    open_files,
+    used_files,
+)
 from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids
 from ocihook.linux.sharing import Kind, sharing
 from ocihook.linux.sockets import Socket, hides_socket_options, sockets
@@ -114,6 +124,11 @@ class Observation:
     def by_pid(self) -> Mapping[int, ProcessSeen]:
         """All processes, by their pids."""
         return {process.pid: process for process in (*self.outside, *self.processes)}
+
+    @cached_property
+    def mappings(self) -> Mapping[int, tuple[FileMapping, ...]]:
+        """The mappings of files, by pid."""
+        return {process.pid: file_mappings(process.maps) for process in self.processes}
 
     @property
     def init(self) -> ProcessSeen:

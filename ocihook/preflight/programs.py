@@ -3,38 +3,22 @@
 integration/criu/test_states.py tries each with two versions of CRIU.
 """
 
-import re
 from collections.abc import Iterator
 from shlex import quote
-from typing import NamedTuple
 
 from ocihook.criu.explain import MEMORY_NOT_SHOWN_REMEDY
-from ocihook.linux.open_files import Mount, mapped_mount_id
+from ocihook.linux.open_files import FileMapping, Mount, mapped_mount_id
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail
 from ocihook.preflight.observation import Observation, ProcessSeen
 
-_MAPPING = re.compile(r"^(\S+) (\S{4}) \S+ (\w+):(\w+) (\d+) +(/.*|anon_inode:.*)$", re.MULTILINE)  # proc_pid_maps(5)
 _MEMFD, _SECRET, _DELETED = "/memfd:", "/secretmem", " (deleted)"
 _EXECUTE = 0o111
 _NAMES = {"cwd": "its working directory", "root": "its root directory"}
 
 
-class _Mapping(NamedTuple):
-    span: str
-    rights: str
-    device: str  # MAJOR:MINOR
-    name: str
-
-
 def _living(seen: Observation) -> Iterator[ProcessSeen]:
     return (process for process in seen.processes if not process.is_zombie and process.maps)
-
-
-def _mappings(process: ProcessSeen) -> Iterator[_Mapping]:
-    """Yield the mappings of files."""
-    for span, rights, major, minor, _, name in _MAPPING.findall(process.maps):
-        yield _Mapping(span, rights, f"{int(major, 16)}:{int(minor, 16)}", name)
 
 
 def _no_program_file(seen: Observation) -> Iterator[Problem]:
@@ -57,7 +41,7 @@ def _program_mode(seen: Observation) -> Iterator[Problem]:
 
 def _noexec(seen: Observation) -> Iterator[Problem]:
     for process in _living(seen):
-        for mapping in _mappings(process):
+        for mapping in seen.mappings[process.pid]:
             mount = _mount_of(process, mapping) if "x" in mapping.rights else None
             if mount and "noexec" in mount.options:
                 detail = (
@@ -70,7 +54,7 @@ def _noexec(seen: Observation) -> Iterator[Problem]:
                 break
 
 
-def _mount_of(process: ProcessSeen, mapping: _Mapping) -> Mount | None:
+def _mount_of(process: ProcessSeen, mapping: FileMapping) -> Mount | None:
     """Return the mount on which a mapped file is, by its path; None if none has its device."""
     found = [
         mount for mount in process.mounts if mapping.device == mount.device and _is_below(mapping.name, mount.place)
@@ -93,8 +77,7 @@ def _no_vdso(seen: Observation) -> Iterator[Problem]:
 
 def _secret_memory(seen: Observation) -> Iterator[Problem]:
     for process in _living(seen):
-        held = any(file.name == _SECRET for file in process.files)
-        if held or any(mapping.name.startswith(_SECRET) for mapping in _mappings(process)):
+        if f" {_SECRET}" in process.maps or any(file.name == _SECRET for file in process.files):
             detail = f"{seen.who(process.pid)} has secret memory (memfd_secret), which no other process can read"
             yield fail(detail, MEMORY_NOT_SHOWN_REMEDY)
 
@@ -102,7 +85,7 @@ def _secret_memory(seen: Observation) -> Iterator[Problem]:
 def _anonymous_mapping(seen: Observation) -> Iterator[Problem]:
     """Of a file of the kernel's that is closed: its descriptor would be refused by itself."""
     for process in _living(seen):
-        for mapping in _mappings(process):
+        for mapping in seen.mappings[process.pid] if " anon_inode:" in process.maps else ():
             kind = mapping.name.removeprefix("anon_inode:").strip("[]")
             if mapping.name.startswith("anon_inode:") and kind != "io_uring":
                 yield fail(
@@ -119,7 +102,9 @@ def _lost_mount(seen: Observation) -> Iterator[Problem]:
         used = {
             _NAMES.get(kind, file.name): file.mount_id for kind, file in process.used.items() if _has_place(file.name)
         }
-        others = {one.name: one for one in _mappings(process) if one.device not in devices and _has_place(one.name)}
+        others = {
+            one.name: one for one in seen.mappings[process.pid] if one.device not in devices and _has_place(one.name)
+        }
         used |= {name: mapped_mount_id(process.pid, one.span) for name, one in others.items()}
         for name, number in used.items():
             if number not in ids:
