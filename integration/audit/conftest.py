@@ -22,9 +22,9 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def podman(scratch: Path, states: Path) -> Iterator[Podman]:
-    """A podman with runc, CRIU 4.1.1 and ocihook installed."""
-    made = Podman(scratch, "runc", states)
+def podman(request: pytest.FixtureRequest, scratch: Path, states: Path) -> Iterator[Podman]:
+    """A podman with runc, or another runtime that a test names, CRIU 4.1.1 and ocihook installed."""
+    made = Podman(scratch, getattr(request, "param", "runc"), states)
     made.install()
     yield made
     made.close()

@@ -87,6 +87,7 @@ def test_options_of_sockets_survive(new_podman: Podman) -> None:
     assert "not restored" not in new_podman.agent_log()
 
 
+@pytest.mark.parametrize("podman", ["runc", "crun"], indirect=True)
 def test_affinity_survives(podman: Podman) -> None:
     start(podman, "job", ["affinity", "thread_affinity"])
     assert lost_after_restore(podman, "job") == set()
