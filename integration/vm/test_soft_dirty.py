@@ -92,7 +92,7 @@ def test_an_earlier_dump_of_the_engine_stays_its_own(tracking: Machine, workload
     assert re.search(r" checkpoint/parent -> \.\./pre-checkpoint$", listed, re.MULTILINE)
     assert "ocihook-parent" not in listed
     record = machine.last_session()
-    assert [phase["name"] for phase in record["phases"]] == ["pack"]
+    assert [phase["name"] for phase in record["phases"]] == ["preflight", "record tasks", "pack"]
     assert 0 < record["facts"]["raw_bytes"] < MIB << 16, "CRIU has left out what it had"
     assert_restored(machine, before)
 

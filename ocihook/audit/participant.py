@@ -35,6 +35,7 @@ class Audit(Participant):
         """Record, once: where the stage starts over the manifest may have the note's checksum already."""
         if dump.policy.mode == "off" or (dump.directory / STATE_NAME).exists():
             return ""
+        dump.patience.check()
         try:
             with dump.journal.phase("record tasks") as phase:
                 state = _read_container(dump)
@@ -46,7 +47,7 @@ class Audit(Participant):
 
     def before_processes(self, restore: Restore) -> str:
         """Give CRIU what the tasks inherit from it; without a note, what is right for all."""
-        if restore.journal.container is None:  # a `criu restore` of a person
+        if restore.journal.container is None or restore.policy.mode == "off":  # None: a `criu restore` of a person
             return ""
         try:
             recorded = read_state(restore.directory) or ContainerState()

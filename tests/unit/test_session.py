@@ -116,7 +116,8 @@ def test_a_dump_and_a_restore(node: Node) -> None:
     assert open_journals(node.runtime_dir) == []
     (record,) = history.read(node.history_dir)
     assert record["id"] == node.journal.session_id
-    assert [phase["name"] for phase in record["phases"]] == ["preflight", "pack", "unpack"]
+    names = ["preflight", "record tasks", "pack", "read pagemaps", "unpack"]
+    assert [phase["name"] for phase in record["phases"]] == names
 
 
 def test_the_same_stage_gets_the_same_verdict_and_is_done_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
