@@ -215,6 +215,7 @@ def observe(
     mounted: dict[str, list[Mount]] = {}
     pids = descendants(init_pid)
     processes = tuple(seen for pid in pids if (seen := _read(pid, mounted)) is not None)
+    living = [seen.pid for seen in processes if seen.maps]  # those that have ended have all the same memory: none
     freezer = find_freezer(init_pid, cgroup) if container else None
     others = sorted(freezer.all_members() - set(pids)) if freezer else []
     has_unix = any(sock.family == _UNIX for process in processes for sock in process.sockets)
@@ -226,8 +227,8 @@ def observe(
         criu=criu,
         options=options,
         container=container,
-        sharing_memory=sharing(pids, Kind.MEMORY),
-        sharing_directory=sharing(pids, Kind.DIRECTORY),
+        sharing_memory=sharing(living, Kind.MEMORY),
+        sharing_directory=sharing(living, Kind.DIRECTORY),
         unix=_unix_sockets(init_pid) if has_unix else {},
         node=namespaces(os.getpid()),
         freezer_version=freezer.version if freezer else 0,
