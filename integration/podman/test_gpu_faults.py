@@ -8,6 +8,7 @@ import signal
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,25 @@ def test_a_restore_that_the_driver_refuses(gpu_podman: Podman, policy: str) -> N
     gpu_podman.assert_goes_on("c", before)
 
 
+def test_a_restore_waits_for_a_driver_that_does_not_answer(gpu_podman: Podman) -> None:
+    """The call cannot be interrupted: `ocihook ps` names the stage; the container runs once the call has returned."""
+    archive = gpu_podman.scratch / "c.tar"
+    gpu_podman.start_cuda("c", 16)
+    gpu_podman.checkpoint("c", archive)
+    before = gpu_podman.count("c")
+    gpu_podman.remove("c")
+    fake_driver.hold(gpu_podman.namespace, "restore")
+    restore = threading.Thread(target=lambda: gpu_podman.restore(archive))
+    restore.start()
+    try:
+        wait_for("the driver to be asked", lambda: "post-resume" in gpu_podman.ocihook("ps"))
+    finally:
+        fake_driver.script(gpu_podman.namespace)
+        restore.join()
+    gpu_podman.assert_goes_on("c", before)
+    assert_nothing_is_left(gpu_podman)
+
+
 def test_a_job_that_cannot_come_back_is_not_left_stuck(gpu_podman: Podman) -> None:
     """P2P, unseen by the preflight: the checkpoint is complete, the container ends and says so."""
     archive = gpu_podman.scratch / "c.tar"
@@ -468,6 +488,30 @@ def test_the_engine_and_its_runtime_are_killed(gpu_podman: Podman) -> None:
     fake_driver.script(gpu_podman.namespace)
     dump.join()
     assert sessions(gpu_podman.namespace)[-1]["effects"] == []
+    gpu_podman.assert_goes_on("c", before)
+
+
+@pytest.mark.parametrize("victims", ["criu", "runtime", "agent", "runtime and criu and agent"])
+def test_how_soon_it_runs_whoever_is_killed(gpu_podman: Podman, victims: str) -> None:
+    """While the driver has its GPU state; docs/faults.md has the figures that this prints."""
+    gpu_podman.start_cuda("c", 32, "children=1")
+    before = gpu_podman.count("c")
+    fake_driver.hold(gpu_podman.namespace, "checkpoint")
+    archive = gpu_podman.scratch / "c.tar"
+    dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, "--leave-running", check=False))
+    dump.start()
+    criu = wait_for_gpu_checkpoint(gpu_podman)
+    agent = int(gpu_podman.namespace.path("/run/ocihook/agent.lock").read_text())
+    pids = {"criu": criu, "runtime": parent_pid(criu), "agent": agent}
+    for victim in victims.split(" and "):
+        os.kill(pids[victim], signal.SIGKILL)
+    began = time.monotonic()
+    fake_driver.script(gpu_podman.namespace)
+    journals = gpu_podman.namespace.path("/run/ocihook/sessions")
+    wait_for("the session to end", lambda: not list(journals.glob("*.json")))
+    print(f"{victims}: the container runs {time.monotonic() - began:.2f} s later")
+    dump.join()
+    assert_nothing_is_left(gpu_podman)
     gpu_podman.assert_goes_on("c", before)
 
 

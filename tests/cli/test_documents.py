@@ -171,3 +171,15 @@ def test_what_is_made_is_what_the_program_says(tmp_path: Path) -> None:
         assert (tmp_path / page.name).read_text() == page.read_text(), "`make docs` makes it again"
     used = re.findall(r"<!-- made by make docs: (\w+) -->", "".join(page.read_text() for page in DOCS))
     assert sorted(used) == sorted(PARTS)
+
+
+def test_faults_name_tests_that_are_there() -> None:
+    """Each cell of the tables is shown by a test, or says that nothing is done there."""
+    text = (PROJECT / "docs/faults.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 40
+    for file, name in named:
+        path = PROJECT / "integration" / file.removeprefix("integration/")
+        assert f"def {name}(" in path.read_text(), f"{file}::{name}"
+    rows = [row for row in text.splitlines() if row.startswith("| ") and not row.startswith("| fault")]
+    assert [row for row in rows if "::" not in row and "no effect" not in row and "none is made" not in row] == []
