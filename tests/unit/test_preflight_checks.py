@@ -390,3 +390,15 @@ def test_an_application_that_quiesces_is_checked_afterwards(dump: Dump, monkeypa
     Preflight().refuse(dump)
     with pytest.raises(PreflightError):
         Preflight().prepare(dump)
+
+
+def test_processes_that_have_ended_share_nothing() -> None:
+    """The kernel finds the memory of any two of them equal: they have none."""
+    children = [subprocess.Popen(["true"]) for _ in range(2)]
+    for child in children:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    seen = observe(os.getpid(), criu=(4, 2), options=CriuOptions(), container=None)
+    for child in children:
+        child.wait(10)
+    assert {child.pid for child in children} <= set(seen.pids)
+    assert (seen.sharing_memory, seen.sharing_directory) == ((), ())
