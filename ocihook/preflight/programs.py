@@ -105,7 +105,7 @@ def _lost_mount(seen: Observation) -> Iterator[Problem]:
         others = {
             one.name: one for one in seen.mappings[process.pid] if one.device not in devices and _has_place(one.name)
         }
-        used |= {name: mapped_mount_id(process.pid, one.span) for name, one in others.items()}
+        used = {name: mapped_mount_id(process.pid, one.span) for name, one in others.items()} | used
         for name, number in used.items():
             if number not in ids:
                 detail = (
