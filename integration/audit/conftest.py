@@ -8,6 +8,9 @@ import pytest
 
 from integration.net.engine import NetPodman
 from integration.podman.engine import Podman
+from integration.runtime.conftest import make_handled
+
+__all__ = ["make_handled"]
 
 HERE = Path(__file__).parent
 

@@ -14,6 +14,7 @@ import pytest
 
 from integration.namespace import wait_for
 from integration.podman.engine import IMAGE, Podman
+from integration.runtime.conftest import MakeHandled
 
 UNCONFINED = ("--security-opt", "seccomp=unconfined", "--cap-add", "SYS_NICE", "--cap-add", "IPC_LOCK")
 # One thread can be in one of these at a time.
@@ -84,14 +85,14 @@ def test_nor_with_a_newer_criu(new_podman: Podman, states: Path, seed: int) -> N
 def test_options_of_sockets_survive(new_podman: Podman) -> None:
     start(new_podman, "job", ["stream_options", "datagram_options"])
     assert lost_after_restore(new_podman, "job") == set()
-    assert "not restored" not in new_podman.agent_log()
+    assert ": not restored: " not in new_podman.agent_log()
 
 
 @pytest.mark.parametrize("podman", ["runc", "crun"], indirect=True)
 def test_affinity_survives(podman: Podman) -> None:
     start(podman, "job", ["affinity", "thread_affinity"])
     assert lost_after_restore(podman, "job") == set()
-    assert "not restored" not in podman.agent_log()
+    assert ": not restored: " not in podman.agent_log()
 
 
 def test_no_task_has_the_groups_of_whoever_restores(podman: Podman) -> None:
@@ -105,13 +106,13 @@ def test_no_task_has_the_groups_of_whoever_restores(podman: Podman) -> None:
     podman.namespace.run("setpriv", "--groups", "4,24", *restore, PODMAN_IGNORE_CGROUPSV1_WARNING="1")
     wait_for("job to count", lambda: podman.count("job")[0] > before + 4)
     assert "lost" not in podman("logs", "job")
-    assert "not restored" not in podman.agent_log()
+    assert ": not restored: " not in podman.agent_log()
 
 
 def test_a_plain_container_has_nothing_to_report(podman: Podman) -> None:
     start(podman, "job", [])
     assert lost_after_restore(podman, "job") == set()
-    assert "not restored" not in podman.agent_log()
+    assert ": not restored: " not in podman.agent_log()
 
 
 def test_what_exec_has_started_is_named(podman: Podman) -> None:
@@ -121,3 +122,19 @@ def test_what_exec_has_started_is_named(podman: Podman) -> None:
     wait_for("exec to run", lambda: podman("top", "job", "pid").count("\n") > 2)
     lost_after_restore(podman, "job")
     assert re.search(r"not in the checkpoint: workload \(pid \d+\), started by exec", podman.agent_log())
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_what_the_handler_resumes_keeps_it(make_handled: MakeHandled, states: Path, runtime: str) -> None:
+    """It stands still until its engine starts it, in a cgroup that it may be moved to later."""
+    podman = make_handled(runtime, program=states)
+    wanted = ("affinity", "thread_affinity", "thread_io_priority", "timer_slack", "coredump_filter", "personality")
+    notes = {"checkpoint_on_stop": "true", "restore_from": "latest"}
+    podman.make("run", "job", *UNCONFINED, workload=wanted, **notes)
+    podman.wait_to_count("job")
+    last = podman.stop("job")
+    podman.make("run", "job", *UNCONFINED, workload=wanted, **notes)
+    podman.wait_to_count("job")
+    assert podman.counts("job")[0] > last
+    assert "lost" not in podman("logs", "job")
+    assert ": not restored: " not in podman.agent_log()
