@@ -95,7 +95,7 @@ def test_affinity_survives(podman: Podman) -> None:
     assert ": not restored: " not in podman.agent_log()
 
 
-def test_no_task_has_the_groups_of_whoever_restores(podman: Podman) -> None:
+def test_no_task_has_the_groups_of_the_restoring_user(podman: Podman) -> None:
     """CRIU gives a task its groups; it does not take any away."""
     archive = podman.scratch / "job.tar"
     start(podman, "job", ["no_groups", "personality"])

@@ -1,1 +1,1 @@
-"""What the kernel shows of a container's tasks, recorded at a dump and compared after a restore."""
+"""Audit: the state of a container's tasks, recorded at a dump and compared after a restore."""

@@ -19,7 +19,7 @@ class Difference(NamedTuple):
 
     row: Row
     process: str  # its pid in the container
-    thread: str  # likewise; "" for what is of the whole process
+    thread: str  # id of its thread there; "" for what is of the whole process
     name: str  # of its program
     before: str
     after: str
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
     @property
     def task(self) -> str:
-        """What it is of, in words."""
+        """The task or descriptor, in words."""
         of_file = f" descriptor {self.file}" if self.file else ""
         return printable(f"{self.name} {self.thread or self.process}{of_file}")
 

@@ -1,4 +1,4 @@
-"""What a restore will not bring back of a container's tasks, as far as their state shows it before the dump."""
+"""Finds the state of tasks that a restore will not bring back, before the dump."""
 
 from collections.abc import Iterator
 

@@ -1,9 +1,9 @@
-"""What restored tasks inherit from CRIU and none of them can be given later, or only by its own privilege.
+"""Gives CRIU the state that restored tasks inherit from it, and that nothing outside can set later.
 
 CRIU's process waits for us before it makes the first task. It is made to call the kernel there, so that what CRIU never
 sets is right in all tasks from the beginning:
-- setgroups(2): CRIU sets the groups of a task that has some. One that has none keeps those of whoever started CRIU.
-- keyctl(2): tasks have the session keyring of whoever started CRIU, with the keys of the node. They get an empty one.
+- setgroups(2): CRIU sets the groups of a task that has some. One that has none keeps those of CRIU's caller.
+- keyctl(2): tasks have the session keyring of CRIU's caller, with keys of the node. They get an empty one.
 - personality(2): no image has it.
 """
 

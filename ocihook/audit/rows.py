@@ -28,7 +28,7 @@ PutBack = Callable[["Target", str, str], None]  # given the value before and the
 
 
 class Target(NamedTuple):
-    """What a piece of state is of, in a restored container."""
+    """The task or descriptor of a restored container that has a piece of state."""
 
     pid: int
     tid: int  # of a thread; else the pid

@@ -21,7 +21,7 @@ time.sleep(600)
 
 
 class Recorded(NamedTuple):
-    """What a record costs."""
+    """Costs of a record."""
 
     processor_s: float
     size_bytes: int
