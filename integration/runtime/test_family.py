@@ -102,3 +102,17 @@ def test_one_that_cannot_resume_is_named_and_pinned(make_handled: MakeHandled, f
     podman.wait_to_count("job")
     assert podman.counts("job")[0] > 1
     assert "pinned" not in podman.ocihook("store", "list")
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_a_container_sees_its_own_cgroup_alone(make_handled: MakeHandled, family: Path, runtime: str) -> None:
+    podman = make_handled(runtime, program=family)
+    for _ in range(3):
+        podman.make("run", "job", "--cgroupns", "private", workload=("children",), **AGAIN)
+        podman.wait_to_count("job")
+        init = podman.init_pid("job")
+        inside = {os.readlink(f"/proc/{pid}/ns/cgroup") for pid in descendants(init)}
+        assert len(inside - {os.readlink("/proc/self/ns/cgroup")}) == 1
+        procs = Path(f"/proc/{init}/root/sys/fs/cgroup/cgroup.procs").read_text().split()
+        assert sorted(map(int, procs)) == sorted(descendants(init))
+        podman.stop("job")

@@ -32,7 +32,7 @@ from ocihook.gang.completion import report_complete
 from ocihook.gang.epochs import all_gangs
 from ocihook.gang.link import Link, load_http
 from ocihook.gpu.driver import load_bindings
-from ocihook.linux.cgroup import leave_cgroup
+from ocihook.linux.cgroup import join_namespace_of_node, leave_cgroup
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
@@ -557,6 +557,7 @@ def main(*, detached: bool = False, runtime_dir: Path = Path(wire.RUNTIME_DIR)) 
     """Run an agent: on systemd's socket if there is one, else on a socket of its own; leave if another one runs."""
     os.umask(0o077)
     os.chdir("/")
+    join_namespace_of_node()
     runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     substitute = _leave_substitute(runtime_dir) if detached else 0
     try:

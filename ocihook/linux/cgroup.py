@@ -6,6 +6,8 @@ found, so what is thawed must be frozen again.
 """
 
 import contextlib
+import ctypes
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ _RECLAIMED = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.s
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _CPUSETS = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # v2, v1
 _V1_UNLIMITED_BYTES = 1 << 60
+_CLONE_NEWCGROUP = 0x02000000  # linux/sched.h
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +331,40 @@ def _rows(pid: int, controller: str) -> Iterator[list[Path]]:
         for mount in _cgroup_mounts(version, controller):
             row = [mount / path.lstrip("/"), *(mount / path.lstrip("/")).parents]
             yield row[: row.index(mount) + 1]
+
+
+def unshare_namespace(cgroup: Path) -> None:
+    """Give this process a cgroup namespace whose root is a cgroup of v2, made if need be; it does not stay there.
+
+    Raises:
+        OSError: if that is not possible.
+    """
+    paths = (path.lstrip("/") for version, path in _cgroup_paths(os.getpid()) if version == 2)
+    found = (mount / path for path in paths for mount in _cgroup_mounts(2))
+    own = next((directory for directory in found if (directory / "cgroup.procs").exists()), None)
+    if own is None:
+        raise OSError(errno.ENOENT, "no cgroup of v2")
+    cgroup.mkdir(parents=True, exist_ok=True)
+    (cgroup / "cgroup.procs").write_text("0")
+    try:
+        if _libc.unshare(_CLONE_NEWCGROUP) != 0:
+            raise OSError(ctypes.get_errno(), "unshare")
+    finally:
+        (own / "cgroup.procs").write_text("0")
+
+
+def is_in_another_namespace(pid: int) -> bool:
+    """Return whether a process has another cgroup namespace than this one; True when it is gone."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/cgroup") != os.readlink("/proc/self/ns/cgroup")
+    except OSError:
+        return True
+
+
+def join_namespace_of_node() -> None:
+    """Leave the cgroup namespace of a CRIU whose hook has started this process: it would see no cgroup of others."""
+    with contextlib.suppress(OSError), open("/proc/1/ns/cgroup") as namespace:  # a kernel without any
+        _libc.setns(namespace.fileno(), _CLONE_NEWCGROUP)
 
 
 def leave_cgroup() -> None:

@@ -126,10 +126,28 @@ def cgroup_to_be(call: Call, config: Mapping[str, Any]) -> Path | None:
 
     runc has CRIU itself in it: it must not be frozen then. systemd makes those of its scopes.
     """
+    return _cgroup_of_v2(call, config) if call.is_crun else None
+
+
+def _cgroup_of_v2(call: Call, config: Mapping[str, Any]) -> Path | None:
     path = str((config.get("linux") or {}).get("cgroupsPath") or "").lstrip("/")
-    if not call.is_crun or not path or "--systemd-cgroup" in call.prefix or not (_MOUNT / "cgroup.procs").exists():
+    if not path or "--systemd-cgroup" in call.prefix or not (_MOUNT / "cgroup.procs").exists():
         return None
     return _MOUNT / path if ".." not in Path(path).parts else None
+
+
+def has_cgroup_namespace(config: Mapping[str, Any]) -> bool:
+    """Return whether a container is to have a cgroup namespace of its own."""
+    kinds = (config.get("linux") or {}).get("namespaces") or ()
+    return any(each.get("type") == "cgroup" and not each.get("path") for each in kinds)
+
+
+def namespace_root(call: Call, config: Mapping[str, Any]) -> Path | None:
+    """Return the cgroup that is to be the root of what a container sees; None if that is not known, or the node's.
+
+    CRIU makes no such namespace where it leaves cgroups alone: what it restores is in its own.
+    """
+    return _cgroup_of_v2(call, config) if has_cgroup_namespace(config) else None
 
 
 def remove_frozen(cgroup: Path) -> None:

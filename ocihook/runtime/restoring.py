@@ -37,7 +37,7 @@ from ocihook.errors import (
     printable,
 )
 from ocihook.images.compatibility import check_host
-from ocihook.linux.cgroup import kill
+from ocihook.linux.cgroup import is_in_another_namespace, kill, unshare_namespace
 from ocihook.linux.files import make_directory, replace_file, try_lock
 from ocihook.linux.mounts import unmount
 from ocihook.linux.patience import Patience
@@ -50,7 +50,15 @@ from ocihook.packs.pages import no_progress
 from ocihook.runtime import containers
 from ocihook.runtime.attempts import check_attempts, count_attempt, release
 from ocihook.runtime.call import Call
-from ocihook.runtime.cgroups import cgroup_to_be, cgroups_of, hold, mend, remove_frozen
+from ocihook.runtime.cgroups import (
+    cgroup_to_be,
+    cgroups_of,
+    has_cgroup_namespace,
+    hold,
+    mend,
+    namespace_root,
+    remove_frozen,
+)
 from ocihook.runtime.choice import Chosen, fetch
 from ocihook.runtime.claims import end_claim, make_claim, note_claim
 from ocihook.runtime.gate import check_spec
@@ -88,6 +96,7 @@ class Restoring:
     place: Path | None = None  # where the checkpoint is laid out, and what undoes that belongings were brought
     places: Mapping[str, Path] = field(default_factory=dict)  # where they are brought, by their names in the tar
     cgroup: Path | None = None  # of the container, that is made and frozen before its runtime moves it there
+    root: Path | None = None  # cgroup that is made for the container's cgroup namespace
     claim: Path | None = None  # of the checkpoint at the remote, as is on record here
 
     def is_attended(self) -> bool:
@@ -189,7 +198,12 @@ def _restore(
     noted = _read(kept.container.id)
     assert noted is not None
     places = places_of(config, call.bundle)
-    _note(kept, replace(noted, place=place, places=places, cgroup=cgroup_to_be(call, config)))
+    _note(
+        kept,
+        replace(
+            noted, place=place, places=places, cgroup=cgroup_to_be(call, config), root=namespace_root(call, config)
+        ),
+    )
     laid_out = (
         _lay_out_stored(*stored, place, settings) if stored else _lay_out_archived(chosen, place, settings, patience)
     )
@@ -205,6 +219,8 @@ def _restore(
     init = _run(call, config, place, patience)
     mend(init, cgroups_of(call))
     freezer = hold(call)
+    if has_cgroup_namespace(config) and not is_in_another_namespace(init.pid):
+        _warn(call, f"container {kept.container} is restored without a cgroup namespace: it sees the node's cgroups")
     for missing in apply_unrestored(init, then.rights, now, config, patience):
         _warn(call, f"container {kept.container} is restored without {missing}")
     containers.keep(replace(kept, checkpoint=chosen.thin.checkpoint_id, init=init, cgroup=freezer.directory))
@@ -314,7 +330,15 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
         *restore_words(call, config, place / IMAGES_DIR, work),
     ]
     parent, criu = os.getpid(), call.global_option("--criu") or shutil.which("criu") or ""
-    runtime = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent))  # noqa: PLW1509 - one thread
+    root = namespace_root(call, config)
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        with contextlib.suppress(OSError):  # it is seen afterwards that the container has none
+            if root is not None:
+                unshare_namespace(root)
+
+    runtime = subprocess.Popen(command, preexec_fn=prepare)  # noqa: PLW1509 - one thread
     pidfd = os.pidfd_open(runtime.pid)
     try:
         while not patience.within(_LOOK_S).ready(pidfd):
@@ -424,6 +448,9 @@ def settle(container_id: str, *, wait_s: float = _ENDING_S) -> None:
         original.unlink()
     if found.cgroup is not None:
         remove_frozen(found.cgroup)
+    if found.root is not None:
+        with contextlib.suppress(OSError):  # it was never made, or a runtime has removed it
+            found.root.rmdir()
     if found.place is not None:
         places = {name: path for name, path in found.places.items() if path.exists()}
         take_out(places, found.place / _UNDO, no_progress)
@@ -500,7 +527,7 @@ def _sessions_of(container_id: str) -> list[tuple[Path, Process]]:
     """Return the journals of a container's open sessions, with their CRIU."""
     found = []
     for path in open_journals():
-        with contextlib.suppress(OcihookError, OSError):
+        with contextlib.suppress(OcihookError, FileNotFoundError):  # ended; of a damaged one doctor reports the path
             journal = read_journal(path)
             if (journal["container"] or {}).get("id") == container_id:
                 found.append((path, Process(*journal["criu"])))
