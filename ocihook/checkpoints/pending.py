@@ -254,7 +254,7 @@ def write_failure(domain: Domain, checkpoint_id: str, failure: Failure) -> None:
 
 def read_failure(domain: Domain, checkpoint_id: str) -> Failure | None:
     """Return why it could not be stored the last time; None if it has not failed, or that is not known."""
-    with contextlib.suppress(IntegrityError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(IntegrityError, ValueError, TypeError, KeyError):  # shown to people, and decides nothing
         path = directory_of(domain, checkpoint_id) / "failed"
         data = read_record(path, _MAX_FAILURE_BYTES, f"failure of {checkpoint_id}")
         if data is not None:
@@ -271,6 +271,6 @@ def write_progress(domain: Domain, checkpoint_id: str, done_bytes: int) -> None:
 
 def read_progress(domain: Domain, checkpoint_id: str) -> int:
     """Return how many bytes have been stored."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # as above
         return int((directory_of(domain, checkpoint_id) / "progress").read_text())
     return 0

@@ -282,7 +282,7 @@ def _seconds(when: str) -> float:
 
 
 def _domain_of(container: ContainerRef) -> str:
-    with contextlib.suppress(IdentificationError):
+    with contextlib.suppress(IdentificationError):  # an archive that does not say whose it is, is of no domain
         return domain_name(container)
     return ""
 

@@ -125,7 +125,7 @@ def make_claim(path: Path, patience: Patience) -> None:
 
 def end_claim(path: Path) -> None:
     """Withdraw a claim whose restore was undone; if the remote does not answer at once, the agent does it later."""
-    with contextlib.suppress(OcihookError, OSError):
+    with contextlib.suppress(OcihookError, OSError):  # the claim stays on record: the agent tends it
         claim = _read(path)
         (outcome,) = call_each(_withdraw, [claim], Patience(timeout_s=_WITHDRAW_S))
         if outcome is None:

@@ -40,12 +40,16 @@ class _Dump(NamedTuple):
 def members_that_listen(settings: Settings) -> Iterator[tuple[tuple[str, str], Kept]]:
     """Yield the containers that are to be checkpointed with others of their gang, with its namespace and its name."""
     for kept in containers.all_kept():
-        with contextlib.suppress(OcihookError, OSError):  # of a container that is being made, or removed
+        try:
             notes = read_config(kept).get("annotations") or {}
             policy = apply_annotations(settings, notes, in_pod=kept.container.is_in_pod).policy
             gang = gang_ref(notes, kept.container)
-            if gang is not None and policy.on_member_stop == "checkpoint":
-                yield gang[:2], kept
+        except (OcihookError, OSError) as error:
+            if kept.bundle.exists():  # else it is being removed
+                log.warning("container %s is not checkpointed with its gang: %s", kept.container, plain(error))
+            continue
+        if gang is not None and policy.on_member_stop == "checkpoint":
+            yield gang[:2], kept
 
 
 class Listening:

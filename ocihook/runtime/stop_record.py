@@ -1,7 +1,7 @@
 """What is on record of a stop, for the agent and for engines' calls: that it was asked for, and what came of it."""
 
-import contextlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ STOP_NAME = "stop.json"  # in the directory of a container
 CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
 _TERM = ("15", "TERM")
 _STOP_SIGNAL = "org.opencontainers.image.stopSignal"  # an annotation that podman writes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,15 @@ def record_of(container_id: str) -> Path:
 
 
 def read_stop(container_id: str) -> Stop | None:
-    """Return the last stop that was asked for; None if none was, or its record is damaged."""
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-        return from_json(Stop, json.loads(record_of(container_id).read_bytes()))
-    return None
+    """Return the last stop that was asked for; None if none was. One whose record is damaged is under way."""
+    path = record_of(container_id)
+    try:
+        return from_json(Stop, json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        log.error("%s cannot be read, container %s is stopped by TERM: %r", path, container_id, error)
+        return Stop(words=("kill", container_id, "TERM"))
 
 
 def write_stop(container_id: str, stop: Stop) -> None:

@@ -197,13 +197,13 @@ class Stopping:
         message = f"container {self._kept.container} is stopped without a checkpoint: {why}"
         log.error("%s", message)
         self._wait_for_end([])
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError):  # that is the reason, or is reported with it
             if unsafe := suspend_gpus(self._kept, self._load()):
                 log.warning("container %s is stopped with its GPU: %s", self._kept.container, unsafe)
         call = Call.parse(self._kept.program, self._stop.words)
         done = self._call(*call.words[len(call.prefix) :])
         self._note(outcome=SIGNALLED, message=message)
-        with contextlib.suppress(OcihookError):
+        with contextlib.suppress(OcihookError):  # the reason is reported; the next agent removes what is there
             shutil.rmtree(stopping_dir(Path(self._load().store_dir), self._id), ignore_errors=True)
         return 1, message if done.returncode == 0 else f"{message}. {done.stderr.strip()}"
 

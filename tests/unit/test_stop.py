@@ -178,6 +178,15 @@ def test_kill_waits_for_a_stop_that_is_under_way(node: Path) -> None:
         stop.kill(call(node, "kill", ID, "9"), never)
 
 
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b"{"])
+def test_a_damaged_record_of_a_stop_is_one_that_is_under_way(node: Path, damage: bytes) -> None:
+    """Else a new container would resume from an older checkpoint meanwhile."""
+    write_stop(ID, Stop(words=("kill", ID, "15")))
+    record_of(ID).write_bytes(damage)
+    assert is_stopping("_node", lineage(CONTAINER))
+    assert read_stop(ID) == Stop(words=("kill", ID, "TERM"))
+
+
 def test_without_an_agent_the_signal_is_delivered(node: Path) -> None:
     with pytest.raises(PassedOn):
         stop.kill(call(node, "kill", ID, "15"), no_agent)
@@ -260,8 +269,6 @@ def test_a_stop_that_is_over_is_told_again(node: Path) -> None:
 def test_none_that_is_to_be_stopped(node: Path) -> None:
     with pytest.raises(OcihookError, match="is not being stopped"):
         Stopping(ID, lambda: settings(node))
-    record_of(ID).write_text("{")
-    assert read_stop(ID) is None
 
 
 def test_what_a_boot_has_left_is_removed(node: Path) -> None:
