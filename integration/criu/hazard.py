@@ -9,6 +9,7 @@ import mmap
 import os
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ _READY, _TOLD = os.pipe()  # a process that was started tells that it is what it
 _CLONE = {
     "time": 1 << 7,
     "mount": 1 << 17,
+    "cgroup": 1 << 25,
     "uts": 1 << 26,
     "ipc": 1 << 27,
     "user": 1 << 28,
@@ -130,6 +132,80 @@ def unix_external(directory: Path) -> None:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     peer.connect(str(directory / "peer.sock"))
     _KEPT.append(peer)
+
+
+def unix_peer(directory: Path) -> None:
+    """A socket that sends to one of another network namespace."""
+
+    def listen() -> None:
+        assert _libc.unshare(_CLONE["net"]) == 0
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        peer.bind(str(directory / "other.sock"))
+        _KEPT.append(peer)
+
+    _outside(listen)
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    sender.connect(str(directory / "other.sock"))
+    _KEPT.append(sender)
+
+
+def unix_sender(directory: Path) -> None:
+    """A socket that sends to one outside, of the same network namespace."""
+
+    def listen() -> None:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        peer.bind(str(directory / "other.sock"))
+        _KEPT.append(peer)
+
+    _outside(listen)
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    sender.connect(str(directory / "other.sock"))
+    _KEPT.append(sender)
+
+
+def unix_credentials(_directory: Path) -> None:
+    """Unread data that comes with the credentials of its sender."""
+    receiver, sender = socket.socketpair()
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    sender.send(b"x")
+    _KEPT.append((receiver, sender))
+
+
+def unix_unread(_directory: Path) -> None:
+    """Unread data without more, which CRIU dumps."""
+    receiver, sender = socket.socketpair()
+    sender.send(b"x" * 1000)
+    _KEPT.append((receiver, sender))
+
+
+def unix_large(_directory: Path) -> None:
+    """An unread datagram that is larger than its receiver's own send buffer."""
+    receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender.send(b"x" * 65536)
+    _KEPT.append((receiver, sender))
+
+
+def netlink_unread(_directory: Path) -> None:
+    """An answer of the kernel's that has not been read."""
+    netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+    get_link, request_dump = 18, 0x301  # RTM_GETLINK; NLM_F_REQUEST and NLM_F_DUMP
+    netlink.send(struct.pack("=IHHIIBxHiII", 32, get_link, request_dump, 1, 0, 0, 0, 0, 0, 0))
+    _KEPT.append(netlink)
+
+
+def netlink_groups(_directory: Path) -> None:
+    """A group above 32."""
+    netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+    netlink.setsockopt(270, 1, 33)  # SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, RTNLGRP_BRVLAN
+    _KEPT.append(netlink)
+
+
+def netlink_group(_directory: Path) -> None:
+    """A group of the first 32, which CRIU dumps."""
+    netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+    netlink.bind((0, 1))
+    _KEPT.append(netlink)
 
 
 def unix_pair(_directory: Path) -> None:

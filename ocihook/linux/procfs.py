@@ -85,6 +85,7 @@ class Stat(NamedTuple):
     terminal: int = 0  # its controlling one, as a device; 0: none
     exit_signal: int = signal.SIGCHLD
     policy: int = 0  # of scheduling: SCHED_OTHER
+    foreground: int = 0  # process group of that terminal
 
 
 def read_stat(pid: int) -> Stat:
@@ -92,8 +93,8 @@ def read_stat(pid: int) -> Stat:
     fields = _stat_fields(pid)
     if not fields:
         return Stat()
-    parent, group, session, terminal = map(int, fields[1:5])
-    return Stat(fields[0], parent, group, session, terminal, int(fields[35]), int(fields[38]))
+    parent, group, session, terminal, foreground = map(int, fields[1:6])
+    return Stat(fields[0], parent, group, session, terminal, int(fields[35]), int(fields[38]), foreground)
 
 
 def status_fields(pid: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ from ocihook.preflight import (
     programs,
     sockets,
     tasks,
+    unread,
 )
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Finding, Status
@@ -32,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     *programs.CHECKS,
     *ipc.CHECKS,
     *sockets.CHECKS,
+    *unread.CHECKS,
     *processes.CHECKS,
     *tasks.CHECKS,
     *lost.CHECKS,

@@ -34,12 +34,14 @@ from ocihook.linux.open_files import (
 )
 from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids
 from ocihook.linux.sharing import Kind, sharing
+from ocihook.linux.socket_queues import Queue, queues
 from ocihook.linux.sockets import Socket, hides_socket_options, sockets
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import UnixSocket, unix_sockets
 from ocihook.net.survey import Survey
 
 _UNIX = 1  # AF_UNIX
+_QUEUED = (_UNIX, 16)  # and AF_NETLINK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class ProcessSeen:
     files: tuple[OpenFile, ...] = ()  # descriptors, then deleted files that are mapped
     used: Mapping[str, OpenFile] = field(default_factory=dict)  # its `cwd`, `root` and `exe`
     sockets: tuple[Socket, ...] = ()
+    queues: Mapping[int, Queue] = field(default_factory=dict)  # of its Unix and netlink sockets, by inode
     mounts: Sequence[Mount] = ()  # that it sees
     maps: str = ""  # proc_pid_maps(5)
 
@@ -265,7 +268,8 @@ def _read(pid: int, mounted: dict[str, list[Mount]]) -> ProcessSeen | None:
         namespaces=own,
         files=(*open_files(pid), *mapped_files(pid)),
         used=used_files(pid),
-        sockets=tuple(sockets(pid)),
+        sockets=(found := tuple(sockets(pid))),
+        queues=queues(pid) if any(sock.family in _QUEUED for sock in found) else {},
         mounts=mounted[where],
         maps=_maps(pid),
     )

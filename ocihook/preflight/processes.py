@@ -64,6 +64,18 @@ def _has_pending(task: Task, number: signal.Signals) -> bool:
     return bool(pending & 1 << number - 1)
 
 
+def _stopped(seen: Observation) -> Iterator[Problem]:
+    """CRIU dumps one that is stopped by SIGSTOP or SIGTSTP; the kernel does not show by which signal it is."""
+    for process in _living(seen):
+        stat = process.stat
+        if stat.state == "T" and stat.terminal and stat.group != stat.foreground:
+            detail = f"{seen.who(process.pid)} is stopped in the background of a terminal"
+            yield warn(
+                f"{detail}: if by SIGTTIN or SIGTTOU, CRIU cannot dump it",
+                f"kill -CONT {process.pid}, or start it with its input from /dev/null",
+            )
+
+
 def _has_session_outside(process: ProcessSeen) -> bool:
     """Return whether the leader of its session is outside its PID namespace: there that session has no number."""
     return process.status.get("NSsid", "").split()[-1:] == ["0"]
@@ -113,6 +125,7 @@ CHECKS = (
     Check(name="nested-network", find=_nested_network),
     Check(name="traced", find=_traced),
     Check(name="pending-sigtrap", find=_pending_sigtrap),
+    Check(name="stopped", find=_stopped),
     Check(name="session-leader", find=_session_leader),
     Check(name="session-leader", find=_session_of_a_process, unless=("shell-job",)),
     Check(name="pid-taken", find=_pid_taken),

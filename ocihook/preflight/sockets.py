@@ -208,6 +208,10 @@ def _unix_in_flight(seen: Observation) -> Iterator[Problem]:
             yield fail(detail, "have the application accept connections, or close its listening socket")
 
 
+def _peer(seen: Observation, sock: Socket) -> int:
+    return seen.unix.get(sock.inode, UnixSocket(0, (), 0)).peer
+
+
 def _peers_outside(seen: Observation) -> Iterator[Socket]:
     ours = {sock.inode for sock in seen.sockets}
     return (sock for sock, found in _unix_of(seen) if found.peer and found.peer not in ours)
@@ -220,10 +224,18 @@ def _unix_connected(seen: Observation) -> Iterator[Problem]:
             yield fail(detail, _CLOSE)
 
 
+def _unix_peer(seen: Observation) -> Iterator[Problem]:
+    """CRIU knows the sockets of its container's network namespaces only."""
+    for sock in _peers_outside(seen):
+        if sock.kind == socket.SOCK_DGRAM and _peer(seen, sock) not in seen.unix:
+            detail = f"{seen.who(sock.pid)} sends to a Unix socket of another network namespace, which CRIU cannot dump"
+            yield fail(detail, "have the application close it before the dump, or run the container in that network")
+
+
 def _unix_external(seen: Observation) -> Iterator[Problem]:
     yield from _unix_connected(seen)
     for sock in _peers_outside(seen):
-        if sock.kind == socket.SOCK_DGRAM:
+        if sock.kind == socket.SOCK_DGRAM and _peer(seen, sock) in seen.unix:
             detail = f"{seen.who(sock.pid)} sends to a Unix socket of a process outside, as for logging"
             yield fail(detail, seen.options.add("ext-unix-sk"))
 
@@ -243,6 +255,7 @@ CHECKS = (
     Check(name="udp-broadcast", find=_udp_broadcast),
     Check(name="socket-place", find=_socket_place),
     Check(name="unix-in-flight", find=_unix_in_flight),
+    Check(name="unix-peer", find=_unix_peer),
     Check(name="unix-external", find=_unix_external, unless=("ext-unix-sk",)),
     Check(name="unix-half", find=_unix_connected, only_with=("ext-unix-sk",)),
 )

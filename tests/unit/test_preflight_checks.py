@@ -22,6 +22,7 @@ from ocihook.linux.open_files import Mount, OpenFile
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, Stat
 from ocihook.linux.ptrace import HeldThread
+from ocihook.linux.socket_queues import Queue
 from ocihook.linux.sockets import Socket
 from ocihook.model import ContainerRef
 from ocihook.net.netlink import UnixSocket
@@ -111,9 +112,12 @@ def unix(path: str, how: frozenset[str]) -> Observation:
 
 
 PINGS = with_socket(kind=socket.SOCK_DGRAM, protocol=socket.IPPROTO_ICMP)
+UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
+DATAGRAMS = UNIX._replace(kind=socket.SOCK_DGRAM)
+BOTH = {5: UnixSocket(9, (), 0), 9: UnixSocket(0, (), 0)}
+UNREAD = Queue(socket.SOCK_DGRAM, unread_bytes=9, has_unread=True, send_buffer_bytes=4096)
 SYSV = "7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"
 PROBED = "7f00-7f01 r-xp 0 08:01 5 /usr/lib/libcuda.so.580.1\n7fff-7fff --xp 0 00:00 0 [uprobes]\n"
-UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
 ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(), "", None),
     (with_file(name="anon_inode:[io_uring]"), "io-uring", Status.FAIL),
@@ -172,6 +176,16 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
         None,
     ),
     (container(process(sockets=(UNIX,)), unix={5: UnixSocket(0, (0,), 0)}), "unix-in-flight", Status.FAIL),
+    (container(process(sockets=(DATAGRAMS,)), unix={5: UnixSocket(9, (), 0)}), "unix-peer", Status.FAIL),
+    (container(process(sockets=(DATAGRAMS,)), unix=BOTH), "unix-external", Status.FAIL),
+    (container(process(queues={5: Queue(is_netlink=True, has_unread=True)})), "netlink-unread", Status.FAIL),
+    (container(process(queues={5: Queue(is_netlink=True, group_words=1)})), "", None),
+    (container(process(queues={5: Queue(is_netlink=True, group_words=3)})), "netlink-groups", Status.FAIL),
+    (container(process(queues={5: UNREAD})), "", None),
+    (container(process(queues={5: UNREAD._replace(names_senders=True)})), "unix-credentials", Status.FAIL),
+    (container(process(queues={5: UNREAD._replace(send_buffer_bytes=40)})), "unix-large", Status.FAIL),
+    (container(process(stat=Stat("T", 1, PID, PID, 5, foreground=99))), "stopped", Status.WARN),
+    (container(process(stat=Stat("T", 1, PID, PID))), "", None),
     (container(process(), process(8, namespaces={**OWN, "ipc": "x"})), "nested-namespace", Status.FAIL),
     (container(process(), process(8, namespaces={**OWN, "net": "x"})), "nested-network", Status.FAIL),
     (BY_CRUN, "", None),
