@@ -117,7 +117,7 @@ class Container:
 
     def restore(self) -> bool:
         """Remove what is left, and restore it; return whether that succeeded."""
-        self._call("delete", self.id)
+        self._call("delete", "--force", self.id)
         return self._images("restore", "--detach", "--bundle", str(self.directory))
 
     def log(self, verb: str) -> str:

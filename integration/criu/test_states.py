@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,18 +131,35 @@ def became(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Mapping[str, 
         node.close()
 
 
+@contextmanager
+def configured(node: Node, *lines: str) -> Iterator[None]:
+    """Let CRIU read these lines when runc calls it."""
+    conf = node.namespace.path("/etc/criu/runc.conf")
+    conf.parent.mkdir(exist_ok=True)
+    conf.write_text("".join(f"{line}\n" for line in lines))
+    yield
+    conf.unlink()
+
+
+def test_a_link_is_gone_where_the_container_was_left_running(
+    became: tuple[Node, Mapping[str, dict[str, Any]]],
+) -> None:
+    """The preflight warns of it, which knows how a dump is made; doctor does not."""
+    with configured(became[0], "link-remap"):
+        (one,) = became[0].run([{"names": ["file_of_another_name"], "options": ["--leave-running"]}])
+    assert (one["dumped"], one["restored"]) == (True, False)
+    explanation = explain(one["log"])
+    assert explanation is not None
+    assert explanation.name == "link-gone"
+
+
 def test_remedies_that_are_options_work(became: tuple[Node, Mapping[str, dict[str, Any]]]) -> None:
     """All that is named at first is enough: written into the file that it names, it lets the states be kept."""
     node, all_of = became
     remedies = [f["remedy"] for name in NEED_OPTIONS for f in all_of[name]["predicted"] if f["status"] == "fail"]
     lines = {line for remedy in remedies for line in re.findall(r"echo (.*?) >> /etc/criu/runc.conf", remedy)}
-    conf = node.namespace.path("/etc/criu/runc.conf")
-    conf.parent.mkdir(exist_ok=True)
-    conf.write_text("".join(f"{line}\n" for line in sorted(lines)))
-    try:
+    with configured(node, *sorted(lines)):
         (one,) = node.run([{"names": sorted(NEED_OPTIONS)}])
-    finally:
-        conf.unlink()
     assert not [f for f in one["predicted"] if f["status"] == "fail"]
     assert one.get("kept") == dict.fromkeys(NEED_OPTIONS, "ok"), one.get("log", "")[-2000:]
 

@@ -52,11 +52,17 @@ def _raise_limit(file: OpenFile, options: CriuOptions) -> str:
 
 def replaced_files(files: Iterable[OpenFile], options: CriuOptions) -> Iterator[RefusedFile]:
     """Yield large files that CRIU may refuse although it may make links: an overlay has replaced them."""
-    for file in files:
-        is_replaced = file.is_deleted and file.links > 0 and has_place(file) and not _is_called_so(file)
-        if is_replaced and file.is_regular and file.stored_bytes > options.ghost_limit_bytes:
+    for file in linked_files(files):
+        if file.is_regular and file.stored_bytes > options.ghost_limit_bytes:
             what = f"uses {printable(file.name)}, which was replaced: on an overlay CRIU can make no link to it"
             yield RefusedFile("ghost-file", file.pid, what, _raise_limit(file, options))
+
+
+def linked_files(files: Iterable[OpenFile]) -> Iterator[OpenFile]:
+    """Yield the files for which CRIU makes a link: they are in use by a name that they no longer have."""
+    for file in files:
+        if file.is_deleted and file.links > 0 and has_place(file) and not _is_called_so(file):
+            yield file
 
 
 def has_place(file: OpenFile) -> bool:

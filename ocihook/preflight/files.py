@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from ocihook.criu.deleted_files import RefusedFile, has_place, refused_files, replaced_files
+from ocihook.criu.deleted_files import RefusedFile, has_place, linked_files, refused_files, replaced_files
 from ocihook.criu.explain import IO_URING_REMEDY
 from ocihook.linux.open_files import Mount, OpenFile, Watch, can_open_handle
 from ocihook.preflight.check import Check, before
@@ -91,6 +91,19 @@ def _replaced_file(seen: Observation) -> Iterator[Problem]:
     if any(mount.kind == "overlay" for mount in seen.init.mounts):
         for file in replaced_files(seen.files, seen.options):
             yield warn(f"{seen.who(file.pid)} {file.what}", file.remedy)
+
+
+def _link_gone(seen: Observation) -> Iterator[Problem]:
+    """Where the container goes on, CRIU removes its links at the end of a dump (criu/cr-dump.c, cr_dump_finish)."""
+    kinds = {mount.id: mount.kind for process in seen.processes for mount in process.mounts}
+    for file in linked_files(seen.files) if seen.options.has("leave-running") else ():
+        if kinds.get(file.mount_id) != "tmpfs":
+            detail = (
+                f"{seen.who(file.pid)} uses a file by a name that it no longer has, {file.name}, and is left running"
+            )
+            yield warn(
+                f"{detail}: what is copied afterwards lacks CRIU's link to it", "checkpoint it without --leave-running"
+            )
 
 
 def _link_remap(seen: Observation) -> Iterator[Problem]:
@@ -255,6 +268,7 @@ CHECKS = (
     Check(name="ghost-file", find=_ghost_file),
     Check(name="link-remap", find=_link_remap, unless=("link-remap",)),
     Check(name="ghost-file", find=_replaced_file, only_with=("link-remap",)),
+    Check(name="link-gone", find=_link_gone, only_with=("link-remap",)),
     Check(name="immutable-file", find=_immutable_file),
     Check(name="lost-mount", find=_lost_mount),
     Check(name="hidden-file", find=_hidden_file),

@@ -62,10 +62,11 @@ def _observe(dump: Dump) -> Observation:
     call, container = dump.call(), dump.container
     config = read_config(dump.criu_pid, container.bundle)
     annotations = config.get("annotations")
+    asked = call.criu_asked | ({"leave-running"} if call.leave_running else frozenset())
     return observe(
         dump.init_pid,
         criu=parse_version(call.criu_version),
-        options=options_for(container.runtime, call.criu_config, call.criu_asked),
+        options=options_for(container.runtime, call.criu_config, asked),
         container=RunningContainer(
             container.id,
             container.runtime,

@@ -91,6 +91,11 @@ LIBRARY = "7f0-7f1 r-xp 0 08:01 5 /opt/lib.so\n"
 LIBRARIES = Mount(9, "8:1", "/", "/opt", "btrfs", "/dev/sdb", frozenset({"rw", "noexec"}))
 
 
+def with_options(names: tuple[str, ...], **changes: Any) -> Observation:
+    """Return a container with a file open that is dumped with options of CRIU."""
+    return container(process(files=(FILE._replace(name="/nowhere/log", **changes),)), options=options(*names))
+
+
 def proc_file(name: str) -> Observation:
     """Return a container whose process has a file of /proc open, as descriptor 3."""
     proc = Mount(5, "0:9", "/", "/proc", "proc", "proc")
@@ -190,6 +195,9 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(process(), process(8, namespaces={**OWN, "net": "x"})), "nested-network", Status.FAIL),
     (BY_CRUN, "", None),
     (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t99\n"), "pidfd", Status.FAIL),
+    (with_options(("link-remap",), is_deleted=True), "", None),
+    (with_options(("link-remap", "leave-running"), is_deleted=True), "link-gone", Status.WARN),
+    (with_options(("link-remap", "leave-running")), "", None),
     (with_file(name="anon_inode:[pidfd]", info="flags:\t02000202\nPid:\t7\n"), "pidfd", Status.FAIL),
     (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t7\n"), "", None),
     (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t-1\n"), "", None),
