@@ -101,8 +101,11 @@ def _pipes(seen: Observation) -> Iterator[OpenFile]:
 
 
 def _packet_pipe(seen: Observation) -> Iterator[Problem]:
+    options = {
+        option for one in seen.processes for mount in one.mounts if mount.kind == "autofs" for option in mount.options
+    }
     for file in _pipes(seen):
-        if file.flags & os.O_DIRECT:
+        if file.flags & os.O_DIRECT and f"pipe_ino={file.inode}" not in options:  # autofs has its own in that mode
             detail = f"{seen.who(file.pid)} has a pipe in packet mode (O_DIRECT), which CRIU cannot dump"
             yield fail(detail, "have the application make its pipes without O_DIRECT")
 

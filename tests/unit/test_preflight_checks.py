@@ -121,6 +121,8 @@ UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
 DATAGRAMS = UNIX._replace(kind=socket.SOCK_DGRAM)
 BOTH = {5: UnixSocket(9, (), 0), 9: UnixSocket(0, (), 0)}
 UNREAD = Queue(socket.SOCK_DGRAM, unread_bytes=9, has_unread=True, send_buffer_bytes=4096)
+PACKETS = FILE._replace(name="pipe:[2]", mode=stat.S_IFIFO, info="flags:\t040000\n")
+AUTOFS = Mount(8, "0:9", "/", "/auto", "autofs", "systemd-1", frozenset({"fd=9", "pipe_ino=2"}))
 SYSV = "7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n"
 PROBED = "7f00-7f01 r-xp 0 08:01 5 /usr/lib/libcuda.so.580.1\n7fff-7fff --xp 0 00:00 0 [uprobes]\n"
 ROWS: list[tuple[Observation, str, Status | None]] = [
@@ -205,6 +207,8 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (with_file(name="anon_inode:[timerfd]", info="clockid: 7\n"), "", None),
     (with_file(name="pipe:[5]", mode=stat.S_IFIFO, info="flags:\t040000\n"), "packet-pipe", Status.FAIL),
     (with_file(name="pipe:[5]", mode=stat.S_IFIFO, info="flags:\t04000\n"), "", None),
+    (container(process(files=(PACKETS,), mounts=(AUTOFS,))), "", None),
+    (container(process(files=(PACKETS._replace(inode=3),), mounts=(AUTOFS,))), "packet-pipe", Status.FAIL),
     (PIPES, "many-pipes", Status.FAIL),
     (with_file(name="/run/socket", mode=stat.S_IFSOCK), "socket-path", Status.FAIL),
     (with_file(name=""), "long-path", Status.FAIL),
