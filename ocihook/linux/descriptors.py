@@ -20,6 +20,15 @@ def copy_descriptor(pidfd: int, fd: int) -> int:
     return copy
 
 
+def copy_of(pid: int, fd: int) -> int:
+    """Return a copy of the descriptor `fd` of a process; as `copy_descriptor`."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        return copy_descriptor(pidfd, fd)
+    finally:
+        os.close(pidfd)
+
+
 def write_at_once(fd: int, data: bytes) -> bool:
     """Write to a shared descriptor if that does not block; return whether it was written."""
     poll = select.poll()

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.linux.descriptors import copy_of
+
 _DELETED = " (deleted)"
 _WATCH = re.compile(
     r"^inotify wd:\S+ ino:(?P<ino>\w+) sdev:(?P<device>\w+) .*fhandle-type:(?P<type>\w+) f_handle:(?P<handle>\w+)",
@@ -90,7 +92,9 @@ class OpenFile(NamedTuple):
             return False
         forbidding = _IMMUTABLE if self.flags & os.O_APPEND else _IMMUTABLE | _APPEND_ONLY
         with contextlib.suppress(OSError):
-            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = copy_of(
+                self.pid, self.fd
+            )  # to open it would break a lease, and its holder gets a signal that kills it
             try:
                 attributes = int.from_bytes(fcntl.ioctl(fd, _GET_ATTRIBUTES, bytes(8))[:4], sys.byteorder)
             finally:

@@ -1,5 +1,6 @@
 """Deleted files that CRIU will refuse are found before a dump, of real processes; those that it takes are not."""
 
+import fcntl
 import mmap
 import os
 import re
@@ -89,3 +90,14 @@ def test_a_name_that_is_lost_and_one_that_looks_so(tmp_path: Path, opened: list[
 def test_what_has_no_place_is_none_of_them(name: str) -> None:
     assert list(refused_files([FILE._replace(name=name)], CriuOptions())) == []
     assert list(refused_files([FILE._replace(name=name, links=1)], CriuOptions())) == []
+
+
+def test_a_look_at_a_file_breaks_no_lease(tmp_path: Path) -> None:
+    """Whoever opens it has the kernel send its holder a signal, which ends most."""
+    path = tmp_path / "leased"
+    path.touch()
+    with path.open("r+") as held:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        (found,) = (file for file in open_files(os.getpid()) if file.fd == held.fileno())
+        assert not found.is_locked_to_writers()
+        assert fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK
