@@ -160,3 +160,48 @@ def test_run_from_elsewhere_keeps_a_relative_volume(make_handled: MakeHandled) -
     podman.wait_to_count("job")
     assert podman.counts("job")[0] == last + 1
     assert podman.file("job", "/data/who") == "one"
+
+
+def restrictions(pid: int) -> dict[str, list[str]]:
+    """Return a process's restrictions as the kernel shows them: credentials, filters, limits, options of mounts."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    wanted = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp")
+    found = {line.split(":")[0]: line.split()[1:] for line in status if line.startswith(wanted)}
+    found["limits"] = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+        fields = line.split()
+        found[f"mount {fields[4]}"] = sorted({*fields[5].split(",")} & {"ro", "nosuid", "nodev", "noexec"})
+    return found
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_all_restrictions_come_back(make_handled: MakeHandled, runtime: str) -> None:
+    podman = make_handled(runtime)
+    (podman.scratch / "data").mkdir()
+    words = [
+        "--read-only",
+        "--cap-drop=ALL",
+        "--cap-add=KILL",
+        "--security-opt=no-new-privileges",
+        "--security-opt=mask=/proc/version:/proc/tty",
+        f"--volume={podman.scratch}/data:/data:ro,noexec,nosuid,nodev",
+        "--tmpfs=/small:size=2m,noexec",
+        "--ulimit=nofile=500:600",
+        "--group-add=9",
+        profile(podman.scratch / "profile", "bpf"),
+    ]
+    podman.make("run", "job", *words, **STOPPED)
+    podman.wait_to_count("job")
+    before = restrictions(podman.init_pid("job"))
+    assert "ro" in before["mount /"]
+    assert before["NoNewPrivs"] == ["1"]
+    last = podman.stop("job")
+    podman.make("run", "job", *words, on_no_checkpoint="fail", **STRICT)
+    assert_went_on(podman, "job", last)
+    after = restrictions(podman.init_pid("job"))
+    masked = {
+        "mount /proc/version",
+        "mount /proc/timer_list",
+    }  # with the node's /dev/null: read-only, or it could change
+    assert {key: after[key] for key in after.keys() - masked} == {key: before[key] for key in before.keys() - masked}
+    assert all({*before[place]} | {"ro"} <= {*after[place]} for place in masked)

@@ -1,7 +1,8 @@
 """Gives a restored container what its bundle says and neither its runtime's restore nor CRIU applies.
 
 Runtimes set sysctls in `create` alone, and the network namespace of a podman container is new. CRIU before 4.2 mounts
-the root without its flags.
+the root without its flags. A file that is masked is the node's own /dev/null then, with the options of the node's /dev:
+root in the container could change its mode.
 """
 
 import ctypes
@@ -96,6 +97,8 @@ def lacking(mountinfo: str, rights: Rights) -> dict[str, tuple[str, ...]]:
         rights: of the bundle.
     """
     wanted = {place: {*mount.restrictions} & _RESTRICTIONS for place, mount in rights.mounts.items()}
+    for place in rights.masked_paths:  # the node's own /dev/null since the restore
+        wanted[place] = {"ro", "nosuid"}
     for place in (*rights.read_only_paths, *(["/"] if rights.has_read_only_root else [])):
         wanted[place] = wanted.get(place, set()) | {"ro"}
     found = {}

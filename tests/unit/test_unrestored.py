@@ -109,6 +109,7 @@ MOUNTINFO = """\
 5 1 0:5 / /top ro - tmpfs tmpfs rw
 6 5 0:6 / /top rw,noatime - tmpfs tmpfs rw
 7 1 0:7 / /fine rw - tmpfs tmpfs rw
+8 1 0:8 /null /masked rw,noexec - devtmpfs devtmpfs rw
 """
 
 
@@ -123,6 +124,7 @@ def test_mounts_that_lack_a_restriction() -> None:
     }
     config = {
         "root": {"readonly": True},
+        "linux": {"maskedPaths": ["/masked"]},
         "mounts": [{"destination": place, "options": ["rbind", *words]} for place, words in mounts.items()],
     }
     assert lacking(MOUNTINFO, rights(config)) == {
@@ -130,6 +132,7 @@ def test_mounts_that_lack_a_restriction() -> None:
         "/data": ("noexec", "nosuid", "relatime", "ro"),
         "/a b": ("nodev",),
         "/top": ("noatime", "ro"),
+        "/masked": ("noexec", "nosuid", "ro"),
     }
     assert lacking(MOUNTINFO, rights({})) == {}
 
