@@ -402,7 +402,8 @@ def _keep_log(work: Path) -> Path:
 def _use_own_criu_settings(call: Call, kept: containers.Kept, config: Mapping[str, Any]) -> None:
     """Have runc's CRIU leave cgroups alone, by a file of the container's own: the node's is others', too.
 
-    Else it would make those of the container that was dumped. crun has its own way, and fails with ours.
+    Else it would make those of the container that was dumped, whatever the node's file says: the last word counts. crun
+    has its own way, and fails with ours.
     """
     if call.is_crun:
         return
@@ -410,7 +411,7 @@ def _use_own_criu_settings(call: Call, kept: containers.Kept, config: Mapping[st
     notes = dict(config.get("annotations") or {})
     named = notes.get(_CRIU_CONFIG, "/etc/criu/runc.conf")
     content = content_at(Path(named))
-    if any(option.name == "manage-cgroups" for option in options(content)):
+    if any(option.name == "manage-cgroups" and option.value == "ignore" for option in options(content)):
         return
     file, bundled = directory / "criu.conf", call.bundle / "config.json"
     replace_file(file, content.rstrip(b"\n") + b"\nmanage-cgroups=ignore\n", mode=0o600, durable=False)

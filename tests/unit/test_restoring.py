@@ -438,3 +438,13 @@ def test_a_cgroup_that_was_frozen_is_thawed_when_its_restore_is_reverted(node: N
     restoring.settle(ID)
     assert (frozen / "cgroup.freeze").read_text() == "0"
     node.assert_as_before()
+
+
+@pytest.mark.parametrize("of_node", [b"", b"manage-cgroups=soft\n", b"manage-cgroups\n"])
+def test_criu_leaves_cgroups_alone_whatever_the_node_says(node: Node, of_node: bytes) -> None:
+    conf = node.path / "runc.conf"
+    conf.write_bytes(of_node)
+    config = {**node.config, "annotations": {"org.criu.config": str(conf)}}
+    restoring._use_own_criu_settings(node.call, node.kept, config)
+    own = Path(node.config["annotations"]["org.criu.config"])
+    assert own.read_bytes().splitlines()[-1] == b"manage-cgroups=ignore"
