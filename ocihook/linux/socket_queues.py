@@ -9,7 +9,7 @@ import struct
 import termios
 from typing import NamedTuple
 
-from ocihook.linux.sockets import copies
+from ocihook.linux.sockets import Socket, copies, describe
 
 _SO_PASSPIDFD = 76
 _SOL_NETLINK, _LIST_MEMBERSHIPS = 270, 9
@@ -28,16 +28,17 @@ class Queue(NamedTuple):
     group_words: int = 0  # of netlink: how many words of 32 groups CRIU would have to dump
 
 
-def queues(pid: int) -> dict[int, Queue]:
-    """Return the queues of a process's Unix and netlink sockets by inode; {} when it has gone."""
-    found = {}
+def sockets_and_queues(pid: int) -> tuple[tuple[Socket, ...], dict[int, Queue]]:
+    """Return the sockets of a process, and by inode the queues of those of Unix and netlink; as `sockets`."""
+    found, waiting = [], {}
     for inode, sock in copies(pid):
         with contextlib.suppress(OSError):
+            found.append(describe(pid, inode, sock))
             if sock.family == socket.AF_UNIX:
-                found[inode] = _unix(sock)
+                waiting[inode] = _unix(sock)
             elif sock.family == socket.AF_NETLINK:
-                found[inode] = _netlink(sock)
-    return found
+                waiting[inode] = _netlink(sock)
+    return tuple(found), waiting
 
 
 def _unix(sock: socket.socket) -> Queue:

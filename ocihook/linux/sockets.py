@@ -51,7 +51,7 @@ def sockets(pid: int) -> Iterator[Socket]:
     """Yield the sockets of a process; none when it is gone, or may not be accessed."""
     for inode, sock in copies(pid):
         with contextlib.suppress(OSError):
-            yield _describe(pid, inode, sock)
+            yield describe(pid, inode, sock)
 
 
 def copies(pid: int) -> Iterator[tuple[int, socket.socket]]:
@@ -100,7 +100,12 @@ def is_tcp(sock: socket.socket) -> bool:
     return sock.family in _IP and kind == socket.SOCK_STREAM and protocol == socket.IPPROTO_TCP
 
 
-def _describe(pid: int, inode: int, sock: socket.socket) -> Socket:
+def describe(pid: int, inode: int, sock: socket.socket) -> Socket:
+    """Return what a copy of a process's socket shows.
+
+    Raises:
+        OSError: if it does not show that.
+    """
     family = sock.getsockopt(socket.SOL_SOCKET, _SO_DOMAIN)
     kind = sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
     protocol = sock.getsockopt(socket.SOL_SOCKET, _SO_PROTOCOL)

@@ -34,14 +34,13 @@ from ocihook.linux.open_files import (
 )
 from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids
 from ocihook.linux.sharing import Kind, sharing
-from ocihook.linux.socket_queues import Queue, queues
-from ocihook.linux.sockets import Socket, hides_socket_options, sockets
+from ocihook.linux.socket_queues import Queue, sockets_and_queues
+from ocihook.linux.sockets import Socket, hides_socket_options
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import UnixSocket, unix_sockets
 from ocihook.net.survey import Survey
 
 _UNIX = 1  # AF_UNIX
-_QUEUED = (_UNIX, 16)  # and AF_NETLINK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,14 +261,15 @@ def _read(pid: int, mounted: dict[str, list[Mount]]) -> ProcessSeen | None:
     where = f"{own.get('mnt')} {_link(f'/proc/{pid}/root')}"
     if where not in mounted:
         mounted[where] = mounts(pid)
+    found, waiting = sockets_and_queues(pid)
     return ProcessSeen(
         pid=pid,
         threads=tuple(threads),
         namespaces=own,
         files=(*open_files(pid), *mapped_files(pid)),
         used=used_files(pid),
-        sockets=(found := tuple(sockets(pid))),
-        queues=queues(pid) if any(sock.family in _QUEUED for sock in found) else {},
+        sockets=found,
+        queues=waiting,
         mounts=mounted[where],
         maps=_maps(pid),
     )
