@@ -145,9 +145,19 @@ class Container:
         return [{"check": f.check, "status": str(f.status), "detail": f.detail, "remedy": f.remedy} for f in found]
 
     def end(self) -> None:
-        """Kill and remove it."""
+        """Kill and remove it, a CRIU that hangs, and the cgroups that a restore has left."""
+        self._end_hanging()
         self._call("delete", "--force", self.id)
+        for left in Path("/sys/fs/cgroup").glob(f"*/{self.id}"):
+            with suppress(OSError):
+                left.rmdir()
         subprocess.run(["umount", "--lazy", self.directory / "rootfs"], check=False, timeout=_TIMEOUT_S)
+
+    def _end_hanging(self) -> None:
+        for process in Path("/proc").glob("[0-9]*") if self.has_hung else ():
+            with suppress(OSError):
+                if os.readlink(process / "cwd").startswith(str(self.directory / "criu")):
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 def _wait(is_true: Callable[[], bool], timeout_s: float = 10.0) -> bool:
