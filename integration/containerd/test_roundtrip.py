@@ -106,7 +106,7 @@ def test_crun_of_today_reads_a_configuration_of_its_own(make_containerd: MakeCon
     assert action_scripts((directory / conf).read_bytes())
     assert not action_scripts((directory / "default.conf").read_bytes())
     doctor = containerd.ocihook("doctor")
-    assert "A checkpoint will work here." in doctor
+    assert "A checkpoint will work here" in doctor
     assert "pod_annotations" not in doctor
     container = containerd.start("c1", runtime="crun")
     archive = containerd.checkpoint(container, "c1.tar")

@@ -19,7 +19,7 @@ from integration.registry import DockerRegistry
 def test_round_trip(crio: Crio, make_registry: Callable[..., DockerRegistry], runtime: str, source: str) -> None:
     assert re.search(r"^ok +engine crio +\d", crio.ocihook("doctor"), re.MULTILINE)
     container = crio.start("c1", runtime=runtime)
-    assert "A checkpoint of this container will work here." in crio.ocihook("doctor", "--container", container)
+    assert "A checkpoint of this container will work here" in crio.ocihook("doctor", "--container", container)
     archive = crio.checkpoint(container, "c1.tar")
     crio.assert_counts(container)
     before = crio.count(container)

@@ -76,7 +76,7 @@ def test_package_comes_serves_is_exchanged_and_goes(
     node.ocihook("install")
     doctor = node.ocihook("doctor")
     assert "/usr/libexec/ocihook/criu-action, starts in" in doctor
-    assert "A checkpoint will work here." in doctor
+    assert "A checkpoint will work here" in doctor
     assert_bytecode_is_not_checked(node, built.release)
 
     if systemd:

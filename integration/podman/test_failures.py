@@ -24,7 +24,7 @@ def kept_log(podman: Podman, failure: dict[str, str]) -> str:
 def test_dump_that_doctor_foresaw(podman: Podman) -> None:
     podman.start("c")
     container_id = podman("inspect", "--format", "{{.Id}}", "c").strip()
-    assert "A checkpoint of this container will work here." in podman.ocihook("doctor", "--container", container_id)
+    assert "A checkpoint of this container will work here" in podman.ocihook("doctor", "--container", container_id)
 
     mount_behind(int(init_pid(podman, "c")), podman.scratch / "nvidia", "/tmp")
     answer = json.loads(podman.ocihook("doctor", "--json", "--container", container_id[:12], check=False))
