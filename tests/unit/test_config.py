@@ -202,3 +202,15 @@ def test_the_bound_grows_with_the_node(
     monkeypatch.setattr("ocihook.config.os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr("ocihook.config.os.sysconf", pages.get)
     assert Settings(memory_bound_bytes=configured).bound_bytes == bound_mib << 20
+
+
+def test_a_renamed_key_still_counts_and_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "etc/ocihook/config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('[policy]\ngpu_preflight = "warn"\n[policy.allowed]\ngpu_preflight = ["refuse", "warn"]\n')
+    settings = load_settings(tmp_path)
+    assert (settings.policy.preflight, settings.allowed["preflight"]) == ("warn", ("refuse", "warn"))
+    assert "gpu_preflight is now called preflight" in caplog.text
+    found = apply_annotations(Settings(), {"ocihook.io/gpu-preflight": "warn"}, in_pod=False)
+    assert found.policy.preflight == "warn"
+    assert found.unknown == ("annotation ocihook.io/gpu-preflight is now called ocihook.io/preflight",)
