@@ -70,9 +70,11 @@ def _no_vdso(seen: Observation) -> Iterator[Problem]:
     with open("/proc/self/maps") as file:
         has_any = "[vdso]" in file.read()
     for process in _living(seen) if has_any else ():
-        if "[stack]" in process.maps and "[vdso]" not in process.maps:
-            detail = f"{seen.who(process.pid)} has unmapped its vDSO, without which CRIU dumps and does not restore it"
-            yield fail(detail, "have the application keep it mapped")
+        if "[stack]" in process.maps and "[vvar" in process.maps and "[vdso]" not in process.maps:
+            detail = (
+                f"{seen.who(process.pid)} has unmapped its vDSO and kept its data, which CRIU does not restore alone"
+            )
+            yield fail(detail, "have the application keep both mapped, or neither")
 
 
 def _secret_memory(seen: Observation) -> Iterator[Problem]:
