@@ -1,5 +1,6 @@
 """Hook and agent as real processes, in a mount namespace of their own, with a stand-in for CRIU."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -41,6 +42,7 @@ _SYSTEMD = (
     "import os, select, socket, sys\n"
     "os.makedirs('/run/ocihook', 0o700, exist_ok=True)\n"
     "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind('/run/ocihook/new'); s.listen()\n"
+    "print(os.stat('/run/ocihook/new').st_ino, flush=True)\n"
     "os.rename('/run/ocihook/new', '/run/ocihook/agent.sock')\n"
 )
 _EXECUTE = (
@@ -340,8 +342,18 @@ def test_an_agent_at_work_takes_its_path_back(node: Node) -> None:
     stages = ["pre-dump", f"until={go_on}", "post-dump"]
     criu = node.namespace.spawn(*node.criu_command("checkpoint", stages), log=log)
     wait_for("the dump to begin", lambda: "waiting" in log.read_text())
-    starter = f"{_SYSTEMD}{_ACTIVATE}"
-    other = node.namespace.spawn(sys.executable, "-c", starter, log=node.scratch / "other.log")
+    starter, other_log = f"{_SYSTEMD}{_ACTIVATE}", node.scratch / "other.log"
+    files = [node.run_dir("agent.sock").stat().st_ino]
+    other = node.namespace.spawn(sys.executable, "-c", starter, log=other_log)
+    wait_for("the other to have its file", lambda: other_log.exists() and other_log.read_text().endswith("\n"))
+    files.append(int(other_log.read_text().split()[0]))
+
+    def is_taken_back() -> bool:
+        with contextlib.suppress(FileNotFoundError):  # it removes the other's file before it makes its own
+            return node.run_dir("agent.sock").stat().st_ino not in files
+        return False
+
+    wait_for("the agent to take its path back", is_taken_back)
     go_on.touch()
     assert criu.wait(60) == 0
     assert "post-dump 0" in log.read_text()

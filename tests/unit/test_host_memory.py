@@ -248,6 +248,7 @@ def seen(
         pids=pids,
         policy=lambda: policy or Policy(),
         who=lambda pid: f"process {pid}",
+        criu=(4, 1, 1),
         options=CriuOptions(names=frozenset(names)),
         container=SimpleNamespace(id="ab"),
     )
