@@ -16,7 +16,12 @@ from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.runtime.unrestored import apply_unrestored, lacking
 
-SOON = Patience(timeout_s=60)
+
+def soon() -> Patience:
+    """Return the patience of a call that begins now."""
+    return Patience(timeout_s=60)
+
+
 NAMESPACES = 0x08000000 | 0x04000000 | 0x00020000  # of IPC, UTS and mounts (linux/sched.h)
 PRIVATE = 1 << 18 | 16384  # MS_PRIVATE, MS_REC (linux/mount.h)
 HERE = Path("/proc/sys/kernel/msgmax")
@@ -56,7 +61,7 @@ def rights(config: dict[str, Any]) -> Rights:
 
 def apply(init: Process, then: int | None, config: dict[str, Any]) -> list[str]:
     before = rights({"process": {"oomScoreAdj": then}})
-    return apply_unrestored(init, before, rights(config), config, SOON)
+    return apply_unrestored(init, before, rights(config), config, soon())
 
 
 def bundle(sysctls: dict[str, str], *types: str, **process: Any) -> dict[str, Any]:
