@@ -13,12 +13,21 @@ from integration.criu.mount_behind import mount_behind
 def test_the_cause_is_in_the_error(containerd: Containerd) -> None:
     """Of what a runtime says containerd shows the first line."""
     for runtime in ("runc", "crun"):
-        container = containerd.start(runtime, runtime=runtime, network=POD_NETWORK)
+        container = containerd.start(runtime, runtime=runtime, network=POD_NETWORK, preflight="warn")
         mount_behind(containerd.init_pid(container), containerd.scratch / "nvidia", "/tmp")
         cause = f"exit status 1: ocihook: the dump of container default/{runtime}/{runtime} failed: /tmp was mounted"
         with pytest.raises(grpc.RpcError, match=cause):
             containerd.checkpoint(container, "c.tar")
         containerd.assert_counts(container)
+
+
+def test_a_refusal_is_in_the_error(containerd: Containerd) -> None:
+    container = containerd.start("c", network=POD_NETWORK)
+    mount_behind(containerd.init_pid(container), containerd.scratch / "nvidia", "/tmp")
+    cause = r"exit status 1: ocihook: pre-dump of container default/c/c: /tmp was mounted .*: nsenter -t"
+    with pytest.raises(grpc.RpcError, match=cause):
+        containerd.checkpoint(container, "c.tar")
+    containerd.assert_counts(container)
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])

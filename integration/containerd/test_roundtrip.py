@@ -11,9 +11,8 @@ from integration.containerd.conftest import MakeContainerd
 from integration.containerd.engine import Containerd
 from integration.journals import last_session, sessions
 from integration.namespace import wait_for
-from integration.podman.engine import assert_packed, image_names
+from integration.podman.engine import NOTES, assert_packed, image_names
 from integration.registry import DockerRegistry
-from ocihook.checkpoints.origin import ORIGIN_NAME
 from ocihook.criu.conf import action_scripts
 
 
@@ -62,7 +61,7 @@ def test_store(containerd: Containerd) -> None:
     containerd.remove(container)
     for archive in archives:
         assert "ocihook.thin" in image_names(archive)
-        assert not any(name.startswith(("pages-", "ocihook-")) for name in image_names(archive) - {ORIGIN_NAME})
+        assert not any(name.startswith(("pages-", "ocihook-")) for name in image_names(archive) - NOTES)
     containerd.ocihook("wait")
     first, second = json.loads(containerd.ocihook("store", "list", "--json"))["checkpoints"]
     assert first["domain"] == second["domain"] == "default"

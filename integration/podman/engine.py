@@ -11,9 +11,12 @@ from types import MappingProxyType
 from integration import fake_driver
 from integration.cri.registry import program_layer
 from integration.namespace import CommandError, Namespace, wait_for
+from ocihook.audit.state import STATE_NAME
+from ocihook.checkpoints.origin import ORIGIN_NAME
 
 SITE = Path(__file__).parents[2]
 IMAGE = "localhost/workload:latest"
+NOTES = {ORIGIN_NAME, STATE_NAME}  # about a container, beside CRIU's images and with names like theirs
 GPU: Mapping[int, int] = MappingProxyType({0: 3})
 
 _SETUP = """

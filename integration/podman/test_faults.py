@@ -12,9 +12,8 @@ import pytest
 from integration.journals import last_session, sessions
 from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
-from integration.podman.engine import Podman, assert_packed, image_names
+from integration.podman.engine import NOTES, Podman, assert_packed, image_names
 from integration.steps import read_steps, representative
-from ocihook.checkpoints.origin import ORIGIN_NAME
 from tests.damage import flip_bit
 
 DYING_AGENT = Path(__file__).parents[1] / "dying_agent.py"
@@ -91,7 +90,7 @@ def test_full_disk_while_packing(make_podman: MakePodman, on_pack_error: str) ->
     assert "The checkpoint is complete but not packed" in message
     names = image_names(archive)
     assert any(name.startswith("pages-") for name in names)
-    assert {name for name in names if name.startswith("ocihook")} == {ORIGIN_NAME}
+    assert {name for name in names if name.startswith("ocihook")} == NOTES
     before = podman.count("c")
     podman.remove("c")
     podman.restore(archive)

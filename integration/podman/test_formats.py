@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from integration.journals import last_session
-from integration.podman.engine import Podman
-from ocihook.checkpoints.origin import ORIGIN_NAME
+from integration.podman.engine import NOTES, Podman
 from ocihook.packs.frame import decode_frame, encode_frame
 
 BEFORE = Path(__file__).parents[2] / "tests/data/formats/0.1.0-before.tar.xz"
@@ -49,7 +48,7 @@ def written_before(archive: Path, target: Path) -> None:
     with tarfile.open(archive) as source, tarfile.open(target, "w", format=source.format) as made:
         for member in source:
             data = source.extractfile(member) if member.isfile() else None
-            if member.name == f"checkpoint/{ORIGIN_NAME}":
+            if member.name.removeprefix("checkpoint/") in NOTES:
                 continue
             if member.name == MANIFEST:
                 assert data is not None
@@ -57,7 +56,7 @@ def written_before(archive: Path, target: Path) -> None:
                 value = {name: each for name, each in json.loads(body).items() if name in earlier}
                 for part in ("container", "host"):
                     value[part] = {name: each for name, each in value[part].items() if name in earlier[part]}
-                value["other_images"] = [one for one in value["other_images"] if one["name"] != ORIGIN_NAME]
+                value["other_images"] = [one for one in value["other_images"] if one["name"] not in NOTES]
                 assert shape(value) == shape(earlier)
                 content = encode_frame("manifest", version, json.dumps(value, indent=1).encode())
                 member.size, data = len(content), io.BytesIO(content)

@@ -10,9 +10,8 @@ import pytest
 from integration.journals import last_session
 from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
-from integration.podman.engine import Podman, assert_packed, image_names
+from integration.podman.engine import NOTES, Podman, assert_packed, image_names
 from integration.podman.test_faults import end_dying_agent, kill_at_any_step, start_dying_agent
-from ocihook.checkpoints.origin import ORIGIN_NAME
 from tests.damage import flip_bit
 
 
@@ -46,7 +45,7 @@ def test_round_trip(make_podman: MakePodman, runtime: str, *, same_disk: bool) -
     podman.remove("c")
     for archive in archives:
         assert {"ocihook.thin"} < image_names(archive)
-        assert not any(name.startswith(("pages-", "ocihook-")) for name in image_names(archive) - {ORIGIN_NAME})
+        assert not any(name.startswith(("pages-", "ocihook-")) for name in image_names(archive) - NOTES)
         assert thin_bytes(archive) < 1 << 20
     podman.ocihook("wait")
     first, second = listed(podman)
@@ -83,7 +82,7 @@ def test_gpu_memory(gpu_podman: Podman, *, leave_running: bool) -> None:
     podman.remove("c")
     for archive in archives:
         assert not any(
-            name.startswith(("pages-", "ocihook-", "ocihook.staged")) for name in image_names(archive) - {ORIGIN_NAME}
+            name.startswith(("pages-", "ocihook-", "ocihook.staged")) for name in image_names(archive) - NOTES
         )
         assert thin_bytes(archive) < 1 << 20
     dump = last_session(podman.namespace, "post-dump")
@@ -139,7 +138,7 @@ def test_agent_killed_at_any_step(gpu_podman: Podman) -> None:
         podman.assert_counts("c")
         assert {"ocihook.thin"} < image_names(archive)
         assert not any(
-            name.startswith(("pages-", "ocihook-", "ocihook.staged")) for name in image_names(archive) - {ORIGIN_NAME}
+            name.startswith(("pages-", "ocihook-", "ocihook.staged")) for name in image_names(archive) - NOTES
         )
         podman.ocihook("wait")
         assert "/run/ocihook" not in podman.namespace.run("cat", "/proc/self/mountinfo")

@@ -41,7 +41,7 @@ def _check(dump: Dump) -> None:
     refused = [finding for finding in fatal if dump.policy.preflight == "refuse" or finding.check in final]
     if refused:
         takes_risk = "" if {one.check for one in refused} & final else _TAKES_RISK
-        raise PreflightError(f"container {dump.container}: {'; '.join(map(_in_words, refused))}", hint=takes_risk)
+        raise PreflightError("; ".join(map(_in_words, refused)), hint=takes_risk)
     noted = [_in_words(finding) for finding in findings if finding.status in (Status.FAIL, Status.WARN)]
     for line in noted:
         log.warning("container %s: preflight: %s", dump.container, line)
