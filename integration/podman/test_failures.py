@@ -29,6 +29,17 @@ def test_dump_that_doctor_foresaw(podman: Podman) -> None:
     mount_behind(int(init_pid(podman, "c")), podman.scratch / "nvidia", "/tmp")
     answer = json.loads(podman.ocihook("doctor", "--json", "--container", container_id[:12], check=False))
     assert answer["will_work"] is False
+    (found,) = [finding for finding in answer["findings"] if finding["status"] == "fail"]
+    output = podman.checkpoint("c", podman.scratch / "c.tar", check=False)
+    assert found["detail"] in output
+    assert found["remedy"] in output
+    assert "The dump is refused, the container runs on" in output
+    podman.assert_counts("c")
+
+
+def test_dump_at_the_users_risk(podman: Podman) -> None:
+    podman.start("c", preflight="warn")
+    mount_behind(int(init_pid(podman, "c")), podman.scratch / "nvidia", "/tmp")
     output = podman.checkpoint("c", podman.scratch / "c.tar", check=False)
     session = last_session(podman.namespace, "pre-dump")
     failure = session["facts"]["failure"]
