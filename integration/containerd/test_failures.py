@@ -12,8 +12,9 @@ from integration.criu.mount_behind import mount_behind
 
 def test_the_cause_is_in_the_error(containerd: Containerd) -> None:
     """Of what a runtime says containerd shows the first line."""
+    containerd.configure('[policy]\npreflight = "warn"\n[agent]\nidle_timeout_s = 2\n')
     for runtime in ("runc", "crun"):
-        container = containerd.start(runtime, runtime=runtime, network=POD_NETWORK, preflight="warn")
+        container = containerd.start(runtime, runtime=runtime, network=POD_NETWORK)
         mount_behind(containerd.init_pid(container), containerd.scratch / "nvidia", "/tmp")
         cause = f"exit status 1: ocihook: the dump of container default/{runtime}/{runtime} failed: /tmp was mounted"
         with pytest.raises(grpc.RpcError, match=cause):

@@ -90,7 +90,7 @@ def test_what_criu_will_refuse_costs_no_gpu(gpu_podman: Podman, words: list[str]
     """It is said before a process is locked; CRIU itself says the same, and takes it with the option."""
     gpu_podman.start_cuda("c", 16, *words)
     assert re.search(message, refused(gpu_podman))
-    assert phases(gpu_podman) == ["gpu preflight"]
+    assert phases(gpu_podman) == ["preflight"]
     gpu_podman.remove("c")
     gpu_podman.start_cuda("c", 16, *words, preflight="warn")
     dump_fails(gpu_podman)
@@ -152,7 +152,7 @@ def test_memory_that_grows_beyond_the_room(gpu_podman: Podman) -> None:
     fake_driver.script(gpu_podman.namespace, "running 1")
     with memory_limit(gpu_podman, ROOM_FOR_ONE_BYTES, processes(gpu_podman)):
         assert re.search("whose memory limit leaves .* the kernel would kill it", refused(gpu_podman))
-    assert phases(gpu_podman)[:3] == ["gpu preflight", "gpu lock", "gpu read again"]
+    assert phases(gpu_podman)[:4] == ["preflight", "gpu preflight", "gpu lock", "gpu read again"]
     assert "gpu checkpoint" not in phases(gpu_podman)
 
 
