@@ -87,7 +87,7 @@ def test_it_is_not_dumped_where_the_kernel_would_kill_it(
     with no_room(podman, "memory"):
         output = podman.checkpoint("c", archive, check=False)
         assert "its memory limit leaves it" in output
-        assert "or the kernel kills it. Raise the limit a little" in output
+        assert "or the kernel kills it: raise the limit a little" in output
         name = podman("inspect", "--format", "{{.Id}}", "c").strip()
         assert "CRIU needs 1 MiB there" in podman.ocihook("doctor", "--container", name, check=False)
         assert_runs_on(podman, before)
