@@ -58,7 +58,7 @@ def test_timeline_of_a_dump_and_its_restore(gpu_podman: Podman) -> None:
     podman.restore(archive)
     restore = timeline(podman, last_session(podman.namespace, "post-resume")["id"])
     assert_sound(restore)
-    assert list(bars(restore, "process ")) == ["write back", "restore", "unlock"]
+    assert list(bars(restore, "process ")) == ["write back", "populate", "restore", "unlock"]
     assert bars(restore, "CRIU").keys() >= {"forking", "restore"}
     assert bars(restore, "GPU-")
     assert timeline(podman) == restore, "without a name it is the newest"

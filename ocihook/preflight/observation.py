@@ -32,7 +32,7 @@ from ocihook.linux.open_files import (
     open_files,
     used_files,
 )
-from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids
+from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids, tracer_pid
 from ocihook.linux.sharing import Kind, sharing
 from ocihook.linux.socket_queues import Queue, sockets_and_queues
 from ocihook.linux.sockets import Socket, hides_socket_options
@@ -215,11 +215,12 @@ def observe(
         cgroup: name of the cgroup that the runtime gave the container; "" if it is unknown.
     """
     mounted: dict[str, list[Mount]] = {}
-    pids = descendants(init_pid)
+    tree = descendants(init_pid)
+    pids = [pid for pid in tree if not _is_of_snapshot(pid)]
     processes = tuple(seen for pid in pids if (seen := _read(pid, mounted)) is not None)
     living = [seen.pid for seen in processes if seen.maps]  # those that have ended have all the same memory: none
     freezer = find_freezer(init_pid, cgroup) if container else None
-    others = sorted(freezer.all_members() - set(pids)) if freezer else []
+    others = sorted(freezer.all_members() - set(tree)) if freezer else []
     has_unix = any(sock.family == _UNIX for process in processes for sock in process.sockets)
     return Observation(
         init_pid=init_pid,
@@ -238,6 +239,14 @@ def observe(
         swap_bytes=free_swap_bytes(),
         hides_socket_options=hides_socket_options(),
     )
+
+
+def _is_of_snapshot(pid: int) -> bool:
+    """Return whether a process is a fork that ocihook reads: it is traced, and its parent gets no signal at its end.
+
+    A dump waits until such forks have exited (linux/forked.py).
+    """
+    return not read_stat(pid).exit_signal and bool(tracer_pid(pid))
 
 
 def _read_briefly(pid: int) -> ProcessSeen | None:
