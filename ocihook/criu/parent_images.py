@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from google.protobuf.message import Message
+
 from ocihook.criu.images import INVENTORY_NAME, decode, read_bounded
 from ocihook.criu.proto import message_class
 from ocihook.errors import ImageError
@@ -52,7 +54,8 @@ def make_parent(directory: Path, pagemaps: Mapping[int, bytes]) -> None:
     (parent / f"pages-{PAGES_ID}.img").touch(mode=0o600)
     for pid, pagemap in pagemaps.items():
         (parent / f"pagemap-{pid}.img").write_bytes(pagemap)
-    (parent / INVENTORY_NAME).write_bytes(_inventory())
+    # A process that has begun later is another one with the same pid, and dumped whole.
+    (parent / INVENTORY_NAME).write_bytes(encode_inventory(dump_uptime=now_us()))
     (directory / LINK_NAME).symlink_to(PARENT_NAME)
 
 
@@ -98,15 +101,25 @@ def dumped_us(directory: Path) -> int | None:
     It does where CRIU tracks memory (criu/image.c, inventory_save_uptime): in hundredths of a second, after all was
     marked as clean and while nothing runs.
     """
+    entry = _read_inventory(directory)
+    return entry.dump_uptime if entry and entry.HasField("dump_uptime") else None  # type: ignore[attr-defined]
+
+
+def run_id(directory: Path) -> str:
+    """Return the name that the CRIU had which made the dump in a directory; "" if its inventory has none."""
+    entry = _read_inventory(directory)
+    return str(entry.dump_criu_run_id) if entry else ""  # type: ignore[attr-defined]
+
+
+def _read_inventory(directory: Path) -> Message | None:
     try:
         data = read_bounded(directory / INVENTORY_NAME, _MAX_INVENTORY_BYTES)
         head, body = data[: _TWO_NUMBERS.size], data[_TWO_NUMBERS.size :]
         if head != _TWO_NUMBERS.pack(_INVENTORY_MAGIC, len(body)):
             return None
-        entry = decode("inventory_entry", body, INVENTORY_NAME, len(head))
+        return decode("inventory_entry", body, INVENTORY_NAME, len(head))
     except (OSError, ImageError):
         return None
-    return entry.dump_uptime if entry.HasField("dump_uptime") else None  # type: ignore[attr-defined]
 
 
 def now_us() -> int:
@@ -114,10 +127,7 @@ def now_us() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
 
 
-def _inventory() -> bytes:
-    """Return an inventory: its version, and when it was made.
-
-    A process that has begun later is another one with the same pid, and dumped whole.
-    """
-    body = message_class("inventory_entry")(img_version=2, dump_uptime=now_us()).SerializeToString()
+def encode_inventory(**fields: int | str) -> bytes:
+    """Return an inventory with its version, and with fields of `inventory_entry`."""
+    body = message_class("inventory_entry")(img_version=2, **fields).SerializeToString()
     return _TWO_NUMBERS.pack(_INVENTORY_MAGIC, len(body)) + body

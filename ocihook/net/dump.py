@@ -5,27 +5,35 @@ CRIU be killed from there on, nothing uses a connection before it is out of repa
 """
 
 import logging
+import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address, ip_interface
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from ocihook.criu.parent_images import run_id
 from ocihook.criu.socket_images import FilesImage, read_stream
 from ocihook.errors import OcihookError, PreflightError, plain
+from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants
-from ocihook.net.hold import TrafficHeld, Waiting, hold
+from ocihook.net.hold import TrafficHeld, Waiting, hold, remove_table
 from ocihook.net.lost_options import TcpOptions, read_options, tcp_sockets
 from ocihook.net.memberships import read_memberships
+from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import InetSocket, links, routes
 from ocihook.net.nftables import RulesRefused
 from ocihook.net.note import NETWORK_NAME, NetworkNote, write_note
 from ocihook.net.policy import TcpPolicy, asked, parse, refused
 from ocihook.net.repair import InRepair
 from ocihook.net.survey import Survey
+from ocihook.session.effect import Effect
+from ocihook.session.journal import Journal
 from ocihook.session.participant import Dump
 
 DRAIN_S = 0.2  # for packets in flight; most networks answer within a few milliseconds
 _SHOWN = 3  # connections that an error names
+_MOST_TABLE = 31  # characters of its family and name (criu/netfilter.c, nftables_get_table)
 _UNACKED = slice(24, 28)  # tcpi_unacked of struct tcp_info (linux/tcp.h): segments without an answer
 
 log = logging.getLogger(__name__)
@@ -147,6 +155,35 @@ def freeze_for_repair(dump: Dump) -> None:
     if held is not None and dump.call().leave_running:
         held.waiting = _waiting(dump)
         dump.journal.save()
+
+
+@dataclass(kw_only=True)
+class CriuLockLeft(Effect, kind="criu-lock-left"):
+    """CRIU leaves the table by which it locks the node's network, though it blocks nothing.
+
+    A CRIU needs memory for each table of its network, as part of the container that it restores.
+    """
+
+    ends_with_stage: ClassVar[bool] = False
+    holds_container: ClassVar[bool] = False
+    table: str
+
+    def undo(self, _journal: Journal, _patience: Patience) -> None:
+        """Remove it."""
+        try:
+            remove_table(NetNamespace.of(os.getpid()), self.table)
+        except (OcihookError, OSError) as error:
+            log.warning("CRIU's table %s, which blocks nothing, is not removed: %s", self.table, plain(error))
+
+
+def note_lock_left(dump: Dump) -> None:
+    """Have CRIU's lock removed after a dump that stops a container without connections in the node's network."""
+    has_connections = dump.journal.find(InRepair) is not None
+    if has_connections or dump.call().leave_running or not NetNamespace.of(dump.init_pid).is_ours:
+        return
+    if name := run_id(dump.directory):
+        table = f"inet CRIU-{name}"[:_MOST_TABLE].removeprefix("inet ")
+        dump.journal.add(CriuLockLeft(table=table))
 
 
 def _waiting(dump: Dump) -> tuple[Waiting, ...]:

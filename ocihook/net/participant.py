@@ -1,6 +1,6 @@
 """The network's place in a dump and a restore."""
 
-from ocihook.net.dump import freeze_for_repair, hold_network, refuse
+from ocihook.net.dump import freeze_for_repair, hold_network, note_lock_left, refuse
 from ocihook.net.restore import Moving, end_release, move_sockets, prepare, release_sockets, wake_senders
 from ocihook.session.participant import Dump, Participant, Restore
 
@@ -20,8 +20,9 @@ class Network(Participant):
         hold_network(dump)
 
     def after_images(self, dump: Dump) -> str:
-        """Freeze the container for as long as CRIU has its connections."""
+        """Freeze the container for as long as CRIU has its connections; note a lock that CRIU leaves."""
         freeze_for_repair(dump)
+        note_lock_left(dump)
         return ""
 
     def check(self, restore: Restore) -> None:

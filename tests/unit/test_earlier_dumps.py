@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ocihook.criu.files import CriuOptions
 from ocihook.criu.images import INVENTORY_NAME
-from ocihook.criu.parent_images import LINK_NAME, PARENT_NAME, _inventory, dumped_us, earlier_dumps, now_us
+from ocihook.criu.parent_images import LINK_NAME, PARENT_NAME, dumped_us, earlier_dumps, encode_inventory, now_us
 from ocihook.linux.procfs import Process
 from ocihook.memory import earlier_dumps as earlier
 from ocihook.memory.earlier_dumps import is_outdated
@@ -118,7 +118,7 @@ def test_no_page_is_ever_missing(steps: list[tuple[str, int]]) -> None:
 def make_dump(directory: Path, parent: str = "") -> Path:
     """Make the images of a dump that was made just now, as far as they say when."""
     directory.mkdir(exist_ok=True)
-    (directory / INVENTORY_NAME).write_bytes(_inventory())
+    (directory / INVENTORY_NAME).write_bytes(encode_inventory(dump_uptime=now_us()))
     (directory / "pages-1.img").touch()
     if parent:
         (directory / LINK_NAME).symlink_to(parent)
