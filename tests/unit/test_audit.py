@@ -26,9 +26,10 @@ from ocihook.audit.state import (
     write_state,
 )
 from ocihook.config import Settings
-from ocihook.errors import IntegrityError
-from ocihook.linux.patience import ENDLESS
+from ocihook.errors import IntegrityError, TraceError
+from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
+from ocihook.linux.ptrace import find_call_instruction
 from ocihook.linux.socket_options import peer_ids, read_options, set_option
 from ocihook.linux.task_state import parse_cpus, parse_limits, read_file
 from ocihook.model import ContainerRef
@@ -368,8 +369,17 @@ def sleeper() -> Iterator[Process]:
     with subprocess.Popen(["sleep", "600"]) as started:
         process = Process.find(started.pid)
         assert process is not None
+        assert Patience(timeout_s=60).until(lambda: has_loaded(process)), "it has not loaded its libraries"
         yield process
         started.kill()
+
+
+def has_loaded(process: Process) -> bool:
+    try:
+        find_call_instruction(process.pid)
+    except TraceError:
+        return False
+    return True
 
 
 def state_of(process: Process) -> ContainerState:

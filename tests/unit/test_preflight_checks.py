@@ -386,7 +386,7 @@ def set_checks(monkeypatch: pytest.MonkeyPatch, *problems: Problem, is_final: bo
 
 def test_a_dump_is_refused_with_every_failure(dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     set_checks(monkeypatch, fail("it has this", "do that"), fail("and those", "do more"), warn("odd", "look"))
-    with pytest.raises(PreflightError, match=r"^container job .*: it has this: do that; and those: do more"):
+    with pytest.raises(PreflightError, match=r"^it has this: do that; and those: do more"):
         Preflight().refuse(dump)
 
 
