@@ -145,7 +145,7 @@ def test_agent_and_hook_are_killed_and_the_dump_is_taken_back(gpu_podman: Podman
 
 @pytest.mark.parametrize("victim", ["runtime", "criu"])
 @pytest.mark.parametrize("gpu", [False, True])
-def test_nobody_waits_for_it_any_more(gpu_podman: Podman, victim: str, *, gpu: bool) -> None:
+def test_the_caller_no_longer_waits(gpu_podman: Podman, victim: str, *, gpu: bool) -> None:
     podman = gpu_podman
     start(podman, gpu=gpu)
     with held(podman) as checkpoint:

@@ -206,7 +206,7 @@ def test_the_engine_removes_what_holds_the_memory(gpu_podman: Podman) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["uffd"]], ids=["left running", "a dump that fails"])
-def test_somebody_else_has_taken_the_gpu_meanwhile(gpu_podman: Podman, words: list[str]) -> None:
+def test_another_process_has_taken_the_gpu(gpu_podman: Podman, words: list[str]) -> None:
     """The container waits for room, and the driver is not asked before: its restore without room is final."""
     gpu_podman.start_cuda("c", 16, "children=1", *words, options=NO_SECCOMP, preflight="warn")
     fake_driver.script(gpu_podman.namespace, f"total {48 << 20}", f"taken {32 << 20}")  # room for one of two
@@ -492,7 +492,7 @@ def test_the_engine_and_its_runtime_are_killed(gpu_podman: Podman) -> None:
 
 
 @pytest.mark.parametrize("victims", ["criu", "runtime", "agent", "runtime and criu and agent"])
-def test_how_soon_it_runs_whoever_is_killed(gpu_podman: Podman, victims: str) -> None:
+def test_how_soon_it_runs_after_a_kill(gpu_podman: Podman, victims: str) -> None:
     """While the driver has its GPU state; docs/faults.md has the figures that this prints."""
     gpu_podman.start_cuda("c", 32, "children=1")
     before = gpu_podman.count("c")

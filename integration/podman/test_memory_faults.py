@@ -111,7 +111,7 @@ def waiting_criu(podman: Podman, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
-def test_whoever_is_killed(make_podman: MakePodman, runtime: str) -> None:
+def test_kills(make_podman: MakePodman, runtime: str) -> None:
     """While all is read, in CRIU's own dump, and while both are joined. What an agent begins another one ends."""
     podman = make_podman(runtime)
     podman.install()
@@ -138,7 +138,7 @@ def test_whoever_is_killed(make_podman: MakePodman, runtime: str) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
-def test_whoever_is_killed_when_a_snapshot_is_taken_and_read(make_podman: MakePodman, runtime: str) -> None:
+def test_kills_when_a_snapshot_is_taken_and_read(make_podman: MakePodman, runtime: str) -> None:
     """In `snapshot` CRIU and its runtime have ended. What the engine has no archive of is in the store all the same."""
     podman = make_podman(runtime)
     podman.install()
@@ -173,7 +173,7 @@ def test_whoever_is_killed_when_a_snapshot_is_taken_and_read(make_podman: MakePo
 
 
 @pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
-def test_whoever_is_killed_in_a_restore(make_podman: MakePodman, runtime: str) -> None:
+def test_kills_in_a_restore(make_podman: MakePodman, runtime: str) -> None:
     """While page images are made for CRIU, and while memory is written past it: nothing runs without all of it."""
     podman = make_podman(runtime)
     podman.install()

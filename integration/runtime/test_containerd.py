@@ -273,7 +273,7 @@ class Pods:
 
 
 @pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=NIGHTLY)])
-def test_whoever_is_killed(node: HandledContainerd, runtime: str) -> None:
+def test_kills(node: HandledContainerd, runtime: str) -> None:
     """The container is restored, starts over, or is not made: never twice, and never with the files of another."""
     pods = Pods(node, runtime)
     container = pods.make()

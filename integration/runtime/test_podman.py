@@ -122,7 +122,7 @@ def damage(pack: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
-def test_whoever_is_killed_in_a_restore(make_handled: MakeHandled, runtime: str) -> None:
+def test_kills_in_a_restore(make_handled: MakeHandled, runtime: str) -> None:
     """The container starts over, or is not made: never twice, and never with the files of another."""
     podman = make_handled(runtime)
     podman.make("run", "job", **STOPPED)

@@ -53,7 +53,7 @@ class Stop:
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
-def test_whoever_is_killed_in_a_stop(make_handled: MakeHandled, runtime: str) -> None:
+def test_kills_in_a_stop(make_handled: MakeHandled, runtime: str) -> None:
     """It is checkpointed though its engine's call, or the agent, or both are killed; else it gets its signal."""
     podman = make_handled(runtime)
     podman.stall()

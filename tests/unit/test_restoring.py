@@ -310,9 +310,7 @@ def recovered() -> list[str]:
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("who", ["worker", "caller", "both"])
 @pytest.mark.parametrize("step", STEPS)
-def test_whoever_is_killed_nothing_is_left(
-    node: Node, monkeypatch: pytest.MonkeyPatch, step: str, who: str, moment: str
-) -> None:
+def test_kills_nothing_is_left(node: Node, monkeypatch: pytest.MonkeyPatch, step: str, who: str, moment: str) -> None:
     caller = os.fork()
     if caller == 0:
         try:
