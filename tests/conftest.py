@@ -15,6 +15,6 @@ settings.load_profile("nightly" if os.environ.get("OCIHOOK_NIGHTLY") else "ci")
 @pytest.fixture
 def container_pid() -> Iterator[int]:
     """A container of one process, without what this one has open."""
-    with subprocess.Popen(["sleep", "infinity"]) as init:
+    with subprocess.Popen(["sleep", "infinity"], start_new_session=True) as init:
         yield init.pid
         init.kill()

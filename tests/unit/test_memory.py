@@ -62,7 +62,9 @@ def poller():
     select.poll().poll(3_600_000); polled.append(True)
 slept, polled = [], []
 threads = [threading.Thread(target=t, daemon=True) for t in (sleeper, poller, lock.acquire)]
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # any thread that returns to user mode could take it
 for t in threads: t.start()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 print(hex(ctypes.addressof(ctypes.c_char.from_buffer(region))), flush=True)
 for line in sys.stdin:
     before = len(slept)
