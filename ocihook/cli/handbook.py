@@ -18,7 +18,7 @@ from ocihook import config
 from ocihook.audit.rows import FILE, PROCESS, THREAD, Row
 from ocihook.cli.main import EXIT_STATUS, cli
 from ocihook.cli.manual import commands_of, settings_of
-from ocihook.criu.explain import catalogue
+from ocihook.criu.causes import catalogue
 from ocihook.linux.socket_options import OPTIONS
 from ocihook.session.effect import Effect
 from ocihook.stages.order import participants

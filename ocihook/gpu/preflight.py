@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ocihook.criu.explain import IO_URING_REMEDY
+from ocihook.criu.causes import remedy_of
 from ocihook.errors import PreflightError
 from ocihook.gpu.driver import CudaState
 from ocihook.gpu.nvml import Gpu
@@ -229,7 +229,7 @@ def _about_process(signs: Signs, situation: Situation) -> Iterator[str]:
             "allocated on the GPU"
         )
     if signs.has_io_uring:
-        yield f"{who} uses io_uring, which CRIU cannot dump: {IO_URING_REMEDY}"
+        yield f"{who} uses io_uring, which CRIU cannot dump: {remedy_of('io-uring')}"
 
 
 def _free_bytes(directory: Path | None) -> int | None:

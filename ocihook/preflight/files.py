@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
+from ocihook.criu.causes import remedy_of
 from ocihook.criu.deleted_files import RefusedFile, has_place, linked_files, refused_files, replaced_files
-from ocihook.criu.explain import IO_URING_REMEDY
 from ocihook.linux.open_files import Mount, OpenFile, Watch, can_open_handle
 from ocihook.preflight.check import Check, before
 from ocihook.preflight.finding import Problem, fail, warn
@@ -38,7 +38,7 @@ _NAMED_PLACES = 3
 def _io_uring(seen: Observation) -> Iterator[Problem]:
     for process in seen.processes:
         if _IO_URING in process.maps or any(file.name == _IO_URING for file in process.files):
-            yield fail(f"{seen.who(process.pid)} uses io_uring, which CRIU cannot dump", IO_URING_REMEDY)
+            yield fail(f"{seen.who(process.pid)} uses io_uring, which CRIU cannot dump", remedy_of("io-uring"))
 
 
 def _anonymous_file(seen: Observation) -> Iterator[Problem]:

@@ -3,11 +3,11 @@
 import signal
 from collections.abc import Iterator
 
-from ocihook.criu.explain import TRACED_INSIDE_REMEDY
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail, warn
 from ocihook.preflight.observation import Observation, ProcessSeen, Task
 
+_TRACED_INSIDE_REMEDY = "have the application trace none of its own processes, as sandboxes and crash handlers do"
 _NOT_NESTED = ("pid", "ipc", "uts", "user", "time", "cgroup")  # CRIU has but one of these for a tree
 
 
@@ -46,7 +46,7 @@ def _traced(seen: Observation) -> Iterator[Problem]:
         tracer = next(filter(None, tracers), 0)
         if tracer in seen.pids:
             detail = f"{seen.who(process.pid)} is traced by {seen.who(tracer)} of the same container"
-            yield fail(detail, TRACED_INSIDE_REMEDY)
+            yield fail(detail, _TRACED_INSIDE_REMEDY)
         elif tracer:
             detail = f"{seen.who(process.pid)} is traced by {seen.who(tracer)}"
             yield fail(detail, f"end that tracer, a debugger or strace: kill {tracer}")

@@ -6,7 +6,7 @@ integration/criu/test_states.py tries each with two versions of CRIU.
 from collections.abc import Iterator
 from shlex import quote
 
-from ocihook.criu.explain import MEMORY_NOT_SHOWN_REMEDY
+from ocihook.criu.causes import remedy_of
 from ocihook.linux.open_files import FileMapping, Mount, mapped_mount_id
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail
@@ -81,7 +81,7 @@ def _secret_memory(seen: Observation) -> Iterator[Problem]:
     for process in _living(seen):
         if f" {_SECRET}" in process.maps or any(file.name == _SECRET for file in process.files):
             detail = f"{seen.who(process.pid)} has secret memory (memfd_secret), which no other process can read"
-            yield fail(detail, MEMORY_NOT_SHOWN_REMEDY)
+            yield fail(detail, remedy_of("secret-memory"))
 
 
 def _anonymous_mapping(seen: Observation) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from ocihook.criu.explain import SHARED_MEMORY_REMEDY
+from ocihook.criu.causes import remedy_of
 from ocihook.linux.procfs import status_fields
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail, warn
@@ -74,7 +74,7 @@ def _shares_memory(seen: Observation) -> Iterator[Problem]:
     for first, *others in seen.sharing_memory:
         for pid in others:
             detail = f"{seen.who(pid)} shares its memory with {seen.who(first)} (CLONE_VM), which CRIU cannot dump"
-            yield fail(detail, SHARED_MEMORY_REMEDY)
+            yield fail(detail, remedy_of("shared-parts"))
 
 
 def _shares_directory(seen: Observation) -> Iterator[Problem]:

@@ -1,9 +1,11 @@
 """Each way to fail is recognized in the log of a real failure, by its cause and not by CRIU's last line."""
 
 from pathlib import Path
+from string import Formatter
 
 import pytest
 
+from ocihook.criu.causes import Cause, catalogue
 from ocihook.criu.explain import Explanation, explain
 
 # Real logs, cut short. integration/criu and integration/podman make most of them again, with OCIHOOK_RECORD_LOGS=1; by
@@ -378,3 +380,10 @@ def test_names_of_files_are_no_commands_for_a_terminal() -> None:
     assert explanation is not None
     assert explanation.name == "ghost-file"
     assert "\x1b" not in str(explanation) + explanation.line
+
+
+@pytest.mark.parametrize("cause", catalogue(), ids=lambda cause: cause.name)
+def test_texts_of_the_catalogue_name_what_their_pattern_finds(cause: Cause) -> None:
+    found = {*cause.pattern.groupindex, "who", "opened"}
+    for text in (cause.what, cause.remedy):
+        assert {name for _, name, _, _ in Formatter().parse(text) if name is not None} <= found
