@@ -272,12 +272,13 @@ def apply_uninstall(changes: list[Change], root: Path, libexec: Path = LIBEXEC, 
         AgentError: if dumps and restores that run do not end in time; uninstalling again continues.
     """
     directories = made_directories(_launchers(root, libexec))
+    named = _named_launchers(root, libexec)
     confs = {below(root, CRIU_CONF_DIR / name) for name in CONF_NAMES}
     for change in changes:
         if change.path in confs:
             apply_change(change)
     if root == NODE:
-        wait_until_unused(timeout_s=timeout_s)
+        wait_until_unused(launchers=named, timeout_s=timeout_s)
     hint = "CRIU no longer calls ocihook; uninstall again to remove the rest"
     has_units = root == NODE and bool(_units(root)) and bool(_signed_units(root))
     if has_units:
@@ -388,10 +389,13 @@ def render(template: str, origin: str, site: Path) -> str:
 
 def _launchers(root: Path, libexec: Path) -> list[Path]:
     """Return the launchers of ours that are there: in `libexec`, and wherever a block of ours names one."""
+    return [place for place in _named_launchers(root, libexec) if is_signed(read(place))]
+
+
+def _named_launchers(root: Path, libexec: Path) -> list[Path]:
     scripts = [block.action_script for block in _own_blocks(root)]
     named = [str(libexec / LAUNCHER_NAME), *(script for script in scripts if script.startswith("/"))]
-    places = dict.fromkeys(below(root, Path(launcher)) for launcher in named)
-    return [place for place in places if is_signed(read(place))]
+    return [*dict.fromkeys(below(root, Path(launcher)) for launcher in named)]
 
 
 def made_directories(launchers: Iterable[Path]) -> list[Path]:

@@ -1,7 +1,6 @@
 """What is removed is not in use any more: CRIU that may call the hook, sessions, the agent."""
 
 import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ocihook.criu.version import Program
 from ocihook.errors import AgentError
 from ocihook.linux.procfs import command_line
 from ocihook.node import drain
@@ -45,12 +43,13 @@ def only_our_processes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 )
 def test_criu_is_known_under_every_title(monkeypatch: pytest.MonkeyPatch, title: tuple[str, ...]) -> None:
     monkeypatch.setattr(drain, "command_line", lambda _pid: list(title))
-    monkeypatch.setattr(drain, "_is_nodes_criu", lambda _pid: True)
+    monkeypatch.setattr(drain, "_runs_criu", lambda _pid: True)
     assert IS_CRIU(1)
 
 
 def test_criu_at_work_is_waited_for(tmp_path: Path, only_our_processes: set[int]) -> None:
-    program = Path(shutil.copy("/bin/sh", tmp_path / "criu"))
+    program, launcher = Path(shutil.copy("/bin/sh", tmp_path / "criu")), tmp_path / "criu-action"
+    launcher.touch()
     with (
         process_named("/usr/sbin/criu", "-s", "swrk", program=program) as criu,
         process_named("criu", "-s", "service", program=program) as service,
@@ -58,22 +57,26 @@ def test_criu_at_work_is_waited_for(tmp_path: Path, only_our_processes: set[int]
     ):
         only_our_processes |= {criu.pid, service.pid, other.pid}
         with pytest.raises(AgentError, match=rf"in use after 0 s: CRIU \(pid {criu.pid}\)\. New dumps .* do not call"):
-            wait_until_unused(tmp_path, timeout_s=0)
+            wait_until_unused(tmp_path, launchers=[launcher], timeout_s=0)
+        wait_until_unused(tmp_path, launchers=[tmp_path / "gone"], timeout_s=0)
         criu.kill()
         criu.wait(60)
-        wait_until_unused(tmp_path, timeout_s=0)
+        wait_until_unused(tmp_path, launchers=[launcher], timeout_s=0)
 
 
-def test_the_nodes_criu_is_known_from_any_namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And another one, which a container may have, only in our own."""
-    program = Path(shutil.copy("/bin/sh", tmp_path / "criu"))
-    links = os.readlink
-    monkeypatch.setattr(os, "readlink", lambda path: "mnt:[1]" if path == "/proc/self/ns/mnt" else links(path))
-    with process_named("criu", "-s", "dump", program=program) as criu:
-        monkeypatch.setattr(drain, "find_program", lambda _: Program("criu", "/bin/true", ()))
-        assert not IS_CRIU(criu.pid)
-        monkeypatch.setattr(drain, "find_program", lambda _: Program("criu", str(program), ()))
-        assert IS_CRIU(criu.pid)
+def test_criu_of_another_root_is_not_waited_for(tmp_path: Path, only_our_processes: set[int]) -> None:
+    """As in a container, or on a node in a mount namespace, whose launcher is another file under the same name."""
+    program, launcher = Path(shutil.copy("/bin/sh", tmp_path / "criu")), tmp_path / "bin/criu-action"
+    launcher.parent.mkdir()
+    launcher.touch()
+    script = 'mount -t tmpfs tmpfs "${1%/*}" && touch "$1" && exec -a criu "$2" -s dump'
+    words = ["unshare", "--mount", "bash", "-c", script, "bash", launcher, program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as criu:
+        while command_line(criu.pid)[:1] != ["criu"]:
+            assert criu.poll() is None
+        only_our_processes.add(criu.pid)
+        wait_until_unused(tmp_path, launchers=[launcher], timeout_s=0)
+        criu.kill()
 
 
 def test_open_sessions_are_waited_for(tmp_path: Path) -> None:
