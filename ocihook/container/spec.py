@@ -1,8 +1,8 @@
 """The part of a bundle that must fit where its processes resume, as a record of a checkpoint.
 
-What a runtime applies in a restore is left out: cgroup limits, SELinux labels, and where a mount comes from are those
-of the new bundle then. All else comes back as CRIU's images have it: capabilities, seccomp filters, limits, mount
-options, masked paths (runc libcontainer/criu_linux.go, crun src/libcrun/criu.c).
+What a runtime applies in a restore is left out: cgroup limits, and where a mount comes from, are those of the new
+bundle then. All else comes back as CRIU's images have it: capabilities, seccomp filters, limits, mount options, masked
+paths (runc libcontainer/criu_linux.go, crun src/libcrun/criu.c).
 """
 
 import json
@@ -47,10 +47,11 @@ class Rights(NamedTuple):
     devices: Mapping[str, Device]
     device_rules: tuple[DeviceRule, ...]
     shared_namespaces: tuple[str, ...]  # which the container joins
-    apparmor: str  # "": unconfined
+    apparmor: str  # profile; "": unconfined
     sysctls: tuple[str, ...]  # names of those of namespaces of its own
     others: Mapping[str, str]  # JSON of what no order is known of
     oom_score_adj: int | None  # the handler applies the new one, to processes that still have this one
+    selinux: str | None = None  # label; "": none; None: the record is of a release that did not note it
 
 
 class SpecFacts(NamedTuple):
@@ -115,6 +116,7 @@ def _rights(config: Mapping[str, Any], bundle: Path) -> Rights:
         sysctls=_own_sysctls(config),
         others=_others(config),
         oom_score_adj=oom_score_adj(config),
+        selinux=str(process.get("selinuxLabel") or ""),
     )
 
 

@@ -42,9 +42,14 @@ def check_spec(then: SpecFacts, now: SpecFacts) -> tuple[Difference, ...]:
         What the container's processes go without, though its bundle grants it now.
 
     Raises:
-        UnsupportedError: naming all other differences.
+        UnsupportedError: naming all other differences; or if the checkpoint does not record its container's rights.
     """
     found = compare(then, now)
+    if then.rights is None:
+        raise UnsupportedError(
+            "the checkpoint is of an earlier release, which did not record what its container was allowed",
+            hint="start from scratch, without ocihook.io/restore-from",
+        )
     refused = [difference.what for difference in found if difference.kind != Kind.WIDER]
     if refused:
         raise UnsupportedError(
@@ -200,11 +205,14 @@ def _device_rules(name: str, then: Rights, now: Rights) -> Differences:
             yield from _GRANTED(f"{name} {device}", before, after)
 
 
-def _apparmor(name: str, then: Rights, now: Rights) -> Differences:
-    """Compare profiles: what they allow is not known, but one that is unconfined is allowed everything."""
-    if then.apparmor != now.apparmor:
-        kind = Kind.NARROWER if not then.apparmor else Kind.OTHER if now.apparmor else Kind.WIDER
-        yield Difference(kind, f"{name} was {then.apparmor or 'unconfined'}, is {now.apparmor or 'unconfined'}")
+def _profile(name: str, then: str | None, now: str | None) -> Differences:
+    """Compare labels of a security module: a restore replaces one by another, and gives none to a process without one.
+
+    CRIU does so (`rst_prep_creds_args`), for all processes that had one.
+    """
+    if then is not None and now is not None and bool(then) != bool(now):
+        kind = Kind.NARROWER if now else Kind.WIDER
+        yield Difference(kind, f"{name} was {then or 'unconfined'}, is {now or 'unconfined'}")
 
 
 def _sysctls(name: str, then: Rights, now: Rights) -> Differences:
@@ -243,7 +251,8 @@ _RIGHTS: tuple[tuple[str, Callable[[str, Rights, Rights], Differences]], ...] = 
     ("device", _devices),
     ("access to device", _device_rules),
     ("shared namespaces", _of("shared_namespaces", _sets(Kind.NARROWER, Kind.OTHER))),
-    ("AppArmor profile", _apparmor),
+    ("AppArmor profile", _of("apparmor", _profile)),
+    ("SELinux label", _of("selinux", _profile)),
     ("sysctls", _sysctls),
     ("", _others),
 )

@@ -216,12 +216,12 @@ def _restore(
     bring_reversibly(place / BELONGINGS_NAME, places, place / _UNDO, lambda _: patience.check())
     patience.check()
     _use_own_criu_settings(call, kept, config)
-    init = _run(call, config, place, patience)
+    init = _run(call, config, place, lsm_profile(then, now), patience)
     mend(init, cgroups_of(call))
     freezer = hold(call)
     if has_cgroup_namespace(config) and not is_in_another_namespace(init.pid):
         _warn(call, f"container {kept.container} is restored without a cgroup namespace: it sees the node's cgroups")
-    for missing in apply_unrestored(init, then.rights, now, config, patience):
+    for missing in apply_unrestored(init, then, now, config, patience):
         _warn(call, f"container {kept.container} is restored without {missing}")
     containers.keep(replace(kept, checkpoint=chosen.thin.checkpoint_id, init=init, cgroup=freezer.directory))
     directory = containers.directory_of(kept.container.id)
@@ -277,8 +277,8 @@ def _verify_stored(domain: Domain, manifest: StoredManifest) -> None:
 
 def _check(
     call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, laid_out: LaidOut, place: Path
-) -> tuple[SpecFacts, Rights]:
-    """Refuse what cannot be restored here, before anything of the container is changed; return both bundles' facts.
+) -> tuple[Rights, Rights]:
+    """Refuse what cannot be restored here, before anything of the container is changed; return both bundles' rights.
 
     A runtime that was given a terminal has used its socket up when its restore fails, and the container cannot start
     from scratch: then every byte is read twice, first here.
@@ -293,18 +293,13 @@ def _check(
     kept_back = [difference.what for difference in check_spec(then, now)]
     if kept_back:
         _warn(call, f"container {kept.container} goes on with the rights it had: {'; '.join(kept_back)}")
-    if then.rights is None:
-        _warn(
-            call,
-            f"checkpoint {chosen.checkpoint_id} is of an earlier release, which did not record what its container "
-            f"was allowed: container {kept.container} has the rights that it had then",
-        )
     if laid_out.host:
         check_host(laid_out.host, "")
     if now.has_terminal:
         laid_out.verify()
+    assert then.rights is not None
     assert now.rights is not None
-    return then, now.rights
+    return then.rights, now.rights
 
 
 def _warn(call: Call, text: str) -> None:
@@ -319,7 +314,7 @@ def _read_facts(path: Path) -> SpecFacts:
         raise IntegrityError(f"what the checkpoint says of its container is damaged: {error}") from error
 
 
-def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience) -> Process:
+def _run(call: Call, config: Mapping[str, Any], place: Path, profile: str, patience: Patience) -> Process:
     """Call the runtime's `restore`, whose 0, 1 and 2 become the container's; return the container's first process."""
     work = place / "work"
     work.mkdir(mode=0o700)
@@ -327,7 +322,7 @@ def _run(call: Call, config: Mapping[str, Any], place: Path, patience: Patience)
     command = [
         str(call.program),
         *call.prefix_with_log(log_path),
-        *restore_words(call, config, place / IMAGES_DIR, work),
+        *restore_words(call, config, place / IMAGES_DIR, work, profile),
     ]
     parent, criu = os.getpid(), call.global_option("--criu") or shutil.which("criu") or ""
     root = namespace_root(call, config)
@@ -361,7 +356,18 @@ def _init_pid(call: Call) -> int:
     return int(json.loads(answer.stdout)["pid"]) if answer.returncode == 0 else 0
 
 
-def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Path) -> list[str]:
+def lsm_profile(then: Rights, now: Rights) -> str:
+    """Return what CRIU is to confine all processes by that a security module confined, as TYPE:NAME; "": as they were.
+
+    A process may have changed its AppArmor profile by itself, so it keeps that where the bundle's is the same.
+    """
+    if now.selinux:
+        return f"selinux:{now.selinux}"
+    is_changed = now.apparmor and then.apparmor and now.apparmor != then.apparmor
+    return f"apparmor:{now.apparmor}" if is_changed else ""
+
+
+def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Path, profile: str) -> list[str]:
     """Return what a runtime is called with to restore in place of `create`."""
     places = {"--image-path": images, "--work-path": work, "--bundle": call.bundle}
     given = {name: call.options[name] for name in ("--pid-file", "--console-socket") if name in call.options}
@@ -369,10 +375,9 @@ def restore_words(call: Call, config: Mapping[str, Any], images: Path, work: Pat
     words += [str(word) for option in (places | given).items() for word in option]
     if not call.is_crun:
         words.append("--no-subreaper")  # the engine's shim is one
-    process, linux = config.get("process") or {}, config.get("linux") or {}
-    if label := process.get("selinuxLabel"):
-        words += ["--lsm-profile", f"selinux:{label}"]
-    if label := linux.get("mountLabel"):
+    if profile:
+        words += ["--lsm-profile", profile]
+    if label := (config.get("linux") or {}).get("mountLabel"):
         words += ["--lsm-mount-context", str(label)]
     return [*words, call.container_id]
 

@@ -27,13 +27,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def apply_unrestored(
-    init: Process, then: Rights | None, now: Rights, config: Mapping[str, Any], patience: Patience
+    init: Process, then: Rights, now: Rights, config: Mapping[str, Any], patience: Patience
 ) -> list[str]:
     """Apply the bundle to a container that does not run yet.
 
     Args:
         init: its first process.
-        then: the bundle of the checkpoint; None: it was not recorded.
+        then: the bundle of the checkpoint.
         now: the bundle.
         config: the bundle's config.json.
         patience: with the engine's call.
@@ -50,7 +50,7 @@ def apply_unrestored(
         _call(partial(_set_sysctls, sysctls), init, patience)
     if mounts:
         _call(partial(_remount, mounts), init, patience)
-    if then is None or then.oom_score_adj is None or now.oom_score_adj in (None, then.oom_score_adj):
+    if then.oom_score_adj is None or now.oom_score_adj in (None, then.oom_score_adj):
         return []
     scores = then.oom_score_adj, now.oom_score_adj
     failed = [pid for pid in descendants(init.pid) if not _set_oom_score(pid, *scores)]

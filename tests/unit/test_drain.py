@@ -70,7 +70,7 @@ def test_criu_of_another_root_is_not_waited_for(tmp_path: Path, only_our_process
     launcher.parent.mkdir()
     launcher.touch()
     script = 'mount -t tmpfs tmpfs "${1%/*}" && touch "$1" && exec -a criu "$2" -s dump'
-    words = ["unshare", "--mount", "bash", "-c", script, "bash", launcher, program]
+    words = ["unshare", "--mount", "bash", "-c", script, "bash", str(launcher), str(program)]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as criu:
         while command_line(criu.pid)[:1] != ["criu"]:
             assert criu.poll() is None

@@ -33,7 +33,7 @@ from ocihook.runtime.choice import Known, choose, domains_of, fetch, is_restart,
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.create import read_policy
 from ocihook.runtime.gate import check_spec
-from ocihook.runtime.restoring import restore_words
+from ocihook.runtime.restoring import lsm_profile, restore_words
 from ocihook.store.lineage import has_identity, lineage
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin
@@ -157,15 +157,34 @@ def test_an_invalid_config_is_an_error(tmp_path: Path, broken: dict[str, Any]) -
 
 def test_what_a_runtime_is_asked_for() -> None:
     words = ["create", "--bundle", "/b", "--pid-file", "/p", "--console-socket", "/c", "--no-pivot", "id"]
-    config = {"process": {"selinuxLabel": "l1"}, "linux": {"mountLabel": "l2"}}
-    asked = restore_words(Call.parse(Path("/usr/sbin/runc"), words), config, Path("/i"), Path("/w"))
+    places = Path("/i"), Path("/w")
+    asked = restore_words(Call.parse(Path("/usr/sbin/runc"), words), {"linux": {"mountLabel": "l2"}}, *places, "lsm:p")
     assert asked == [
         *("restore", "--detach", "--tcp-established", "--file-locks"),
         *("--image-path", "/i", "--work-path", "/w", "--bundle", "/b"),
         *("--pid-file", "/p", "--console-socket", "/c", "--no-subreaper"),
-        *("--lsm-profile", "selinux:l1", "--lsm-mount-context", "l2", "id"),
+        *("--lsm-profile", "lsm:p", "--lsm-mount-context", "l2", "id"),
     ]
-    assert "--no-subreaper" not in restore_words(Call.parse(Path("crun"), words), {}, Path("/i"), Path("/w"))
+    assert "--no-subreaper" not in restore_words(Call.parse(Path("crun"), words), {}, *places, "")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "asked"),
+    [
+        ({}, {}, ""),
+        ({"apparmorProfile": "a"}, {"apparmorProfile": "a"}, ""),  # a process may have changed its own
+        ({"apparmorProfile": "a"}, {"apparmorProfile": "b"}, "apparmor:b"),
+        ({"apparmorProfile": "a"}, {"apparmorProfile": "unconfined"}, ""),  # it keeps the narrower one
+        ({"selinuxLabel": "u:r:t:s0:c1"}, {"selinuxLabel": "u:r:t:s0:c2"}, "selinux:u:r:t:s0:c2"),
+        ({"selinuxLabel": "u:r:t:s0"}, {"selinuxLabel": "u:r:t:s0"}, "selinux:u:r:t:s0"),
+        ({"selinuxLabel": "u:r:t:s0"}, {}, ""),
+    ],
+)
+def test_what_confines_the_restored_processes(then: dict[str, str], now: dict[str, str], asked: str) -> None:
+    rights = [spec_facts({"process": process}, Path("/b")).rights for process in (then, now)]
+    assert rights[0] is not None
+    assert rights[1] is not None
+    assert lsm_profile(rights[0], rights[1]) == asked
 
 
 def test_processes_are_brought_into_the_container_s_own_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,17 +393,16 @@ def test_fewer_rights_are_refused_and_more_are_told(node: Node, caplog: pytest.L
     )
 
 
-def test_a_checkpoint_that_does_not_record_rights_is_restored_with_a_warning(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_does_not_record_rights_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def lay_out(domain: object, manifest: object, place: Path, **more: object) -> None:
         node._lay_out(domain, manifest, place, **more)
         facts = json.loads((place / FACTS_NAME).read_bytes())
         (place / FACTS_NAME).write_text(json.dumps(facts[:6]))
 
     monkeypatch.setattr(restoring, "lay_out", lay_out)
-    node.restore({"process": {"noNewPrivileges": True}})
-    assert "which did not record what its container was allowed" in (node.bundle / "log").read_text()
+    with pytest.raises(RestoreError, match="did not record what its container was allowed"):
+        node.restore()
+    node.assert_as_before()
 
 
 @pytest.mark.parametrize(
