@@ -4,6 +4,7 @@ programs.py hold GIB            bf16 weights on every GPU, summed up whole in ev
 programs.py zeros GIB           so much memory on a GPU and as much pinned on the host, most of it zero, summed up
 programs.py odd PIECES          so many pieces of GPU memory of sizes that are no multiples of 2 MiB, each summed up
 programs.py pinned GIB          so much pinned memory of the host that no packer makes smaller, and 1 GiB on a GPU
+programs.py pool MIB            two threads that use a pool (cudaMallocAsync) which keeps so much; 0: gives all back
 programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
@@ -99,6 +100,38 @@ def odd(pieces: int) -> None:
             assert cuda.cuMemcpyDtoH_v2(content, pointer, ctypes.c_size_t(size)) == 0
             digest.update(content)
         say(count, digest.hexdigest()[:16])
+        time.sleep(PAUSE_S)
+
+
+def pool(kept_bytes: int) -> None:
+    import ctypes
+    import threading
+
+    weights = torch.arange(1 << 24, device="cuda")
+    torch.cuda.synchronize()
+    cuda, held, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+    assert cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0
+    assert cuda.cuDeviceGetDefaultMemPool(ctypes.byref(held), 0) == 0
+    threshold = ctypes.c_uint64(kept_bytes)
+    assert cuda.cuMemPoolSetAttribute(held, 4, ctypes.byref(threshold)) == 0  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+
+    def use() -> None:
+        stream = ctypes.c_void_p()
+        assert cuda.cuCtxSetCurrent(context) == 0
+        assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
+        while True:
+            pointer = ctypes.c_uint64()
+            assert cuda.cuMemAllocAsync(ctypes.byref(pointer), ctypes.c_size_t(8 << 20), stream) == 0
+            assert cuda.cuMemsetD8Async(pointer, ctypes.c_ubyte(1), ctypes.c_size_t(8 << 20), stream) == 0
+            assert cuda.cuMemFreeAsync(pointer, stream) == 0
+            time.sleep(0.001)
+
+    for _ in range(2):
+        threading.Thread(target=use, daemon=True).start()
+    count = 0
+    while True:
+        count += 1
+        say(count, str(int((weights[::2] - 3 * weights[1::2]).sum()) & 0xFFFF))
         time.sleep(PAUSE_S)
 
 
@@ -262,6 +295,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "hold": hold,
     "zeros": zeros,
     "odd": lambda pieces: odd(int(pieces)),
+    "pool": lambda mib: pool(int(mib) << 20),
     "pinned": pinned,
     "train": lambda steps: train(int(steps)),
     "lora": lora,

@@ -67,6 +67,7 @@ class Node:
             mode: of ocihook.
         """
         scratch.mkdir()
+        self.mode = mode
         self._scratch, self._template, self._has_ocihook, self._count = scratch, template, wheels is not None, 0
         self._namespace = Namespace(PIVOTED, [str(scratch), str(root)])
         self._write(_CONFIGURATION, "manage-cgroups=ignore\n")

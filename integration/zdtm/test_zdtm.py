@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Rounds:
             node.close()
 
     def differences(self, case: Case) -> dict[str, Outcome]:
-        """Return in which ways a test is not as with CRIU alone."""
+        """Return the ways in which a test is never as good as with CRIU alone; warn of those in which it is once."""
         alone = self._alone.run(case)
         if alone.failed:
             pytest.skip(f"fails with CRIU alone: {alone.failed}")
@@ -47,16 +48,31 @@ class Rounds:
         return {way: outcome for way, outcome in found.items() if outcome is not None}
 
     def _difference(self, case: Case, alone: Outcome, node: Node, *, leaves: bool = False) -> Outcome | None:
-        """Return the last outcome, if it is never as good as with CRIU alone before."""
-        outcome = node.run(case, leaves=leaves)
-        for _ in range(TRIES - 1):
-            if outcome.is_as_good_as(alone):
-                return None
+        """Return the last outcome if no try is as good as the one with CRIU alone before it."""
+        worse: list[Outcome] = []
+        while not (outcome := node.run(case, leaves=leaves)).is_as_good_as(alone):
+            worse.append(outcome)
+            if len(worse) == TRIES:
+                return outcome
             alone = self._alone.run(case, leaves=leaves)
             if alone.failed:
+                _report(case, node, worse, f"then fails with CRIU alone: {alone.failed}", leaves=leaves)
                 return None
-            outcome = node.run(case, leaves=leaves)
-        return None if outcome.is_as_good_as(alone) else outcome
+        if worse:
+            _report(case, node, worse, "then is as with CRIU alone", leaves=leaves)
+        return None
+
+
+class Retried(UserWarning):
+    """A test differs from CRIU alone in some tries, and not in all: pytest lists these warnings at its end."""
+
+
+def _report(case: Case, node: Node, worse: list[Outcome], end: str, *, leaves: bool) -> None:
+    way = "left running" if leaves else node.mode
+    found = "; ".join(outcome.failed or str(outcome.notes) for outcome in worse)
+    warnings.warn(
+        f"{case.name}, {way}: differs in {len(worse)} of {TRIES} tries, {end}: {found}", Retried, stacklevel=1
+    )
 
 
 @pytest.fixture(scope="module")
