@@ -6,7 +6,7 @@ from shlex import quote
 
 from ocihook.criu.conf import CRIU_CONF_DIR, options, plugin_dir
 from ocihook.criu.plugin import find_plugin
-from ocihook.criu.version import crun_reads_its_conf, find_program
+from ocihook.criu.version import crun_reads_its_conf, find_path, find_program
 from ocihook.errors import ConfigError
 
 _MAX_BYTES = 1 << 20  # of a file
@@ -40,11 +40,11 @@ class CriuOptions:
 
 def files_read_for(runtime: str) -> list[str]:
     """Return the configuration files that CRIU reads when a runtime calls it; the last one wins."""
+    if runtime == "runc":
+        return ["default.conf", "runc.conf"] if find_path(runtime) else []
     program = find_program(runtime)
     if program is None:
         return []
-    if runtime == "runc":
-        return ["default.conf", "runc.conf"]
     if not crun_reads_its_conf(program):
         return ["default.conf"]
     return ["default.conf", "crun.conf" if (CRIU_CONF_DIR / "crun.conf").exists() else "runc.conf"]

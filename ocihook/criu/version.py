@@ -21,6 +21,7 @@ FIRST_CRIU_FOR_7_1 = (4, 2, 1)  # of Linux: criu#3002, corrected after 4.2
 _CRUN_READS_CONF = (1, 26)
 _LIBCRIU_CALL = b"criu_set_config_file"
 _NFTABLES = "libnftables.so.1"
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 _NFTABLES_FEATURE, _IS_SUPPORTED = "network_lock_nftables", "is supported"  # criu/cr-check.c
 
 
@@ -38,10 +39,16 @@ class Program(NamedTuple):
 
 
 @cache
-def find_program(name: str) -> Program | None:
-    """Return a program of this node with its version, None if it is not there."""
+def find_path(name: str) -> str | None:
+    """Return where a program of this node is, None if it does not exist."""
     directories = [os.environ.get("PATH", os.defpath), *(f"/{directory}" for directory in _PROGRAM_DIRS)]
-    path = shutil.which(name, path=os.pathsep.join(directories))
+    return shutil.which(name, path=os.pathsep.join(directories))
+
+
+@cache
+def find_program(name: str) -> Program | None:
+    """Return a program of this node with its version, which it is run for; None if it does not exist."""
+    path = find_path(name)
     if path is None:
         return None
     return Program(name, path, parse_version("\n".join(run_output(path, "--version").splitlines()[:2])))
@@ -68,7 +75,7 @@ def _package_version(root: Path, name: str) -> tuple[int, ...]:
 
 def parse_version(text: str) -> tuple[int, ...]:
     """Return the first version in a text; () if there is none."""
-    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    match = _VERSION.search(text)
     return tuple(int(part) for part in match.groups() if part) if match else ()
 
 

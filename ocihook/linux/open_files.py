@@ -184,14 +184,15 @@ def _info(link: str) -> str:
         os.close(fd)
 
 
-def mapped_files(pid: int) -> Iterator[OpenFile]:
-    """Yield the files that a process has mapped whose names were removed, each once; without root, none."""
+def mapped_files(pid: int, maps: str) -> Iterator[OpenFile]:
+    """Yield the files that a process has mapped whose names were removed, each once; without root, none.
+
+    Args:
+        pid: of the process.
+        maps: its proc_pid_maps(5).
+    """
     seen = set()
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
-    except OSError:
-        return
-    for line in maps.splitlines():
+    for line in maps.splitlines() if _DELETED in maps else ():
         span, _, _, device, inode, *name = line.split(maxsplit=5)
         if not name or not name[0].endswith(_DELETED) or not name[0].startswith("/") or (device, inode) in seen:
             continue

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from shlex import quote
 
-from ocihook.linux.open_files import Mount, resolve_inside
+from ocihook.linux.open_files import Mount
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail, warn
 from ocihook.preflight.observation import Observation
@@ -89,7 +89,7 @@ def _tracefs(seen: Observation) -> Iterator[Problem]:
 
 
 def _tmpfs(seen: Observation) -> Iterator[Problem]:
-    places = _configured(seen)
+    places = seen.configured_places
     for mount in seen.init.mounts if places else ():
         if mount.kind == "tmpfs" and mount.place not in places["bind"] and (size := _used_bytes(seen, mount.place)):
             detail = f"{mount.place} is memory (tmpfs) with {size // _MIB} MiB, which CRIU packs with gzip on one core"
@@ -108,30 +108,11 @@ def _used_bytes(seen: Observation, place: str) -> int:
 
 def _unknown_places(seen: Observation) -> set[str]:
     """Return the places where something is mounted that the container's configuration does not name."""
-    places = _configured(seen)
+    places = seen.configured_places
     if not places:
         return set()
     named = set().union(*places.values())
     return {mount.place for mount in seen.init.mounts if mount.place != "/" and mount.place not in named}
-
-
-def _configured(seen: Observation) -> dict[str, set[str]]:
-    """Return the places where a bundle has its runtime mount something, by purpose: /var/run may be a link to /run."""
-    config = seen.container.config if seen.container else {}
-    if not config:
-        return {}
-    linux = config.get("linux")
-    linux = linux if isinstance(linux, Mapping) else {}
-    rows = [m for m in (config.get("mounts") or ()) if isinstance(m, Mapping)]  # type: ignore[attr-defined]
-    binds = {str(m.get("destination")) for m in rows if m.get("type") == "bind" or "bind" in (m.get("options") or ())}
-    places = {
-        "bind": binds,
-        "mount": {str(m.get("destination")) for m in rows},
-        "device": {str(d.get("path")) for d in (linux.get("devices") or ()) if isinstance(d, Mapping)},
-        "masked": {*map(str, linux.get("maskedPaths") or ()), *map(str, linux.get("readonlyPaths") or ())},
-        "console": {"/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"},
-    }
-    return {purpose: {resolve_inside(seen.init_pid, one) for one in named} for purpose, named in places.items()}
 
 
 CHECKS = (

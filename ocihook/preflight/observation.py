@@ -30,6 +30,7 @@ from ocihook.linux.open_files import (
     mounts,
     namespaces,
     open_files,
+    resolve_inside,
     used_files,
 )
 from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_fields, thread_ids, tracer_pid
@@ -41,6 +42,7 @@ from ocihook.net.netlink import UnixSocket, unix_sockets
 from ocihook.net.survey import Survey
 
 _UNIX = 1  # AF_UNIX
+_CONSOLE = {"/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,27 @@ class Observation:
     def mappings(self) -> Mapping[int, tuple[FileMapping, ...]]:
         """The mappings of files, by pid."""
         return {process.pid: file_mappings(process.maps) for process in self.processes}
+
+    @cached_property
+    def configured_places(self) -> Mapping[str, set[str]]:
+        """The places where a bundle has its runtime mount something, by purpose: /var/run may be a link to /run."""
+        config = self.container.config if self.container else {}
+        if not config:
+            return {}
+        linux = config.get("linux")
+        linux = linux if isinstance(linux, Mapping) else {}
+        rows = [m for m in (config.get("mounts") or ()) if isinstance(m, Mapping)]  # type: ignore[attr-defined]
+        binds = {
+            str(m.get("destination")) for m in rows if m.get("type") == "bind" or "bind" in (m.get("options") or ())
+        }
+        places = {
+            "bind": binds,
+            "mount": {str(m.get("destination")) for m in rows},
+            "device": {str(d.get("path")) for d in (linux.get("devices") or ()) if isinstance(d, Mapping)},
+            "masked": {*map(str, linux.get("maskedPaths") or ()), *map(str, linux.get("readonlyPaths") or ())},
+            "console": _CONSOLE,
+        }
+        return {purpose: {resolve_inside(self.init_pid, one) for one in named} for purpose, named in places.items()}
 
     @property
     def init(self) -> ProcessSeen:
@@ -271,16 +294,17 @@ def _read(pid: int, mounted: dict[str, list[Mount]]) -> ProcessSeen | None:
     if where not in mounted:
         mounted[where] = mounts(pid)
     found, waiting = sockets_and_queues(pid)
+    maps = _maps(pid)
     return ProcessSeen(
         pid=pid,
         threads=tuple(threads),
         namespaces=own,
-        files=(*open_files(pid), *mapped_files(pid)),
+        files=(*open_files(pid), *mapped_files(pid, maps)),
         used=used_files(pid),
         sockets=found,
         queues=waiting,
         mounts=mounted[where],
-        maps=_maps(pid),
+        maps=maps,
     )
 
 
@@ -291,6 +315,7 @@ def _link(path: str) -> str:
 
 
 def _maps(pid: int) -> str:
+    """Return a process's proc_pid_maps(5); "" if it has exited, or is a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
     return ""

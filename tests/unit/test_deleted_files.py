@@ -21,7 +21,7 @@ LARGE = CriuOptions(ghost_limit_bytes=4 * MIB)
 
 def file_refusals(options: CriuOptions) -> list[str]:
     """Return why CRIU would refuse files of this process, with the remedies."""
-    files = (*open_files(os.getpid()), *mapped_files(os.getpid()))
+    files = (*open_files(os.getpid()), *mapped_files(os.getpid(), Path("/proc/self/maps").read_text()))
     return [f"{refused.what}: {refused.remedy}" for refused in refused_files(files, options)]
 
 

@@ -35,6 +35,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Progr
     found: dict[str, Program] = {}
     for module in (criu_files, machine, node):
         monkeypatch.setattr(module, "find_program", found.get)
+    monkeypatch.setattr(criu_files, "find_path", found.get)
     for module in (criu_files, node):
         monkeypatch.setattr(module, "CRIU_CONF_DIR", tmp_path)
     monkeypatch.setattr(node, "_ETC", tmp_path)
