@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from ocihook.linux.sysv import objects_of
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail, warn
 from ocihook.preflight.observation import Observation
@@ -13,9 +12,9 @@ _LONGEST_BYTES = 8192  # criu/ipc_ns.c, MSGMAX
 
 
 def _full_queue(seen: Observation) -> Iterator[Problem]:
-    found = objects_of(seen.init_pid) if seen.has_own("ipc") else None
-    for queue in found.queues if found else ():
-        if found and queue.bytes > found.most_bytes:
+    found = seen.sysv_objects
+    for queue in found.queues:
+        if queue.bytes > found.most_bytes:
             detail = (
                 f"System V message queue {queue.id} holds {queue.bytes} bytes; a new one may hold {found.most_bytes}"
             )
@@ -26,22 +25,20 @@ def _full_queue(seen: Observation) -> Iterator[Problem]:
 
 
 def _long_message(seen: Observation) -> Iterator[Problem]:
-    found = objects_of(seen.init_pid) if seen.has_own("ipc") else None
-    for queue in found.queues if found else ():
+    found = seen.sysv_objects
+    for queue in found.queues:
         detail = f"System V message queue {queue.id} has a message longer than {_LONGEST_BYTES} bytes"
         remedy = "have the application read it before the dump, or send shorter ones"
         if queue.bytes > _LONGEST_BYTES * queue.messages:
             yield fail(f"{detail}, which CRIU dumps and does not restore", remedy)
-        elif found and queue.bytes > _LONGEST_BYTES and found.longest_bytes > _LONGEST_BYTES:
+        elif queue.bytes > _LONGEST_BYTES and found.longest_bytes > _LONGEST_BYTES:
             yield warn(detail.replace(" has ", " may have ") + ", which CRIU would not restore", remedy)
 
 
 def _removed_segment(seen: Observation) -> Iterator[Problem]:
-    found = objects_of(seen.init_pid) if seen.has_own("ipc") else None
-    if found and found.removed:
-        detail = (
-            f"{len(found.removed)} segments of System V shared memory are removed when no process has them (IPC_RMID)"
-        )
+    removed = seen.sysv_objects.removed
+    if removed:
+        detail = f"{len(removed)} segments of System V shared memory are removed when no process has them (IPC_RMID)"
         yield warn(f"{detail}; restored ones stay", "remove them when their users have ended: ipcs -m, ipcrm -m ID")
 
 

@@ -37,6 +37,7 @@ from ocihook.linux.procfs import Process, Stat, descendants, read_stat, status_f
 from ocihook.linux.sharing import Kind, sharing
 from ocihook.linux.socket_queues import Queue, sockets_and_queues
 from ocihook.linux.sockets import Socket, hides_socket_options
+from ocihook.linux.sysv import Objects, objects_of
 from ocihook.net.namespace import NetNamespace
 from ocihook.net.netlink import UnixSocket, unix_sockets
 from ocihook.net.survey import Survey
@@ -154,6 +155,11 @@ class Observation:
             "console": _CONSOLE,
         }
         return {purpose: {resolve_inside(self.init_pid, one) for one in named} for purpose, named in places.items()}
+
+    @cached_property
+    def sysv_objects(self) -> Objects:
+        """The objects of its IPC namespace, if that is its own."""
+        return objects_of(self.init_pid) if self.has_own("ipc") else Objects()
 
     @property
     def init(self) -> ProcessSeen:

@@ -39,6 +39,7 @@ class Journal:
         self.stage = ""  # the one that is being handled
         self.effects = [Effect.from_json(effect) for effect in data["effects"]]  # to be undone, oldest first
         self._data = data
+        self._read: dict[type[Facts], Facts] = {}  # facts by kind, as `facts` gave them
 
     @classmethod
     def create(cls, runtime_dir: Path, criu: Process, runtime: Process | None = None) -> "Journal":
@@ -140,11 +141,15 @@ class Journal:
         for one in facts:
             known = {**self._data["facts"], **to_json(one)}
             self._data["facts"] = {name: value for name, value in known.items() if value is not None}
+        self._read.clear()
         self.save()
 
     def facts(self, kind: type[F]) -> F:
         """Return the facts of a kind; what is not known has its default."""
-        return from_json(kind, self._data["facts"])
+        found = self._read.get(kind)
+        if not isinstance(found, kind):
+            found = self._read[kind] = from_json(kind, self._data["facts"])
+        return found
 
     def knows(self, kind: type[Facts]) -> bool:
         """Return whether facts of a kind were noted."""
