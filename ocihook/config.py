@@ -70,6 +70,8 @@ class Policy:
     checkpoint_on_stop: bool = False  # runtime handler: a container that is stopped is checkpointed first
     on_no_checkpoint: str = "start"  # runtime handler, without that checkpoint: start afresh, or fail `create`
     on_restore_error: str = "start"  # runtime handler, where a restore fails: start afresh, or fail `create`
+    restore_wait_s: float = 300.0  # runtime handler: for a stop that is under way, and the push of its checkpoint
+    on_claim: str = "error"  # runtime handler, its checkpoint is in use elsewhere: as for a failed restore; wait; fail
     on_member_stop: str = "last"  # runtime handler, one of a gang stopped alone: last (epoch counts); checkpoint (all)
     restore_on_restart: bool = False  # runtime handler: restore a container that its own pod restarts, too
 
@@ -103,6 +105,8 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "checkpoint_on_stop": True,
         "on_no_checkpoint": ("start", "fail"),
         "on_restore_error": ("start", "fail"),
+        "restore_wait_s": 3600.0,
+        "on_claim": ("error", "wait", "fail"),
         "on_member_stop": ("last", "checkpoint"),
         "restore_on_restart": True,
     }
@@ -169,6 +173,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "push": ("never", "always"),
     "on_no_checkpoint": ("start", "fail"),
     "on_restore_error": ("start", "fail"),
+    "on_claim": ("error", "wait", "fail"),
     "on_member_stop": ("last", "checkpoint"),
 }
 _ABSOLUTE = re.compile(r"(?:/.*)?", re.DOTALL), "an absolute path"
@@ -203,6 +208,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "quiesce_timeout_s": (0.1, 600),
     "gpu_lock_timeout_s": (0.1, 3600),
     "gang_timeout_s": (0.1, 3600),
+    "restore_wait_s": (0, 86400),
     "idle_timeout_s": (1, 86400),
     "snapshot_share": (0, 1),
     "memory_bound_bytes": (64 << 20, 1 << 50),

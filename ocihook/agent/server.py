@@ -38,6 +38,7 @@ from ocihook.linux.procfs import Process
 from ocihook.linux.workers import die_with_parent, run_at_low_priority
 from ocihook.log import add_fields, set_up_logging
 from ocihook.net.netlink import load_messages
+from ocihook.runtime.announced import has_announcements, has_due_announcements, tend_announcements
 from ocihook.runtime.claims import has_claims, has_due_claims, tend_claims
 from ocihook.runtime.gang_call import listen, members_that_listen
 from ocihook.runtime.stop_record import stops_under_way
@@ -77,6 +78,15 @@ def _complete(settings: Settings) -> None:
             report_complete(container, Link.of(settings), patience)
 
 
+def _tend(settings: Settings) -> None:
+    tend_announcements(settings)  # first: containers elsewhere wait for it
+    tend_claims(Path(settings.store_dir), settings.remote)
+
+
+def _holds_claims(settings: Settings) -> bool:
+    return has_claims(Path(settings.store_dir)) or has_announcements(settings)
+
+
 def _has_listeners(settings: Settings) -> bool:
     return any(True for _ in members_that_listen(settings))
 
@@ -85,8 +95,9 @@ _STORE = _Background("pending checkpoints", lambda settings: has_pending(Store.o
 _PUSH = _Background("pushes", lambda settings: has_due_pushes(Store.of(settings)), push_due)
 _CLAIMS = _Background(
     "claims of checkpoints",
-    lambda settings: has_due_claims(Path(settings.store_dir)),
-    lambda settings: tend_claims(Path(settings.store_dir), settings.remote),
+    lambda settings: has_due_claims(Path(settings.store_dir)) or has_due_announcements(settings),
+    _tend,
+    is_waited_for=True,  # on a node whose processors are busy an announcement would expire
 )
 _ARCHIVES = _Background("retention of archives", prunes_archives, prune_by_policy)
 _CALLS = _Background("calls of gangs", _has_listeners, lambda _: listen(load_settings), is_waited_for=True)
@@ -125,7 +136,7 @@ class Agent:
         self._asked: int | None = None  # a pipe with a byte for each of their requests
         self._asked_until_s = 0.0  # by the monotonic clock: whoever has asked may ask again
         self._push_at_s: float | None = None  # by the monotonic clock: what could not be pushed is tried again
-        self._store_dir: Path | None = None  # that the agent has worked for, and so where claims are on record
+        self._settings: Settings | None = None  # that the agent has worked by, and so where claims are on record
         self._is_stopping = False
 
     def run(self, idle_timeout_s: float) -> None:
@@ -146,7 +157,7 @@ class Agent:
                 self._see_to_be_found()
             if self._push_at_s is not None and time.monotonic() >= self._push_at_s and not self._is_running(_PUSH):
                 self._start_background(_PUSH)
-            if self._store_dir is not None and has_due_claims(self._store_dir) and not self._is_running(_CLAIMS):
+            if self._settings is not None and not self._is_running(_CLAIMS) and _CLAIMS.is_due(self._settings):
                 self._start_background(_CLAIMS)
             for key, _ in self._selector.select(timeout=1.0):
                 self._serve(key)
@@ -189,7 +200,7 @@ class Agent:
             bool(self._children or self._background or self._metrics or is_asked)
             or is_recent
             or self._push_at_s is not None
-            or (self._store_dir is not None and has_claims(self._store_dir))
+            or (self._settings is not None and _holds_claims(self._settings))
         )
 
     def _stop(self) -> None:
@@ -266,7 +277,7 @@ class Agent:
                 continue
             try:
                 settings = self._load()
-                self._store_dir = Path(settings.store_dir)
+                self._settings = settings
                 if kind is _PUSH:
                     self._push_at_s = self._next_push_at_s(settings)
                 if not kind.is_due(settings):
@@ -594,7 +605,7 @@ def _has_work_left(runtime_dir: Path) -> bool:
     if open_journals(runtime_dir) or any(True for _ in stops_under_way()):
         return True
     try:
-        return has_claims(Path(load_settings().store_dir))
+        return _holds_claims(load_settings())
     except (OcihookError, OSError):
         return False
 

@@ -15,7 +15,7 @@ from ocihook.packs.pages import Progress, no_progress
 from ocihook.remote.location import open_remote
 from ocihook.remote.remote import Remote
 from ocihook.store.domain import Domain
-from ocihook.store.pushes import Push
+from ocihook.store.pushes import Push, note_rate
 from ocihook.store.records import unseal_manifest
 from ocihook.store.store import Store
 
@@ -108,7 +108,9 @@ def push_due(settings: Settings, now: Callable[[], float] = time.time, *, at_onc
             try:
                 if not settings.remote:
                     raise ConfigError("no remote is configured", hint="set [agent] remote")
+                began_s = time.monotonic()
                 moved = push(domain, waiting.checkpoint_id, settings.remote)
+                note_rate(store.root, moved.moved_bytes, time.monotonic() - began_s)
                 domain.pushes.end(waiting.checkpoint_id)
                 log.info("checkpoint %s is at the remote, %d bytes were sent", moved.checkpoint_id, moved.moved_bytes)
             except (OcihookError, OSError) as error:

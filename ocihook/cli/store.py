@@ -17,6 +17,7 @@ from ocihook.config import RANGES, Settings, load_settings
 from ocihook.errors import ConfigError, IntegrityError, KeyMissing, StoreError, printable
 from ocihook.linux.patience import Patience
 from ocihook.packs.cipher import Keyring
+from ocihook.runtime import claims
 from ocihook.store.pushes import Push
 from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import CHECKPOINT_ID
@@ -347,6 +348,33 @@ def _print_moved(rows: list[transfer.Moved], how: str, location: str, *, as_json
             f"{row.checkpoint_id}: {format_bytes(row.moved_bytes)} {how} {location}, of {format_bytes(row.pack_bytes)} "
             f"that it is stored in; {format_bytes(row.raw_bytes)} of memory"
         )
+
+
+@store.command()
+@click.argument("checkpoint", required=False)
+@click.option("--node", metavar="NAME", help="All claims and announced stops of a node that is lost.")
+@json_option
+def release(*, checkpoint: str | None, node: str | None, as_json: bool) -> None:
+    """Remove the claims of CHECKPOINT, or of a lost node, at the remote, so that a container can resume from it now.
+
+    Two containers must not run from one checkpoint: make sure that the other one has ended, or its node is off.
+    """
+    if bool(checkpoint) == bool(node):
+        raise click.UsageError("name a CHECKPOINT, or --node NAME")
+    if checkpoint and not CHECKPOINT_ID.fullmatch(checkpoint):
+        raise click.BadParameter(f"{checkpoint!r} is not the id of a checkpoint")
+    settings = load_settings()
+    location = _location(None)
+    released = claims.release(settings, checkpoint_id=checkpoint or "", node=node or "")
+    if as_json:
+        print_json({"remote": location, "released": [row._asdict() for row in released]})
+        return
+    for row in released:
+        whose = f", of container {row.container} on node {row.host}" if row.host else ""
+        what = "the announcement of a stop" if row.of.startswith(claims.STOP_PREFIX) else f"the claim of {row.of}"
+        click.echo(printable(f"removed {what} in domain {row.domain}{whose}"))
+    if not released:
+        click.echo(f"{location} has no claim of {checkpoint or f'node {node}'}")
 
 
 @store.command()

@@ -5,6 +5,7 @@
     domains/<domain>/pushing/<random>      names that a push relies on, sent or not: of packs, of its layout
     domains/<domain>/removing/<random>     names that a prune is about to remove
     domains/<domain>/claims/<id>.<random>  who restores a checkpoint, or runs from it (runtime/claims.py)
+    domains/<domain>/claims/stop-<member>-<gang>.<random>   a stop that is under way (runtime/announced.py)
     domains/<domain>/pruned/<random>       empty: a node's prune by policy; of two at once the first by time, then name
 
 A push announces its names, then checks whether a prune is removing any, and waits for it; a prune announces what it
@@ -13,6 +14,7 @@ so no push relies on what is removed. Times are the object store's own; no node'
 """
 
 import contextlib
+import fnmatch
 import json
 import re
 import secrets
@@ -155,23 +157,23 @@ class ObjectRemote:
             self._blobs.remove(mine)
         return freed
 
-    def claims(self, checkpoint_id: str) -> list[ClaimBlob]:
-        """Return the claims of a checkpoint."""
+    def claims(self, of: str) -> list[ClaimBlob]:
+        """Return the claims of a checkpoint or stop; `*` stands for any text."""
         found = []
         for blob in list(self._blobs.below(f"{self._prefix}claims/")):
-            of, _, token = blob.name.rpartition("/")[2].partition(".")
-            data = self._blobs.read(blob.name, MAX_CLAIM_BYTES) if of == checkpoint_id else None
+            name, _, token = blob.name.rpartition("/")[2].partition(".")
+            data = self._blobs.read(blob.name, MAX_CLAIM_BYTES) if fnmatch.fnmatchcase(name, of) else None
             if data is not None:  # else of another one, or removed meanwhile
-                found.append(ClaimBlob(token, data, blob.modified_s))
+                found.append(ClaimBlob(token, data, blob.modified_s, name))
         return found
 
-    def write_claim(self, checkpoint_id: str, token: str, data: bytes) -> None:
+    def write_claim(self, of: str, token: str, data: bytes) -> None:
         """Write a claim, or write it again."""
-        self._blobs.write(f"{self._prefix}claims/{checkpoint_id}.{token}", data)
+        self._blobs.write(f"{self._prefix}claims/{of}.{token}", data)
 
-    def remove_claim(self, checkpoint_id: str, token: str) -> None:
+    def remove_claim(self, of: str, token: str) -> None:
         """Remove a claim, if it is there."""
-        self._blobs.remove(f"{self._prefix}claims/{checkpoint_id}.{token}")
+        self._blobs.remove(f"{self._prefix}claims/{of}.{token}")
 
     def _rubbish(self, needed: Collection[str]) -> dict[str, Blob]:
         """Return packs that are not needed, and layouts without a manifest, by the names that they are announced by."""

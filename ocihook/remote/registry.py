@@ -5,11 +5,13 @@
                                    each by its name (org.opencontainers.image.title)
 
     tag <domain>.<checkpoint id>.<random>   who restores it, or runs from it (runtime/claims.py), by a node's clock
+    tag <domain>.stop-<member>-<gang>.<random>   a stop that is under way (runtime/announced.py)
 
 The tag is the commit. Blobs that no manifest names are removed by the registry, at a time of its own.
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import re
@@ -33,6 +35,7 @@ _CLAIM, _CLAIMED = "io.ocihook.claim", "io.ocihook.claimed"  # its text; "" once
 _PRUNED = "io.ocihook.pruned"  # seconds since the epoch
 _TITLE = "org.opencontainers.image.title"
 _TAG = re.compile(r"(.+)\.([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8})")
+_CLAIM_TAG = re.compile(r"(.+)\.([0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}|stop-[0-9a-f]{16}-[0-9a-f]{16})\.([A-Za-z0-9]+)")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -139,8 +142,7 @@ class RegistryRemote:
             self._put_note(tag, "pruned", {_PRUNED: str(int(time.time()))})
 
     def _put_note(self, tag: str, kind: str, annotations: Mapping[str, str]) -> None:
-        """Store an artifact that is nothing but its annotations."""
-        self._repository.upload_bytes(b"{}")
+        """Store an artifact that is nothing but its annotations; its empty config was stored with the first."""
         body = {
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
@@ -149,7 +151,12 @@ class RegistryRemote:
             "layers": [],
             "annotations": dict(annotations),
         }
-        self._repository.put_manifest(tag, json.dumps(body).encode())
+        data = json.dumps(body).encode()
+        try:
+            self._repository.put_manifest(tag, data)
+        except RegistryError:  # it does not have the config yet
+            self._repository.upload_bytes(b"{}")
+            self._repository.put_manifest(tag, data)
 
     def settle(self) -> None:
         """Return at once: what a registry has accepted is durable."""
@@ -165,31 +172,30 @@ class RegistryRemote:
         del needed
         return 0
 
-    def claims(self, checkpoint_id: str) -> list[ClaimBlob]:
-        """Return the claims of a checkpoint."""
-        prefix = f"{self._tag(checkpoint_id)}."
+    def claims(self, of: str) -> list[ClaimBlob]:
+        """Return the claims of a checkpoint or stop; `*` stands for any text."""
         found = []
-        for tag in self._repository.tags():
-            if tag.startswith(prefix):
+        for tag, match in ((tag, _CLAIM_TAG.fullmatch(tag)) for tag in self._repository.tags()):
+            if match and match[1] == self._domain and fnmatch.fnmatchcase(match[2], of):
                 with _unless_missing():  # withdrawn meanwhile
-                    found.append(self._claim(tag, tag.removeprefix(prefix)))
+                    found.append(self._claim(tag, match[2], match[3]))
         return [claim for claim in found if claim.data]
 
-    def _claim(self, tag: str, token: str) -> ClaimBlob:
+    def _claim(self, tag: str, of: str, token: str) -> ClaimBlob:
         try:
             notes = json.loads(self._repository.get_manifest(tag).data)["annotations"]
-            return ClaimBlob(token, notes[_CLAIM].encode(), float(notes[_CLAIMED]))
+            return ClaimBlob(token, notes[_CLAIM].encode(), float(notes[_CLAIMED]), of)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RemoteError(f"{tag} in {self._repository} is no claim of a checkpoint") from error
 
-    def write_claim(self, checkpoint_id: str, token: str, data: bytes) -> None:
+    def write_claim(self, of: str, token: str, data: bytes) -> None:
         """Write a claim, or write it again."""
         notes = {_CLAIM: data.decode(), _CLAIMED: f"{time.time():.3f}"}
-        self._put_note(f"{self._tag(checkpoint_id)}.{token}", "claim", notes)
+        self._put_note(f"{self._tag(of)}.{token}", "claim", notes)
 
-    def remove_claim(self, checkpoint_id: str, token: str) -> None:
+    def remove_claim(self, of: str, token: str) -> None:
         """Remove a claim; where the registry removes nothing, replace it by one that says so."""
-        tag = f"{self._tag(checkpoint_id)}.{token}"
+        tag = f"{self._tag(of)}.{token}"
         with _unless_missing():
             digest = self._repository.get_manifest(tag).digest
             try:
@@ -199,8 +205,8 @@ class RegistryRemote:
                     raise
                 self._put_note(tag, "claim", {_CLAIM: "", _CLAIMED: f"{time.time():.3f}"})
 
-    def _tag(self, checkpoint_id: str) -> str:
-        return f"{self._domain}.{checkpoint_id}"
+    def _tag(self, of: str) -> str:
+        return f"{self._domain}.{of}"
 
     def _artifact(self, checkpoint_id: str) -> _Artifact | None:
         if checkpoint_id not in self._artifacts:
@@ -218,8 +224,8 @@ class RegistryRemote:
 
 
 def registry_domains(repository: Repository) -> list[str]:
-    """Return the domains that have checkpoints in a repository."""
-    found = (_TAG.fullmatch(tag) for tag in repository.tags())
+    """Return the domains that have checkpoints, claims or announced stops in a repository."""
+    found = (_TAG.fullmatch(tag) or _CLAIM_TAG.fullmatch(tag) for tag in repository.tags())
     return sorted({match[1] for match in found if match})
 
 

@@ -11,11 +11,12 @@ MAX_CLAIM_BYTES = 16 << 10
 
 
 class ClaimBlob(NamedTuple):
-    """A claim of a checkpoint, as it was written."""
+    """A claim of a checkpoint, or the announcement of a stop, as it was written."""
 
     token: str  # its name, which no other claim has ever
     data: bytes
     written_s: float  # since the epoch, by the storage's clock; in a registry by the clock of the node
+    of: str = ""  # the id of the checkpoint, or the name of the stop
 
 
 class Remote(Protocol):
@@ -66,11 +67,21 @@ class Remote(Protocol):
             needed: returns the packs of all checkpoints that are complete when it is called.
         """
 
-    def claims(self, checkpoint_id: str) -> list[ClaimBlob]:
-        """Return the claims of a checkpoint: all whose `write_claim` had returned when this was called."""
+    def claims(self, of: str) -> list[ClaimBlob]:
+        """Return the claims of a checkpoint: all whose `write_claim` had returned when this was called.
 
-    def write_claim(self, checkpoint_id: str, token: str, data: bytes) -> None:
-        """Write a claim, or write it again. All see it once this has returned."""
+        Args:
+            of: the id of the checkpoint, or the name of a stop; `*` in it stands for any text.
+        """
 
-    def remove_claim(self, checkpoint_id: str, token: str) -> None:
+    def write_claim(self, of: str, token: str, data: bytes) -> None:
+        """Write a claim, or write it again. All see it once this has returned.
+
+        Args:
+            of: the id of a checkpoint, or the name of a stop: letters, digits and `-`.
+            token: tells it from others of the same.
+            data: its content.
+        """
+
+    def remove_claim(self, of: str, token: str) -> None:
         """Remove a claim, if it is there."""

@@ -77,7 +77,7 @@ def keep(thin: Thin, settings: Settings, container: ContainerRef, why: str, bega
         why: the reason.
         began_s: since the epoch: when it was tried.
     """
-    _record(thin, settings, container, why, began_s)
+    record(thin, settings, container, why, began_s)
     try:
         is_pinned = _pin(thin, settings)
     except (OcihookError, OSError) as error:  # the container starts all the same; its user has to know
@@ -111,10 +111,11 @@ def _pin(thin: Thin, settings: Settings) -> bool:
     return True
 
 
-def _record(thin: Thin, settings: Settings, container: ContainerRef, why: str, began_s: float) -> None:
-    record: dict[str, Any] = {"act": "resume", "began": began_s, "ended": time.time(), "stages": {}, "phases": []}
-    record |= {"outcome": "failed", "error": why, "error_code": "restore", "container": container.to_json()}
-    record["facts"] = {"checkpoint": thin.checkpoint_id, "domain": thin.domain}
+def record(thin: Thin, settings: Settings, container: ContainerRef, why: str, began_s: float) -> None:
+    """Record in the history that a container could not resume from a checkpoint; see `keep`."""
+    row: dict[str, Any] = {"act": "resume", "began": began_s, "ended": time.time(), "stages": {}, "phases": []}
+    row |= {"outcome": "failed", "error": why, "error_code": "restore", "container": container.to_json()}
+    row["facts"] = {"checkpoint": thin.checkpoint_id, "domain": thin.domain}
     directory = Path(settings.history_dir)
     with contextlib.suppress(OSError):  # a full disk: the log and the runtime's caller have the reason, too
-        history.keep(directory, f"resume-{thin.checkpoint_id}", record, limit=settings.history_kept)
+        history.keep(directory, f"resume-{thin.checkpoint_id}", row, limit=settings.history_kept)

@@ -2,6 +2,8 @@
 
 import calendar
 import contextlib
+import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,11 +16,23 @@ from ocihook.checkpoints.epochs import Epochs
 from ocihook.checkpoints.listing import memory_state
 from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
-from ocihook.errors import IdentificationError, IntegrityError, NoCheckpoint, RemoteError, StoreError, UnsupportedError
+from ocihook.errors import (
+    IdentificationError,
+    IntegrityError,
+    NoCheckpoint,
+    RemoteError,
+    StoreError,
+    UnsupportedError,
+    printable,
+)
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef, GangRef
 from ocihook.packs.cipher import Keyring, KeySource
+from ocihook.remote.location import open_remote
+from ocihook.runtime import waiting
+from ocihook.runtime.announced import Found, find_announced, name_of
+from ocihook.runtime.claims import node_name
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.stop_record import is_stopping
 from ocihook.store.domain import Domain
@@ -34,6 +48,12 @@ _SKEW_S = 3600.0  # by which the clocks of nodes may differ, between which archi
 STALL_S = 90.0  # that a remote may send nothing of a checkpoint: a connection that is dead was made anew by then
 COMPLETE_S = 600.0  # that a checkpoint which another process stores is waited for
 
+_POLL_S, _LONGEST_POLL_S = 0.2, 2.0  # between looks at the remote, for a stop that is under way
+_TOLD_EVERY_S = 15.0  # what a container waits for
+_FORGET_S = 10.0  # that a remote may take to remove what a lost node has announced
+
+log = logging.getLogger(__name__)
+
 _NEXT = 1 << 62  # sequence of what waits to be stored: it has none yet, and is behind all that have
 
 
@@ -47,6 +67,13 @@ class Known(NamedTuple):
     archive: Path | None = None  # of an engine; None: in a store
 
 
+class _Remote(NamedTuple):
+    """What a remote has of a domain: the announced stops were read first, since a push ends before it is withdrawn."""
+
+    known: Sequence[Known] = ()
+    announced: Sequence[Found] = ()
+
+
 class Chosen(NamedTuple):
     """The checkpoint that a container resumes from."""
 
@@ -55,14 +82,22 @@ class Chosen(NamedTuple):
     archive: Path | None = None  # of an engine, that it is in; None: it is in the store, or at the remote
 
 
-def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience, gang: GangRef | None = None) -> Chosen:
+def choose(
+    kept: Kept,
+    policy: Policy,
+    settings: Settings,
+    patience: Patience,
+    gang: GangRef | None = None,
+    say: Callable[[str], object] = log.info,
+) -> Chosen:
     """Return the checkpoint that is named, or the newest of the container's member.
 
     It is in this node's store, at the remote, or in an archive that an engine has written on this node.
 
     What is of a dump of a gang that is not complete is none. The members of a gang come to the same dump. For `latest`,
     a checkpoint that was lost is none, and one that is still being read from a snapshot is waited for, up to MADE_S;
-    then the one before it counts.
+    then the one before it counts. A stop of the member that is under way, on this node or announced at the remote, is
+    waited for, up to `restore_wait_s`; in a gang, those of all members.
 
     Args:
         kept: the container.
@@ -70,6 +105,7 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience, g
         settings: the node's.
         patience: with the engine's call.
         gang: that it is in.
+        say: tells what the container waits for.
 
     Raises:
         GangError: if the members of its gang do not all ask.
@@ -85,16 +121,17 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience, g
             f"pod {kept.container.pod_name} is one of many that are alike: which checkpoint is its own is not known",
             hint="name a checkpoint by its id, or a member by ocihook.io/member",
         )
-    limit = patience.within(MADE_S)
+    there, why = _Remote(), ""
     if wanted == LATEST:  # a new pod may be made before the old one has ended
-        limit.until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
+        there, why = _wait_for_stops(kept, policy, settings, patience, gang, say)
+    limit = patience.within(MADE_S)
     names = [kept.domain] if wanted == LATEST else domains_of(kept.domain, store.names(), settings)
     if gang is not None and wanted == LATEST:
         _complete_own(store, kept, settings, limit)  # what cannot be stored is not offered to the other members
     for name in names:
-        known = list(_here(store, name))
-        if settings.remote and (wanted == LATEST or all(one.id != wanted for one in known)):
-            known += _ask_remote(settings, name, patience)
+        known = [*_here(store, name), *there.known]
+        if settings.remote and wanted != LATEST and all(one.id != wanted for one in known):
+            known += _ask_remote(settings, name, patience).known
         found = _find(_usable(known, wanted, kept, store, name, limit), wanted, kept)
         if found is None or wanted == LATEST:
             known += _archived(name, wanted, found.created if found else "", settings, patience)
@@ -108,9 +145,82 @@ def choose(kept: Kept, policy: Policy, settings: Settings, patience: Patience, g
     remote = f", nor at {settings.remote}" if settings.remote else ""
     where = f"in domain {', '.join(names)} of this node's store{remote}, nor in an engine's archive here"
     raise NoCheckpoint(
-        f"there is no checkpoint {of} of a stopped container {where}",
+        f"there is no checkpoint {of} of a stopped container {where}{why and '; '}{why}",
         hint="one is made when a container is stopped that has ocihook.io/checkpoint-on-stop",
     )
+
+
+def _wait_for_stops(
+    kept: Kept,
+    policy: Policy,
+    settings: Settings,
+    patience: Patience,
+    gang: GangRef | None,
+    say: Callable[[str], object],
+) -> tuple[_Remote, str]:
+    """Wait until no stop is under way that may bring a newer checkpoint; return what the remote has then.
+
+    Returns:
+        Also why a stop has brought none, or was not waited for any longer; "" if there was no such stop.
+
+    Raises:
+        NoCheckpoint: if a stop is still under way at the end of the wait, and that is to fail.
+        RemoteError: if the remote does not answer in time.
+        GivenUp: if nobody waits for it any more.
+    """
+    watch, poll_s, told_s = waiting.begin(kept, waiting.STOPS), _POLL_S, -math.inf
+    of = name_of(kept.domain, "*" if gang else lineage(kept.container), gang.name if gang else "*")
+    why: list[str] = []
+    while True:
+        here = patience.within(watch.left_s(policy.restore_wait_s, time.monotonic()))
+        is_here = not here.until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
+        remote = _ask_remote(settings, kept.domain, patience, of) if settings.remote else _Remote()
+        alive, dead = watch.look(remote.announced, time.monotonic())
+        for one in dead:
+            why.append(f"{_stop(one)} was not renewed for {waiting.MISSED * one.announced.every_s:g} s")
+            _forget(one, kept.domain, settings, patience)
+        complete = {one.id for one in remote.known}
+        awaited = waiting.to_wait_for(alive, node_name(settings) if alive else "", complete)
+        limit_s = waiting.limit_s(policy.restore_wait_s, [one.announced for one in awaited])
+        left_s = watch.left_s(limit_s, time.monotonic())
+        if not (awaited or is_here) or not left_s:
+            break
+        waiting.keep(kept, waiting.STOPS, watch)
+        if time.monotonic() - told_s >= _TOLD_EVERY_S:
+            told_s = time.monotonic()
+            stops = ", ".join(map(_stop, awaited)) or "a stop on this node"
+            say(f"container {kept.container} waits for its checkpoint, for {left_s:.0f} s at most: {stops}")
+        patience.within(left_s).sleep(poll_s)
+        poll_s = min(poll_s * 1.3, _LONGEST_POLL_S)
+    failed = [one for one in alive if one.announced.failed and one.announced.holder.node != node_name(settings)]
+    why += [f"{_stop(one)} has failed: {one.announced.failed}" for one in failed]
+    if awaited or is_here:
+        stops = ", ".join(map(_stop, awaited)) or f"a stop of {lineage(kept.container)} on this node"
+        late = f"{stops} has not brought a checkpoint in {policy.restore_wait_s:g} s or the time of its push"
+        if policy.on_no_checkpoint == "fail":
+            waiting.keep(kept, waiting.STOPS, watch)  # who is called again does not wait as long again
+            raise NoCheckpoint(late, hint="raise restore_wait_s, or wait until it is at the remote")
+        why.append(late)
+    waiting.end(kept, waiting.STOPS)
+    for each in why:
+        log.warning("container %s: %s", kept.container, each)
+    return remote, "; ".join(why)
+
+
+def _stop(one: Found) -> str:
+    """Return a stop in words."""
+    holder, phase = one.announced.holder, one.announced.phase
+    size = f", {one.announced.size_bytes >> 20} MiB are being {phase}" if one.announced.size_bytes else ""
+    return printable(f"the stop of container {holder.container} on node {holder.host}{size}")
+
+
+def _forget(one: Found, name: str, settings: Settings, patience: Patience) -> None:
+    """Remove an announcement of a node that is gone, so that it costs one wait; it does not matter if that fails."""
+
+    def remove(location: str) -> None:
+        open_remote(location, name).remove_claim(one.of, one.token)
+
+    call_each(remove, [settings.remote], patience.within(_FORGET_S))
 
 
 def _find(known: Iterable[Known], wanted: str, kept: Kept) -> Known | None:
@@ -208,7 +318,7 @@ def known_checkpoints(name: str, settings: Settings, patience: Patience) -> list
     Raises:
         OcihookError: if the store or the remote cannot be read.
     """
-    remote = _ask_remote(settings, name, patience) if settings.remote else []
+    remote = _ask_remote(settings, name, patience).known if settings.remote else ()
     archived = _archived(name, LATEST, "", settings, patience)
     return [*_here(Store.of(settings, patience), name), *remote, *archived]
 
@@ -287,13 +397,22 @@ def _domain_of(container: ContainerRef) -> str:
     return ""
 
 
-def _ask_remote(settings: Settings, name: str, patience: Patience) -> list[Known]:
-    """Return the stops' checkpoints of a domain at the remote. A process of its own asks: that may take any time."""
+def _ask_remote(settings: Settings, name: str, patience: Patience, stops: str = "") -> _Remote:
+    """Return the stops' checkpoints of a domain at the remote. A process of its own asks: that may take any time.
+
+    Args:
+        settings: the node's.
+        name: of the domain.
+        patience: with the engine's call.
+        stops: a name of stops that may be announced, as `name_of` returns it; "": none matters.
+    """
     from ocihook.checkpoints.remote_listing import RemoteCheckpoints  # takes long to load, as the next two
 
-    def ask(location: str) -> list[Known]:
-        checkpoints = RemoteCheckpoints(location, Keyring(KeySource.of(settings), name)).all()
-        return [_known(manifest) for manifest in checkpoints if manifest.belongings_bytes]
+    def ask(location: str) -> _Remote:
+        keyring = Keyring(KeySource.of(settings), name)
+        announced = find_announced(open_remote(location, name), keyring, stops) if stops else []
+        checkpoints = RemoteCheckpoints(location, keyring).all()
+        return _Remote([_known(manifest) for manifest in checkpoints if manifest.belongings_bytes], announced)
 
     (outcome,) = call_each(ask, [settings.remote], patience.within(REMOTE_S))
     if isinstance(outcome, TimeoutError):

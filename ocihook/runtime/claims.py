@@ -9,6 +9,7 @@ of a node that is gone. So it is for a container of the same node, which looks a
 of a pod of the same name: a cluster has one of a name at a time.
 """
 
+import base64
 import contextlib
 import json
 import logging
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ocihook.config import Settings
 from ocihook.errors import CheckpointInUse, OcihookError, RemoteError, RestoreError, plain, printable
@@ -25,11 +27,13 @@ from ocihook.linux.files import make_directory, replace_file
 from ocihook.linux.patience import Patience
 from ocihook.linux.workers import call_each
 from ocihook.model import ContainerRef
+from ocihook.packs.cipher import Keyring, KeySource, opened, seal
 from ocihook.packs.frame import load_json
-from ocihook.remote.location import open_remote
-from ocihook.remote.remote import Remote
+from ocihook.remote.location import open_remote, remote_domains
+from ocihook.remote.remote import ClaimBlob, Remote
 from ocihook.runtime import containers
 from ocihook.session.record import from_json, to_json
+from ocihook.store.store import Store
 from ocihook.store.thin import Thin
 from ocihook.wire import RESTORING_NAME
 
@@ -40,6 +44,7 @@ _WITHDRAW_S = 10.0  # likewise, where an engine waits; else the agent does it
 _UNDECIDED_S = 20.0  # within which whoever has written a claim has also looked, or has given up
 _AGAIN_S = 30.0  # after a remote that was away
 _NODE_NAME = "node"
+STOP_PREFIX = "stop-"  # of the names of announced stops (announced.py)
 
 log = logging.getLogger(__name__)
 
@@ -91,16 +96,27 @@ class Claim:
         return not now_s < self.next_s <= now_s + RENEWED_EVERY_S or (not self.ended_s and not self.is_held)
 
 
+def holder_of(container: ContainerRef, settings: Settings) -> Holder:
+    """Return a container of this node as others see it at the remote."""
+    return Holder(node=node_name(settings), host=os.uname().nodename, container=container)
+
+
+def node_name(settings: Settings) -> str:
+    """Return the name of this node's store, which no other has."""
+    directory = Path(settings.store_dir) / "claims"
+    make_directory(directory, within=Path(settings.store_dir))
+    return _node(directory)
+
+
 def note_claim(checkpoint: Thin, container: ContainerRef, settings: Settings) -> Path:
     """Put on record, here, that a checkpoint is about to be claimed; return where."""
     directory = Path(settings.store_dir) / "claims"
     make_directory(directory, within=Path(settings.store_dir))
-    holder = Holder(node=_node(directory), host=os.uname().nodename, container=container)
     claim = Claim(
         checkpoint=checkpoint,
         location=settings.remote,
         token=secrets.token_hex(8),
-        holder=holder,
+        holder=holder_of(container, settings),
         next_s=time.time() + RENEWED_EVERY_S,
     )
     path = directory / f"{checkpoint.domain}.{checkpoint.checkpoint_id}.{claim.token}.json"
@@ -121,6 +137,89 @@ def make_claim(path: Path, patience: Patience) -> None:
         raise RemoteError(f"{claim.location} has not said in {CLAIM_S:g} s who runs from a checkpoint") from outcome
     if isinstance(outcome, Exception):
         raise outcome
+
+
+def is_claimed(checkpoint: Thin, container: ContainerRef, settings: Settings, patience: Patience) -> bool:
+    """Return whether a claim at the remote keeps a container from a checkpoint.
+
+    Raises:
+        RemoteError: if the remote does not answer.
+    """
+    holder = holder_of(container, settings)
+
+    def look(location: str) -> bool:
+        blobs = open_remote(location, checkpoint.domain).claims(checkpoint.checkpoint_id)
+        return any(not holder.stands_in_for(_decode(blob.data, location)) for blob in blobs)
+
+    (outcome,) = call_each(look, [settings.remote], patience.within(CLAIM_S))
+    if isinstance(outcome, TimeoutError):
+        raise RemoteError(f"{settings.remote} has not said in {CLAIM_S:g} s who runs from a checkpoint") from outcome
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+class Released(NamedTuple):
+    """A claim, or an announced stop, that was removed."""
+
+    domain: str
+    of: str  # the checkpoint, or the name of the stop
+    host: str  # the node that had it; "" if the claim is malformed
+    container: str
+
+
+def release(settings: Settings, *, checkpoint_id: str = "", node: str = "") -> list[Released]:
+    """Remove claims at the remote whose containers are gone, as after the loss of a node; return them.
+
+    A node that is not lost writes its claims again when it renews them, and logs that they were removed.
+
+    Args:
+        settings: the node's, with a remote.
+        checkpoint_id: all claims of this checkpoint.
+        node: all claims and announced stops of the node with this host name, or this name of its store.
+
+    Raises:
+        RemoteError: if the remote cannot be reached, or has no such checkpoint.
+    """
+    domains = {*remote_domains(settings.remote), *Store.of(settings).names()}
+    found = []
+    for domain in sorted(domains):
+        remote = open_remote(settings.remote, domain)
+        for blob in remote.claims(checkpoint_id or "*"):
+            holder = _holder_of(blob, Keyring(KeySource.of(settings), domain))
+            if checkpoint_id or (holder and node in (holder.host, holder.node)):
+                remote.remove_claim(blob.of, blob.token)
+                names = (holder.host, str(holder.container)) if holder else ("", "")
+                found.append(Released(domain, blob.of, *names))
+    return found
+
+
+def _holder_of(blob: ClaimBlob, keyring: Keyring) -> Holder | None:
+    """Return who has a claim or has announced a stop; None if it is malformed, or the key is missing."""
+    with contextlib.suppress(OcihookError, ValueError, TypeError, KeyError, AttributeError):
+        if blob.of.startswith(STOP_PREFIX):
+            return from_json(Holder, load_json(unseal_claim(keyring, blob))["holder"])
+        return _decode(blob.data, "the remote")
+    return None
+
+
+def seal_claim(keyring: Keyring, of: str, token: str, data: bytes) -> bytes:
+    """Return a claim as the remote has it: encrypted where its domain is."""
+    return base64.b64encode(seal(keyring, f"stop {of}.{token}", data)) if keyring.is_configured else data
+
+
+def unseal_claim(keyring: Keyring, blob: ClaimBlob) -> bytes:
+    """Return the content of a claim that `seal_claim` has written.
+
+    Raises:
+        IntegrityError: if it is damaged, or another one, or not encrypted and should be.
+        ValueError: if it is not Base64 and should be.
+        KeyMissing: if there is no key.
+    """
+    if not keyring.is_configured:
+        return blob.data
+    data = base64.b64decode(blob.data, validate=True)
+    return opened(keyring, f"stop {blob.of}.{blob.token}", data, must_be_sealed=lambda: True)
 
 
 def end_claim(path: Path) -> None:
@@ -148,7 +247,7 @@ def _claim(mine: Claim) -> None:
                     f"checkpoint {checkpoint_id} is being restored or runs already, on node {printable(rival.host)}, "
                     f"as container {rival.container}",
                     hint="stop that one first: two must not resume from the same state. If that node is gone, "
-                    f"the checkpoint is free {LASTS_S / 60:g} minutes later",
+                    f"`ocihook store release {checkpoint_id}`; else it is free {LASTS_S / 60:g} minutes later",
                 )
             patience.sleep(0.2)  # it sees ours, and withdraws
         remote.write_claim(checkpoint_id, mine.token, _encode(replace(mine.holder, is_decided=True)))

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,15 +18,20 @@ from ocihook.container.conmon import conmon_name
 from ocihook.container.descriptors import check_image_files
 from ocihook.container.identity import container_ref, gang_ref
 from ocihook.errors import CheckpointInUse, ConfigError, GivenUp, NoCheckpoint, OcihookError, RestoreError, plain
-from ocihook.linux.patience import ENDLESS
-from ocihook.runtime import containers
-from ocihook.runtime.attempts import keep
+from ocihook.linux.patience import Patience
+from ocihook.linux.procfs import Process
+from ocihook.runtime import containers, waiting
+from ocihook.runtime.attempts import keep, record
 from ocihook.runtime.call import Call
 from ocihook.runtime.choice import choose
+from ocihook.runtime.claims import is_claimed
 from ocihook.runtime.containers import Kept
-from ocihook.runtime.restoring import discard, is_unsettled, restore, settle
+from ocihook.runtime.restoring import discard, is_unsettled, restore, running_from, settle
 from ocihook.runtime.stop_record import stop_signals
 from ocihook.store.lineage import domain_name
+from ocihook.store.thin import Thin
+
+_CLAIM_POLL_S = 2.0  # between looks at who runs from a checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +120,18 @@ def _is_restored(
         gang = gang_ref(annotations_of(config), kept.container)
         if gang is not None and not settings.coordinator:
             wake()
-        chosen = choose(kept, policy, settings, ENDLESS, gang)
-        if chosen.is_restart and not policy.restore_on_restart:
-            call.say(f"container {kept.container} was restarted in its pod, and starts from scratch", "info")
-            return False
-        restore(call, kept, config, chosen, settings)
+        while True:
+            chosen = choose(kept, policy, settings, _patience(), gang, partial(call.say, level="info"))
+            if chosen.is_restart and not policy.restore_on_restart:
+                call.say(f"container {kept.container} was restarted in its pod, and starts from scratch", "info")
+                return False
+            try:
+                restore(call, kept, config, chosen, settings)
+                waiting.end(kept, waiting.CLAIM)
+                break
+            except CheckpointInUse as error:
+                if policy.on_claim != "wait" or not _wait_for_claim(call, kept, chosen.thin, policy, settings, error):
+                    raise
     except GivenUp:
         raise
     except (OcihookError, OSError) as error:
@@ -127,17 +140,59 @@ def _is_restored(
                 f"container {kept.container} is neither restored nor started: {plain(error).rstrip('.')}",
                 hint="remove it, or run `ocihook recover`",
             ) from error
-        is_to_fail = (policy.on_no_checkpoint if isinstance(error, NoCheckpoint) else policy.on_restore_error) == "fail"
         why = plain(error).rstrip(".")
-        if chosen is not None and not isinstance(error, CheckpointInUse):
+        if chosen is not None and isinstance(error, CheckpointInUse):
+            record(chosen.thin, settings, kept.container, why, began_s)
+        elif chosen is not None:
             why = f"{why}. {keep(chosen.thin, settings, kept.container, why, began_s)}"
-        if is_to_fail:
+        if _is_to_fail(error, policy):
             raise OcihookError(f"container {kept.container} is not restored: {why}. Nothing was started") from error
         message = f"container {kept.container} is not restored and starts from scratch: {why}"
         log.warning(message)
         call.say(message, "warning")
         return False
     return True
+
+
+def _is_to_fail(error: Exception, policy: Policy) -> bool:
+    """Return whether a container that is not restored must not start from scratch either."""
+    if isinstance(error, NoCheckpoint):
+        return policy.on_no_checkpoint == "fail"
+    return policy.on_restore_error == "fail" or (isinstance(error, CheckpointInUse) and policy.on_claim == "fail")
+
+
+def _wait_for_claim(
+    call: Call, kept: Kept, chosen: Thin, policy: Policy, settings: Settings, error: CheckpointInUse
+) -> bool:
+    """Wait until no container runs from a checkpoint any longer; False if one still does at the end of the wait.
+
+    Raises:
+        RemoteError: if the remote does not answer.
+        GivenUp: if the engine no longer waits.
+    """
+    watch, patience = waiting.begin(kept, waiting.CLAIM), _patience()
+    left_s = watch.left_s(policy.restore_wait_s, time.monotonic())
+    call.say(f"container {kept.container} waits for its checkpoint, for {left_s:.0f} s at most: {plain(error)}", "info")
+
+    def is_free() -> bool:
+        watch.look([], time.monotonic())
+        waiting.keep(kept, waiting.CLAIM, watch)
+        if running_from(chosen, kept) is not None:
+            return False
+        return not settings.remote or not is_claimed(chosen, kept.container, settings, patience)
+
+    limit = patience.within(left_s)
+    limit.sleep(_CLAIM_POLL_S)  # also where it was only being restored: that is no claim that can be looked at
+    if left_s and limit.until(is_free, poll_s=_CLAIM_POLL_S, longest_poll_s=_CLAIM_POLL_S):
+        return True
+    waiting.end(kept, waiting.CLAIM)
+    return False
+
+
+def _patience() -> Patience:
+    """Return the patience with the process that has called: an engine that gives up may kill that one alone."""
+    caller = Process.find(os.getppid())  # None: it is outside of our PID namespace
+    return Patience({"the engine": caller} if caller else {})
 
 
 def read_policy(settings: Settings, notes: Mapping[str, str], *, in_pod: bool) -> Policy:

@@ -593,16 +593,20 @@ def _alone(kept: containers.Kept, chosen: Thin, settings: Settings) -> Iterator[
     try:
         if not try_lock(lock, fcntl.LOCK_EX):
             raise CheckpointInUse(f"checkpoint {chosen.checkpoint_id} is being restored as another container")
-        for other in containers.all_kept():
-            is_other = other.container.id != kept.container.id and other.checkpoint == chosen.checkpoint_id
-            if is_other and other.is_running:
-                raise CheckpointInUse(
-                    f"checkpoint {chosen.checkpoint_id} runs already, as container {other.container}",
-                    hint="stop that one first: two must not resume from the same state",
-                )
+        if (other := running_from(chosen, kept)) is not None:
+            raise CheckpointInUse(
+                f"checkpoint {chosen.checkpoint_id} runs already, as container {other.container}",
+                hint="stop that one first: two must not resume from the same state",
+            )
         yield
     finally:
         os.close(lock)
+
+
+def running_from(chosen: Thin, kept: containers.Kept) -> containers.Kept | None:
+    """Return another container of this node that runs from a checkpoint; None if none does."""
+    others = (other for other in containers.all_kept() if other.container.id != kept.container.id)
+    return next((other for other in others if other.checkpoint == chosen.checkpoint_id and other.is_running), None)
 
 
 def place_of(settings: Settings, container_id: str) -> Path:

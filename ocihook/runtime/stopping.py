@@ -19,17 +19,20 @@ from typing import Any
 from ocihook.checkpoints.belongings import IMAGES_DIR, read_call, stopping_dir
 from ocihook.checkpoints.pending import claimed, directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
-from ocihook.config import Settings
+from ocihook.config import Settings, apply_annotations
+from ocihook.container.identity import gang_ref
 from ocihook.criu.explain import explain
 from ocihook.errors import ConfigError, OcihookError, UnsupportedError, plain, printable
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, descendants
 from ocihook.runtime import containers, dumping
+from ocihook.runtime.announced import announce, note_end
 from ocihook.runtime.call import Call
 from ocihook.runtime.dumping import LOG_NAME, PATH
 from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
+    read_config,
     read_stop,
     write_stop,
 )
@@ -98,6 +101,7 @@ class Stopping:
     def _checkpoint(self) -> None:
         settings = self._load()
         place = stopping_dir(Path(settings.store_dir), self._id)
+        self._announce(settings)
         self._wait_for_gang(settings, place)
         runtime = dumping.runtime_at(place)  # that an agent before this one has called
         if runtime is not None:
@@ -106,6 +110,22 @@ class Stopping:
             self._begin(settings, place)
             self._dump(settings, place)
         self._conclude(settings, place)
+
+    def _announce(self, settings: Settings) -> None:
+        """Announce the stop at the remote, where its checkpoint is pushed to: others wait for it."""
+        if not settings.remote:
+            return
+        try:
+            notes = read_config(self._kept).get("annotations") or {}
+            policy = apply_annotations(settings, notes, in_pod=self._kept.container.is_in_pod).policy
+            if policy.push == "always":
+                announce(self._kept, gang_ref(notes, self._kept.container), settings)
+        except (OcihookError, OSError) as error:
+            log.warning("the stop of container %s is not announced: %s", self._kept.container, plain(error))
+
+    def _note_end(self, settings: Settings, *, checkpoint: str = "", failed: str = "") -> None:
+        with contextlib.suppress(OSError):  # a full disk: the announcement fails when the stop is over
+            note_end(self._id, settings, checkpoint=checkpoint, failed=failed)
 
     def _wait_for_gang(self, settings: Settings, place: Path) -> None:
         """Wait until a container has been dumped that another member of its gang has called."""
@@ -179,6 +199,7 @@ class Stopping:
         thin, is_gone = read_thin(place / IMAGES_DIR), self._is_gone()
         if thin is not None and is_gone:
             (containers.directory_of(self._id) / containers.ENDED_NAME).touch(mode=0o600)
+            self._note_end(settings, checkpoint=thin.checkpoint_id)
             self._note(outcome=CHECKPOINTED)
             log.info("container %s was checkpointed as it was stopped: %s", self._kept.container, thin.checkpoint_id)
             shutil.rmtree(place, ignore_errors=True)
@@ -198,6 +219,7 @@ class Stopping:
         log.error("%s", message)
         self._wait_for_end([])
         with contextlib.suppress(ConfigError):  # that is the reason, or is reported with it
+            self._note_end(self._load(), failed=why)
             if unsafe := suspend_gpus(self._kept, self._load()):
                 log.warning("container %s is stopped with its GPU: %s", self._kept.container, unsafe)
         call = Call.parse(self._kept.program, self._stop.words)

@@ -3,6 +3,7 @@
 An empty record is that of a push that was never tried.
 """
 
+import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from ocihook.packs.frame import as_number, as_text, decode_frame, encode_frame, 
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 30.0, 3600.0  # after the first attempt that failed; twice as long after each more
 _MAX_ERROR = 500  # characters
+_RATE_NAME = "push-rate"  # in the store's directory: bytes per second, for all domains
+_MEASURED_BYTES = 1 << 20
 
 
 class Push(NamedTuple):
@@ -81,3 +84,17 @@ class Pushes:
     def end(self, checkpoint_id: str) -> None:
         """Forget that a checkpoint is to be pushed."""
         (self._directory / checkpoint_id).unlink(missing_ok=True)
+
+
+def note_rate(root: Path, moved_bytes: int, seconds: float) -> None:
+    """Record how fast a push was, if it was long enough to tell."""
+    if moved_bytes >= _MEASURED_BYTES and seconds > 0:
+        with contextlib.suppress(OSError):  # a full disk: the rate of an earlier push counts
+            replace_file(root / _RATE_NAME, f"{moved_bytes / seconds:.0f}".encode(), mode=0o600, durable=False)
+
+
+def read_rate(root: Path) -> float:
+    """Return the bytes per second of the last push of a store; 0 if that is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        return float(int((root / _RATE_NAME).read_text()))
+    return 0.0

@@ -21,7 +21,20 @@ from ocihook.remote.location import open_remote
 from ocihook.remote.objects import ObjectRemote
 from ocihook.remote.remote import ClaimBlob, Remote
 from ocihook.runtime import claims, containers
-from ocihook.runtime.claims import Claim, end_claim, has_claims, has_due_claims, make_claim, note_claim, tend_claims
+from ocihook.runtime.announced import announce
+from ocihook.runtime.claims import (
+    Claim,
+    end_claim,
+    has_claims,
+    has_due_claims,
+    is_claimed,
+    make_claim,
+    note_claim,
+    release,
+    tend_claims,
+)
+from ocihook.runtime.containers import Kept
+from ocihook.runtime.stop_record import Stop, write_stop
 from ocihook.store.thin import Thin
 from tests.fakes.object_storage import make_bucket, object_storage
 from tests.fakes.registry import Registry, answers
@@ -123,6 +136,36 @@ def test_one_node_has_a_checkpoint_until_its_container_ends(
     monkeypatch.setattr(claims, "LASTS_S", -2.0)  # of a node that has renewed nothing for so long
     two.claim("sixth")
     assert one.there() == ["sixth"]
+
+
+def test_claims_of_a_lost_node_are_released(sites: tuple[Site, Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = sites
+    names, stopped = os.uname(), kept("x")
+    lost = os.uname_result((names.sysname, "lost", names.release, names.version, names.machine))
+    with monkeypatch.context() as on_lost_node:
+        on_lost_node.setattr(os, "uname", lambda: lost)
+        one.claim("first", pod="train-0-aaaaa")
+        containers.keep(stopped)
+        write_stop("x", Stop(words=()))
+        announce(stopped, None, one.settings)
+    newcomer = ContainerRef(id="second", pod_name="train-0-bbbbb", pod_namespace="team")
+    with pytest.raises(RestoreError, match=f"ocihook store release {CHECKPOINT.checkpoint_id}"):
+        two.claim("second", pod="train-0-bbbbb")
+    assert is_claimed(CHECKPOINT, newcomer, two.settings, ENDLESS)
+    assert release(two.settings, node="other") == []
+    assert release(two.settings, checkpoint_id="20261123T120000Z-ffffffff") == []
+    released = release(two.settings, node="lost")
+    assert sorted((row.domain, row.host) for row in released) == [("team", "lost")] * 2
+    assert {row.of.partition("-")[0] for row in released} == {"stop", CHECKPOINT.checkpoint_id.partition("-")[0]}
+    assert not is_claimed(CHECKPOINT, newcomer, two.settings, ENDLESS)
+    two.claim("second", pod="train-0-bbbbb")
+    open_remote(two.settings.remote, "team").write_claim(CHECKPOINT.checkpoint_id, "malformed", b"{")
+    assert len(release(two.settings, checkpoint_id=CHECKPOINT.checkpoint_id)) == 2
+    assert one.there() == []
+
+
+def kept(name: str) -> Kept:
+    return Kept(container=ContainerRef(id=name), bundle=Path("/"), program=Path("/"), prefix=(), domain="team")
 
 
 def test_an_agent_renews_a_claim_while_its_container_runs(
