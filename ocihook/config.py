@@ -74,6 +74,7 @@ class Policy:
     on_claim: str = "error"  # runtime handler, its checkpoint is in use elsewhere: as for a failed restore; wait; fail
     on_member_stop: str = "last"  # runtime handler, one of a gang stopped alone: last (epoch counts); checkpoint (all)
     restore_on_restart: bool = False  # runtime handler: restore a container that its own pod restarts, too
+    restore_on_change: bool = False  # runtime handler: resume although arguments, command or environment have changed
 
 
 Allowed = bool | float | tuple[str, ...]  # any value or none; at most so much; one of these
@@ -109,6 +110,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "on_claim": ("error", "wait", "fail"),
         "on_member_stop": ("last", "checkpoint"),
         "restore_on_restart": True,
+        "restore_on_change": True,
     }
 )
 

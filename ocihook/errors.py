@@ -188,6 +188,12 @@ class NoCheckpoint(StoreError):
     code = "no-checkpoint"
 
 
+class ProgramChanged(NoCheckpoint):
+    """The container is to run another program than the one that was checkpointed."""
+
+    code = "program-changed"
+
+
 class StoreFull(StoreError):
     """No space is left for packs or for rehydrated images."""
 

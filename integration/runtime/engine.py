@@ -293,7 +293,7 @@ class HandledContainerd(Stalling, Containerd):
         sandbox: str = made.pod_sandbox_id
         return sandbox
 
-    def add(
+    def add(  # noqa: PLR0913 - what a container may be
         self,
         sandbox: str,
         pod: str,
@@ -304,6 +304,7 @@ class HandledContainerd(Stalling, Containerd):
         memory_mib: int = 0,
         has_terminal: bool = False,
         host_paths: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] = MappingProxyType({}),
         **security: Any,  # noqa: ANN401 - as the CRI has it
     ) -> str:
         """Create a container in a pod, which is not started; return its id.
@@ -318,6 +319,7 @@ class HandledContainerd(Stalling, Containerd):
             memory_mib: that it may have; 0: any.
             has_terminal: whether it has one.
             host_paths: directories of the node, by where the container has them.
+            environment: variables by their names.
             security: of its security context.
         """
         volume = "/var/lib/kubelet/pods/{}/volumes/kubernetes.io~empty-dir/{}"
@@ -330,6 +332,7 @@ class HandledContainerd(Stalling, Containerd):
             "image": {"image": self.image, "user_specified_image": self.image},
             "command": ["/cuda_workload" if gpus else "/workload"],
             "args": list(words),
+            "envs": [{"key": key, "value": value} for key, value in environment.items()],
             "labels": {f"io.kubernetes.{key}": value for key, value in labels.items()},
             "mounts": [
                 {"container_path": path, "host_path": place} for path, place in (places | {**host_paths}).items()

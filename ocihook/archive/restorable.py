@@ -117,12 +117,13 @@ def lay_out_archive(path: Path, checkpoint_id: str, directory: Path, max_bytes: 
 
 
 def _facts(path: Path, origin: Origin) -> SpecFacts:
-    """Return what an archive says of the bundle: a note of an earlier release lacks rights, and the engine has them."""
-    if origin.spec.rights is not None:
+    """Return what an archive says of the bundle: the engine has what a note of an earlier release lacks."""
+    if origin.spec.program is not None:
         return origin.spec
     try:
         config = read_document(path, "spec.dump")
-        return origin.spec._replace(rights=spec_facts(config, Path(origin.container.bundle)).rights)
+        facts = spec_facts(config, Path(origin.container.bundle))
+        return origin.spec._replace(rights=origin.spec.rights or facts.rights, program=facts.program)
     except OcihookError as error:
         log.warning("%s does not say what its container was allowed: %s", path, plain(error))
         return origin.spec

@@ -5,14 +5,17 @@ bundle then. All else comes back as CRIU's images have it: capabilities, seccomp
 paths (runc libcontainer/criu_linux.go, crun src/libcrun/criu.c).
 """
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ocihook.container.device_rules import Device, DeviceRule, parse_device_rules, parse_devices
 from ocihook.container.identity import container_ref
+from ocihook.container.program import Program, read_program
 from ocihook.container.seccomp import Seccomp, parse_seccomp
 from ocihook.container.spec_mounts import STORAGE, Mount, parse_mounts
 from ocihook.errors import UnsupportedError
@@ -20,6 +23,9 @@ from ocihook.errors import UnsupportedError
 _IMAGES = ("io.kubernetes.cri-o.ImageRef", "io.kubernetes.cri.image-name")  # of CRI-O, a digest; of containerd
 _SETS = ("bounding", "effective", "permitted", "inheritable", "ambient")
 _UMASK = 0o022  # runtimes' own
+_IDS = re.compile(r"[0-9a-f]{64}")
+_SHORT_ID = 12  # characters, as engines show it, and podman's HOSTNAME has it
+_MAX_HOSTS_BYTES = 64 << 10
 # Namespaces by the sysctls that they have (runc libcontainer/configs/validate, crun src/libcrun/utils.c).
 _SYSCTLS = {
     "net.": "network",
@@ -64,6 +70,7 @@ class SpecFacts(NamedTuple):
     devices: tuple[str, ...]  # their paths
     has_terminal: bool
     rights: Rights | None = None  # None: the record is of a release that did not note them
+    program: Program | None = None  # likewise
 
 
 def spec_facts(config: Mapping[str, Any], bundle: Path) -> SpecFacts:
@@ -85,6 +92,7 @@ def spec_facts(config: Mapping[str, Any], bundle: Path) -> SpecFacts:
             devices=tuple(sorted({device["path"] for device in linux.get("devices") or ()})),
             has_terminal=bool(process.get("terminal")),
             rights=_rights(config, bundle),
+            program=read_program(process, _own_names(config, bundle)),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedError(f"{bundle}/config.json is not one that a runtime accepts: {error!r}") from error
@@ -118,6 +126,33 @@ def _rights(config: Mapping[str, Any], bundle: Path) -> Rights:
         oom_score_adj=oom_score_adj(config),
         selinux=str(process.get("selinuxLabel") or ""),
     )
+
+
+def _own_names(config: Mapping[str, Any], bundle: Path) -> set[str]:
+    """Return the names, ids and addresses by which the container and its pod are known."""
+    notes = {str(name): str(text) for name, text in (config.get("annotations") or {}).items()}
+    container = container_ref(notes, container_id="", runtime="", bundle="")
+    ids = {container.pod_uid, notes.get("io.kubernetes.cri.sandbox-id", ""), *_IDS.findall(str(bundle))}
+    names = {str(config.get("hostname") or ""), container.pod_name}
+    return {*ids, *(name[:_SHORT_ID] for name in ids if _IDS.fullmatch(name)), *names, *_addresses(config, names)}
+
+
+def _addresses(config: Mapping[str, Any], names: set[str]) -> set[str]:
+    """Return the addresses that the container's hosts(5) gives to its own names."""
+    sources = [mount.get("source") for mount in config.get("mounts") or () if mount["destination"] == "/etc/hosts"]
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in _head(Path(str(sources[0]))).splitlines() if sources else ():
+            address, *aliases = line.partition("#")[0].split() or [""]
+            found |= {address} if names & {*aliases} - {"localhost", ""} else set()
+    return {address for address in found if not address.startswith(("127.", "::1"))}
+
+
+def _head(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(_MAX_HOSTS_BYTES).decode(errors="replace")
 
 
 def _paths(paths: Any) -> tuple[str, ...]:  # noqa: ANN401 - whatever is in a bundle

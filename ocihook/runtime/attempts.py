@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.config import Settings
-from ocihook.errors import OcihookError, RestoreError, plain
+from ocihook.errors import OcihookError, ProgramChanged, RestoreError, plain
 from ocihook.linux.files import replace_file
 from ocihook.model import ContainerRef
 from ocihook.session import history
@@ -77,7 +77,7 @@ def keep(thin: Thin, settings: Settings, container: ContainerRef, why: str, bega
         why: the reason.
         began_s: since the epoch: when it was tried.
     """
-    record(thin, settings, container, why, began_s)
+    record(thin, settings, container, RestoreError(why), began_s)
     try:
         is_pinned = _pin(thin, settings)
     except (OcihookError, OSError) as error:  # the container starts all the same; its user has to know
@@ -111,11 +111,20 @@ def _pin(thin: Thin, settings: Settings) -> bool:
     return True
 
 
-def record(thin: Thin, settings: Settings, container: ContainerRef, why: str, began_s: float) -> None:
-    """Record in the history that a container could not resume from a checkpoint; see `keep`."""
-    row: dict[str, Any] = {"act": "resume", "began": began_s, "ended": time.time(), "stages": {}, "phases": []}
-    row |= {"outcome": "failed", "error": why, "error_code": "restore", "container": container.to_json()}
-    row["facts"] = {"checkpoint": thin.checkpoint_id, "domain": thin.domain}
+def record(thin: Thin, settings: Settings, container: ContainerRef, error: OcihookError, began_s: float) -> None:
+    """Put on record why a container did not resume from a checkpoint.
+
+    Args:
+        thin: the checkpoint.
+        settings: the node's.
+        container: that starts from scratch, or not at all.
+        error: the reason.
+        began_s: since the epoch: when it was tried.
+    """
+    entry: dict[str, Any] = {"act": "resume", "began": began_s, "ended": time.time(), "stages": {}, "phases": []}
+    outcome = "refused" if isinstance(error, ProgramChanged) else "failed"
+    entry |= {"outcome": outcome, "error": str(error), "error_code": error.code, "container": container.to_json()}
+    entry["facts"] = {"checkpoint": thin.checkpoint_id, "domain": thin.domain}
     directory = Path(settings.history_dir)
     with contextlib.suppress(OSError):  # a full disk: the log and the runtime's caller have the reason, too
-        history.keep(directory, f"resume-{thin.checkpoint_id}", row, limit=settings.history_kept)
+        history.keep(directory, f"resume-{thin.checkpoint_id}", entry, limit=settings.history_kept)

@@ -17,7 +17,16 @@ from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
 from ocihook.container.descriptors import check_image_files
 from ocihook.container.identity import container_ref, gang_ref
-from ocihook.errors import CheckpointInUse, ConfigError, GivenUp, NoCheckpoint, OcihookError, RestoreError, plain
+from ocihook.errors import (
+    CheckpointInUse,
+    ConfigError,
+    GivenUp,
+    NoCheckpoint,
+    OcihookError,
+    ProgramChanged,
+    RestoreError,
+    plain,
+)
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.runtime import containers, waiting
@@ -126,7 +135,7 @@ def _is_restored(
                 call.say(f"container {kept.container} was restarted in its pod, and starts from scratch", "info")
                 return False
             try:
-                restore(call, kept, config, chosen, settings)
+                restore(call, kept, config, chosen, settings, policy)
                 waiting.end(kept, waiting.CLAIM)
                 break
             except CheckpointInUse as error:
@@ -141,8 +150,8 @@ def _is_restored(
                 hint="remove it, or run `ocihook recover`",
             ) from error
         why = plain(error).rstrip(".")
-        if chosen is not None and isinstance(error, CheckpointInUse):
-            record(chosen.thin, settings, kept.container, why, began_s)
+        if chosen is not None and isinstance(error, CheckpointInUse | ProgramChanged):  # retention treats it as before
+            record(chosen.thin, settings, kept.container, error, began_s)
         elif chosen is not None:
             why = f"{why}. {keep(chosen.thin, settings, kept.container, why, began_s)}"
         if _is_to_fail(error, policy):

@@ -1,7 +1,8 @@
 """Decides whether a container may resume from a checkpoint: its bundle now against the one at the checkpoint.
 
 CRIU gives processes the rights that they had. So a bundle that grants fewer must not resume; one that grants more may,
-and its processes keep the fewer ones that they had.
+and its processes keep the fewer ones that they had. A bundle that runs another program starts it, unless its policy
+prefers the old one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -9,10 +10,11 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ocihook.container.device_rules import Rules, changed_access
+from ocihook.container.program import changes_of_program
 from ocihook.container.seccomp import Seccomp, changes
 from ocihook.container.spec import Rights, SpecFacts
 from ocihook.container.spec_mounts import Mount
-from ocihook.errors import UnsupportedError, printable
+from ocihook.errors import ProgramChanged, UnsupportedError, printable
 
 _MOST_NAMES = 6  # of one difference that are listed
 
@@ -22,6 +24,7 @@ class Kind(Enum):
 
     NARROWER = "narrower"  # it grants less now: refused
     OTHER = "other"  # it cannot be restored so, or which of the two grants less is not known: refused
+    PROGRAM = "program"  # it runs another program: started from scratch, or restored by policy
     WIDER = "wider"  # it grants more now: restored, with what was granted then
 
 
@@ -35,14 +38,21 @@ class Difference(NamedTuple):
 Differences = Iterator[Difference]
 
 
-def check_spec(then: SpecFacts, now: SpecFacts) -> tuple[Difference, ...]:
+def check_spec(then: SpecFacts, now: SpecFacts, *, restore_on_change: bool = False) -> tuple[Difference, ...]:
     """Refuse a checkpoint of a container that was configured differently, unless it only has more rights now.
 
+    Args:
+        then: the bundle at the checkpoint.
+        now: the bundle of the new container.
+        restore_on_change: whether a container resumes that was to run another program.
+
     Returns:
-        What the container's processes go without, though its bundle grants it now.
+        The differences that have no effect on the processes that resume.
 
     Raises:
-        UnsupportedError: naming all other differences; or if the checkpoint does not record its container's rights.
+        ProgramChanged: if the container is to run another program, naming all differences.
+        UnsupportedError: naming all differences that keep it from resuming; or if the checkpoint does not record its
+            container's rights.
     """
     found = compare(then, now)
     if then.rights is None:
@@ -50,7 +60,16 @@ def check_spec(then: SpecFacts, now: SpecFacts) -> tuple[Difference, ...]:
             "the checkpoint is of an earlier release, which did not record what its container was allowed",
             hint="start from scratch, without ocihook.io/restore-from",
         )
-    refused = [difference.what for difference in found if difference.kind != Kind.WIDER]
+    program = [] if restore_on_change else [one.what for one in found if one.kind is Kind.PROGRAM]
+    refused = [one.what for one in found if one.kind in (Kind.NARROWER, Kind.OTHER)]
+    if program:
+        raise ProgramChanged(
+            printable(
+                f"the container runs another program than the one that was checkpointed: "
+                f"{'; '.join((*program, *refused))}"
+            ),
+            hint="the annotation ocihook.io/restore-on-change=true resumes the old program",
+        )
     if refused:
         raise UnsupportedError(
             printable(f"the container is not configured as the one that was checkpointed: {'; '.join(refused)}"),
@@ -66,6 +85,8 @@ def compare(then: SpecFacts, now: SpecFacts) -> tuple[Difference, ...]:
     rows = [difference for name, get, of in _FACTS for difference in of(name, get(then), get(now))]
     if then.rights is not None and now.rights is not None:
         rows += [difference for name, of in _RIGHTS for difference in of(name, then.rights, now.rights)]
+    if then.program is not None and now.program is not None:
+        rows += [Difference(Kind.PROGRAM, what) for what in changes_of_program(then.program, now.program)]
     return tuple(rows)
 
 

@@ -22,7 +22,7 @@ from ocihook.belongings.bringing import bring_reversibly, take_out
 from ocihook.belongings.filesystems import places_of
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
 from ocihook.checkpoints.origin import Origin
-from ocihook.config import Settings
+from ocihook.config import Policy, Settings
 from ocihook.container.descriptors import check_image_files
 from ocihook.container.spec import Rights, SpecFacts, spec_facts
 from ocihook.criu.conf import options
@@ -31,6 +31,7 @@ from ocihook.errors import (
     CheckpointInUse,
     IntegrityError,
     OcihookError,
+    ProgramChanged,
     RestoreError,
     UnsupportedError,
     plain,
@@ -61,7 +62,7 @@ from ocihook.runtime.cgroups import (
 )
 from ocihook.runtime.choice import Chosen, fetch
 from ocihook.runtime.claims import end_claim, make_claim, note_claim
-from ocihook.runtime.gate import check_spec
+from ocihook.runtime.gate import Kind, check_spec
 from ocihook.runtime.unrestored import apply_unrestored
 from ocihook.session.journal import open_journals, read_journal
 from ocihook.session.record import from_json, to_json
@@ -78,7 +79,7 @@ _LOOK_S = 0.5  # between looks at what CRIU may have left
 _TAIL = 400  # characters of a runtime's log
 _PIPE_BYTES = 4096
 _DONE = b"\0"
-_IN_USE = b"\1"  # before a reason
+_KINDS = {b"\1": CheckpointInUse, b"\2": ProgramChanged}  # by what a worker's report begins with; else RestoreError
 _UNDO = "undo"
 _ORIGINAL = "config.json"  # as the engine wrote it
 _CRIU_LOG = "restore.log"
@@ -112,7 +113,9 @@ class LaidOut(NamedTuple):
     verify: Callable[[], object]  # reads every byte of its memory
 
 
-def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings) -> None:
+def restore(
+    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings, policy: Policy
+) -> None:
     """Restore a container; it is held then. If that fails, all is as if nothing had been tried.
 
     Args:
@@ -121,21 +124,25 @@ def restore(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen
         config: of its bundle.
         chosen: the checkpoint.
         settings: the node's.
+        policy: of the container.
 
     Raises:
         CheckpointInUse: if another container has the checkpoint.
+        ProgramChanged: if the container is to run another program.
         OcihookError: if it cannot be restored.
     """
     with _alone(kept, chosen.thin, settings):
         check_attempts(chosen.thin, settings)
         adopt_orphans(wanted=True)
         try:
-            _watch(call, kept, config, chosen, settings)
+            _watch(call, kept, config, chosen, settings, policy)
         finally:
             adopt_orphans(wanted=False)
 
 
-def _watch(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings) -> None:
+def _watch(
+    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings, policy: Policy
+) -> None:
     """Have a worker restore. What a killed worker has left is undone here.
 
     Raises:
@@ -147,7 +154,7 @@ def _watch(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen:
     worker = os.fork()
     if worker == 0:
         os.close(reader)
-        _work(writer, caller, lambda patience: _restore(call, kept, config, chosen, settings, patience), kept)
+        _work(writer, caller, lambda patience: _restore(call, kept, config, chosen, settings, policy, patience), kept)
     os.close(writer)
     with open(reader, "rb") as pipe:
         report = pipe.read()  # waits: for the worker, whose patience is with this process
@@ -158,8 +165,8 @@ def _watch(call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen:
         _end_descendants()
         settle(kept.container.id)
         raise RestoreError("the process that was restoring it was killed")
-    kind = CheckpointInUse if report.startswith(_IN_USE) else RestoreError
-    raise kind(report.removeprefix(_IN_USE).decode(errors="replace"))
+    kind = _KINDS.get(report[:1])
+    raise (kind or RestoreError)(report[1 if kind else 0 :].decode(errors="replace"))
 
 
 def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: containers.Kept) -> NoReturn:
@@ -172,7 +179,8 @@ def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: c
         _note(kept, Restoring(workers=(caller, me)))
         act(Patience({"the engine's call": caller}))
     except Exception as error:
-        report = (_IN_USE if isinstance(error, CheckpointInUse) else b"") + (plain(error).encode() or b"?")
+        mark = next((mark for mark, kind in _KINDS.items() if isinstance(error, kind)), b"")
+        report = mark + (plain(error).encode() or b"?")
         if not isinstance(error, OcihookError | OSError):
             log.exception("restore of container %s", kept.container)
         try:
@@ -189,7 +197,13 @@ def _work(writer: int, caller: Process, act: Callable[[Patience], None], kept: c
 
 
 def _restore(
-    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Chosen, settings: Settings, patience: Patience
+    call: Call,
+    kept: containers.Kept,
+    config: Mapping[str, Any],
+    chosen: Chosen,
+    settings: Settings,
+    policy: Policy,
+    patience: Patience,
 ) -> None:
     place = place_of(settings, kept.container.id)
     stored = None if chosen.archive else fetch(chosen.thin, settings, patience)
@@ -207,7 +221,7 @@ def _restore(
     laid_out = (
         _lay_out_stored(*stored, place, settings) if stored else _lay_out_archived(chosen, place, settings, patience)
     )
-    then, now = _check(call, kept, config, chosen.thin, laid_out, place)
+    then, now = _check(call, kept, config, chosen.thin, laid_out, place, policy)
     patience.check()
     if settings.remote and (stored or read_thin(place / IMAGES_DIR)):  # other nodes can have it, too
         _claim(kept, chosen.thin, settings, patience)
@@ -276,7 +290,13 @@ def _verify_stored(domain: Domain, manifest: StoredManifest) -> None:
 
 
 def _check(
-    call: Call, kept: containers.Kept, config: Mapping[str, Any], chosen: Thin, laid_out: LaidOut, place: Path
+    call: Call,
+    kept: containers.Kept,
+    config: Mapping[str, Any],
+    chosen: Thin,
+    laid_out: LaidOut,
+    place: Path,
+    policy: Policy,
 ) -> tuple[Rights, Rights]:
     """Refuse what cannot be restored here, before anything of the container is changed; return both bundles' rights.
 
@@ -290,9 +310,10 @@ def _check(
         )
     check_image_files(place / IMAGES_DIR)
     then, now = _read_facts(place / FACTS_NAME), spec_facts(config, call.bundle)
-    kept_back = [difference.what for difference in check_spec(then, now)]
-    if kept_back:
-        _warn(call, f"container {kept.container} goes on with the rights it had: {'; '.join(kept_back)}")
+    found = check_spec(then, now, restore_on_change=policy.restore_on_change)
+    for kind, name in ((Kind.WIDER, "rights"), (Kind.PROGRAM, "program")):
+        if ineffective := [difference.what for difference in found if difference.kind is kind]:
+            _warn(call, f"container {kept.container} goes on with the {name} it had: {'; '.join(ineffective)}")
     if laid_out.host:
         check_host(laid_out.host, "")
     if now.has_terminal:

@@ -279,7 +279,7 @@ def test_names_of_the_pod_and_what_the_runtime_applies_do_not_count() -> None:
         made["linux"]["resources"]["devices"][2].update(major=11, minor=7)
         made["linux"]["seccomp"]["defaultErrnoRet"] = 38
         made["linux"]["sysctl"]["kernel.msgmax"] = "200"
-        made["process"].update(oomScoreAdj=9, env=["A=1"])
+        made["process"].update(oomScoreAdj=9)
         mount(made, "/tmp")["options"].append("noatime")
 
     assert compare(spec_facts(spec(), BUNDLE), changed(change)) == ()

@@ -16,7 +16,7 @@ import pytest
 from ocihook import wire
 from ocihook.belongings.saving import Writer
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
-from ocihook.config import Settings
+from ocihook.config import Policy, Settings
 from ocihook.container.spec import spec_facts
 from ocihook.errors import RestoreError
 from ocihook.linux.cgroup import Freezer
@@ -129,7 +129,7 @@ class Node:
 
     def restore(self, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
         config = {**self.config, **changes}
-        restoring.restore(self.call, self.kept, config, Chosen(CHECKPOINT, is_restart=False), self.settings)
+        restoring.restore(self.call, self.kept, config, Chosen(CHECKPOINT, is_restart=False), self.settings, Policy())
 
     def processes(self) -> list[int]:
         """Return the container's processes, which are called as no others are."""
@@ -195,7 +195,7 @@ def test_two_never_run_from_one_checkpoint(node: Node) -> None:
         container=ContainerRef(id="d" * 64), bundle=node.bundle, program=node.program, prefix=(), domain="_node"
     )
     with pytest.raises(RestoreError, match=rf"{CHECKPOINT.checkpoint_id} runs already, as container c{{12}}"):
-        restoring.restore(node.call, again, node.config, Chosen(CHECKPOINT, is_restart=False), node.settings)
+        restoring.restore(node.call, again, node.config, Chosen(CHECKPOINT, is_restart=False), node.settings, Policy())
     assert Patience(timeout_s=60).until(lambda: len(node.processes()) == 1)
 
 
