@@ -1,12 +1,14 @@
 """Finds out from CRIU's pid which runtime called it, for which container, and how.
 
-CRIU's parent is `runc|crun [--root R] checkpoint|restore ... ID`. runc keeps R/ID/state.json, crun R/ID/status;
-both name the bundle. All paths are the caller's, so they are read below /proc/<criu>/root.
+CRIU's parent is `runc|crun [--root R] checkpoint|restore ... ID`, whatever the program is called: runc-1.3,
+/usr/libexec/crio/crun, a wrapper that executes a copy of either. runc keeps R/ID/state.json, crun R/ID/status; both
+name the bundle. All paths are the caller's, so they are read below /proc/<criu>/root.
 """
 
 import contextlib
 import dataclasses
 import json
+import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,9 @@ _DEFAULT_ROOTS = {"runc": "/run/runc", "crun": "/run/crun"}
 _VALUE_OPTIONS = ("--root", "--log", "--log-format", "--criu", "--rootless", "--cgroup-manager")
 _NVIDIA_DEVICE = re.compile(r"/dev/(nvidia(?:[0-9]+|ctl|-uvm|-uvm-tools|-modeset))")
 _MAX_ANCESTORS = 4  # a wrapper or a shell may stand between
+_NAME = re.compile(r"(?:.*[^a-z])?(runc|crun)(?:[^a-z].*)?")
+# What each program has in it, stripped or not: the module that runc is built from, the library of crun.
+_MARKS = {"runc": b"github.com/opencontainers/runc/", "crun": b"libcrun"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +42,59 @@ class RuntimeCall:
     options: frozenset[str] = frozenset()  # their names, as in --link-remap: link-remap
 
 
-def parse_runtime_call(argv: Sequence[str]) -> tuple[RuntimeCall, str] | None:
-    """Read a runtime's command line: (call, state root), or None if it is not a checkpoint or restore."""
-    runtime = os.path.basename(argv[0]) if argv else ""
-    if runtime not in _DEFAULT_ROOTS:
+def runtime_named(program: str) -> str:
+    """Return which runtime a program is by its name: runc, crun; "" if the name does not say."""
+    found = _NAME.fullmatch(os.path.basename(program).lower())
+    return found[1] if found else ""
+
+
+def runtime_of(program: Path) -> str:
+    """Return which runtime a program is by its name, or else by its content: runc, crun; "" if it is neither."""
+    if named := runtime_named(str(program.resolve())) or runtime_named(program.name):
+        return named
+    return _runtime_inside(program)
+
+
+def _runtime_inside(program: Path) -> str:
+    try:
+        with program.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return next((runtime for runtime, mark in _MARKS.items() if content.find(mark) >= 0), "")
+    except (OSError, ValueError):  # it has ended, or is empty
+        return ""
+
+
+def _call_of(pid: int) -> tuple[RuntimeCall, str] | None:
+    """Return the call that a process serves, as `parse_runtime_call` does; None if it is not a runtime."""
+    argv = command_line(pid)
+    if not _is_call(_split(argv)[1]):
         return None
+    link = f"/proc/{pid}/exe"
+    with contextlib.suppress(OSError):
+        if named := runtime_named(os.readlink(link).removesuffix(" (deleted)")):
+            return parse_runtime_call(argv, named)
+    return parse_runtime_call(argv) or parse_runtime_call(argv, _runtime_inside(Path(link)))
+
+
+def _is_call(words: Sequence[str]) -> bool:
+    return len(words) > 1 and words[0] in ("checkpoint", "restore")
+
+
+def parse_runtime_call(argv: Sequence[str], runtime: str = "") -> tuple[RuntimeCall, str] | None:
+    """Read a runtime's command line.
+
+    Args:
+        argv: the command line.
+        runtime: the runtime; "": as its name says.
+
+    Returns:
+        The call and the state root; None if it is not a checkpoint or restore.
+    """
+    runtime = runtime or runtime_named(argv[0] if argv else "")
     settings, words = _split(argv)
-    root = settings.get("--root", _DEFAULT_ROOTS[runtime])
-    verb, *options = words or [""]
-    if verb not in ("checkpoint", "restore") or not options:
+    if runtime not in _DEFAULT_ROOTS or not _is_call(words):
         return None
+    root = settings.get("--root", _DEFAULT_ROOTS[runtime])
+    verb, *options = words
     call = RuntimeCall(
         runtime=runtime,
         verb=verb,
@@ -94,7 +142,7 @@ def find_runtime(criu_pid: int) -> Process | None:
         pid = parent_pid(pid)
         if pid <= 1:
             return None
-        if parse_runtime_call(command_line(pid)):
+        if _call_of(pid):
             return Process.find(pid)
     return None
 
@@ -102,7 +150,7 @@ def find_runtime(criu_pid: int) -> Process | None:
 def find_runtime_call(criu_pid: int) -> RuntimeCall | None:
     """Return the call that CRIU serves, with its bundle; None when CRIU was not called by runc or crun."""
     runtime = find_runtime(criu_pid)
-    found = parse_runtime_call(command_line(runtime.pid)) if runtime else None
+    found = _call_of(runtime.pid) if runtime else None
     if runtime is None or found is None:
         return None
     call, root = found

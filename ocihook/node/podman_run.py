@@ -21,6 +21,7 @@ from ocihook.archive.repack import read_origin
 from ocihook.checkpoints.pending import is_here
 from ocihook.config import ANNOTATION_PREFIX, Settings
 from ocihook.container.engine_archive import read_document
+from ocihook.container.runtime_call import runtime_named
 from ocihook.errors import ConfigError, NoCheckpoint, OcihookError, RestoreError, UnsupportedError, printable
 from ocihook.linux.files import make_directory
 from ocihook.linux.patience import Patience
@@ -85,7 +86,7 @@ def checkpoint_there(
         raise NoCheckpoint(f"there is no container {name} on {node}")
     if not (found.get("State") or {}).get("Running"):
         return None
-    runtime = "crun" if str(found.get("OCIRuntime", "")).endswith("crun") else "runc"
+    runtime = runtime_named(str(found.get("OCIRuntime", ""))) or "runc"
     _check_ready(runtime, new_name or str(found.get("Name", "")))
     if not given:
         _words(_recipe_of(found))

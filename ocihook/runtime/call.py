@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from ocihook.container.runtime_call import runtime_of
 from ocihook.errors import OcihookError
 
 # Options that take a value, as in container/runtime_call.py: of the program, and of the commands that we look into
@@ -61,7 +62,7 @@ class Call:
     @property
     def runtime(self) -> str:
         """Which runtime it is, whatever its program is called: runc, crun."""
-        return "crun" if self.program.name.endswith("crun") else "runc"
+        return runtime_of(self.program) or "runc"
 
     @property
     def pid(self) -> int:

@@ -3,6 +3,10 @@
 import itertools
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +87,61 @@ def test_bundle_from_the_state_of_runc_and_crun(called_by: list[str], tmp_path: 
         called_by[:] = [name, "--root", str(tmp_path), "checkpoint", ID]
         call = find_runtime_call(os.getpid())
         assert call == RuntimeCall(runtime=name, verb="checkpoint", container_id=ID, bundle=bundle, leave_running=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("/usr/bin/runc", "runc"),
+        ("runc-1.3", "runc"),
+        ("/usr/lib/real/runc.real", "runc"),
+        ("/opt/limitless-runc", "runc"),
+        ("/usr/libexec/crio/crun", "crun"),
+        ("crun_1.28", "crun"),
+        ("crun-wasm", "crun"),
+        ("ocihook-crun", "crun"),
+        ("truncate", ""),
+        ("crunch", ""),
+        ("runcible", ""),
+        ("youki", ""),
+        ("", ""),
+    ],
+)
+def test_runtimes_by_the_names_of_their_programs(name: str, expected: str) -> None:
+    assert runtime.runtime_named(name) == expected
+
+
+def test_runtimes_under_any_name(tmp_path: Path) -> None:
+    """What is in the program decides, and a link's own name does not."""
+    for kind, mark in (("runc", b"\0github.com/opencontainers/runc/libcontainer\0"), ("crun", b"[libcrun:%s]")):
+        program = tmp_path / f"{kind[0]}-oci"
+        program.write_bytes(b"\x7fELF" + bytes(5000) + mark)
+        assert runtime.runtime_of(program) == kind
+    (tmp_path / "runc").symlink_to("crun-2")
+    (tmp_path / "crun-2").touch()
+    assert runtime.runtime_of(tmp_path / "runc") == "crun"
+    (tmp_path / "other").touch()
+    assert runtime.runtime_of(tmp_path / "other") == runtime.runtime_of(tmp_path / "gone") == ""
+
+
+def test_a_process_whose_program_is_a_copy_of_a_runtime(tmp_path: Path) -> None:
+    """A wrapper has executed it: neither its name nor its first argument says what it is."""
+    program = tmp_path / "oci"
+    shutil.copy(Path(sys.executable).resolve(), program)
+    with program.open("ab") as file:
+        file.write(b"github.com/opencontainers/runc/libcontainer")
+    code = "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    command = ["wrapped", f"-c{code}", "checkpoint", "--leave-running", ID]
+    environment = {**os.environ, "PYTHONHOME": sys.base_prefix}
+    with subprocess.Popen(command, executable=program, env=environment, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        criu = int(caller.stdout.readline())
+        try:
+            call = find_runtime_call(criu)
+        finally:
+            os.kill(criu, signal.SIGKILL)
+    assert call is not None
+    assert (call.runtime, call.verb, call.container_id, call.leave_running) == ("runc", "checkpoint", ID, True)
 
 
 def test_state_that_is_missing_or_broken(called_by: list[str], tmp_path: Path) -> None:
