@@ -7,6 +7,9 @@
  * workload MIB     prints `count N checksum H` every 50 ms; on USR1 it touches /run/ocihook-quiesced and prints
  *                  `quiesced`, on USR2 it prints `resumed`, on TERM it ends.
  * workload MIB PATH...  keeps files open, too, and writes each count into them
+ * workload hold DIR MIB  counts, and has DIR/config open, mapped and watched, and DIR/token open, if there is one
+ * workload hold-open DIR MIB  the same, without watches
+ * workload hold-in DIR MIB  the same as hold, in the directory that DIR/..data leads to
  * workload stream MIB [PATH...]  writes numbered lines to stderr, too, more at once than a pipe takes in one piece
  */
 #include <fcntl.h>
@@ -15,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/inotify.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -24,6 +28,19 @@ static volatile sig_atomic_t quiesce, resume;
 static void on_usr1(int s) { (void)s; quiesce = 1; }
 static void on_usr2(int s) { (void)s; resume = 1; }
 static void on_term(int s) { (void)s; _exit(0); }
+
+static int hold(const char *volume, int watches_it)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/token", volume);
+    open(path, O_RDONLY); /* stays open */
+    snprintf(path, sizeof path, "%s/config", volume);
+    int file = open(path, O_RDONLY), watches = inotify_init1(IN_NONBLOCK);
+    void *mapped = mmap(NULL, 1, PROT_READ, MAP_PRIVATE, file, 0);
+    if (file < 0 || mapped == MAP_FAILED || !watches_it)
+        return file < 0 || mapped == MAP_FAILED;
+    return inotify_add_watch(watches, path, IN_ALL_EVENTS) < 0 || inotify_add_watch(watches, volume, IN_ALL_EVENTS) < 0;
+}
 
 static int stream_some(void)
 {
@@ -52,6 +69,12 @@ int main(int argc, char **argv)
         return argc < 3 || puts(argv[2]) < 0;
     signal(SIGUSR1, on_usr1);
     signal(SIGUSR2, on_usr2);
+    if (!strncmp(argv[1], "hold", 4)) {
+        int is_in = !strcmp(argv[1], "hold-in"), watches_it = strcmp(argv[1], "hold-open");
+        if (argc < 4 || hold(argv[2], watches_it) || (is_in && (chdir(argv[2]) || chdir("..data"))))
+            return 4;
+        argv += 2, argc -= 2;
+    }
     int beats = !strcmp(argv[1], "beat"), streams = !strcmp(argv[1], "stream");
     argv += beats + streams, argc -= beats + streams;
     int file = argv[1][0] == '/' ? open(argv[1], O_RDONLY) : -1;

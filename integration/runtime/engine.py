@@ -318,7 +318,7 @@ class HandledContainerd(Stalling, Containerd):
             gpus: minors of those that it gets.
             memory_mib: that it may have; 0: any.
             has_terminal: whether it has one.
-            host_paths: directories of the node, by where the container has them.
+            host_paths: directories of the node, by where the container has them; read-only with ":ro" behind.
             environment: variables by their names.
             security: of its security context.
         """
@@ -335,7 +335,12 @@ class HandledContainerd(Stalling, Containerd):
             "envs": [{"key": key, "value": value} for key, value in environment.items()],
             "labels": {f"io.kubernetes.{key}": value for key, value in labels.items()},
             "mounts": [
-                {"container_path": path, "host_path": place} for path, place in (places | {**host_paths}).items()
+                {
+                    "container_path": path,
+                    "host_path": place.removesuffix(":ro"),
+                    "readonly": place.endswith(":ro"),
+                }
+                for path, place in (places | {**host_paths}).items()
             ],
             "log_path": f"{name}.log",
             "tty": has_terminal,

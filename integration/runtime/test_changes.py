@@ -1,8 +1,13 @@
-"""A pod that is created again with another program, or with the same one and other names."""
+"""A pod that is created again with another program or configuration, or with the same ones under other names."""
 
+import base64
 import json
+import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -30,10 +35,12 @@ def run(
     *words: str,
     runtime: str,
     notes: dict[str, Any],
-    environment: Mapping[str, str],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    host_paths: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Run a workload in a pod; return the container's id."""
-    container = node.add(node.make_pod(pod, runtime, **notes), pod, "main", *words, environment=environment)
+    sandbox = node.make_pod(pod, runtime, **notes)
+    container = node.add(sandbox, pod, "main", *words, environment=environment, host_paths=host_paths)
     node.call("StartContainer", container_id=container)
     wait_for("it to count", lambda: len(node.counts(container)) > 2)
     return container
@@ -76,4 +83,100 @@ def test_a_rollout_has_an_effect(node: HandledContainerd, runtime: str) -> None:
     log = node.namespace.path("/run/ocihook/handler.log").read_text()
     assert "starts from scratch: the container runs another program" in log
     sessions = json.loads(node.ocihook("ps", "--all", "--json"))["sessions"]
-    assert any(one.get("outcome") == "refused" and "--more" in one["error"] for one in sessions)
+    assert any(one.get("outcome") == "refused" and "argument 2 (--run)" in one["error"] for one in sessions)
+
+
+VOLUME = "/var/lib/kubelet/pods/{}/volumes/kubernetes.io~configmap/app"
+
+
+def token(subject: str) -> str:
+    """Return what looks as a service account's token does."""
+    parts = (json.dumps({"alg": "none"}), json.dumps({"sub": subject}), subject)
+    return ".".join(base64.urlsafe_b64encode(part.encode()).decode().rstrip("=") for part in parts)
+
+
+def write_volume(node: HandledContainerd, pod: str, time: str, files: Mapping[str, str]) -> Path:
+    """Write a volume, or replace its files, as a kubelet's atomic writer does; return it."""
+    volume = node.namespace.path(VOLUME.format(pod))
+    directory = volume / f"..2026_11_26_{time}.1234567890"
+    directory.mkdir(parents=True)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+        if not (volume / name).is_symlink():
+            (volume / name).symlink_to(f"..data/{name}")
+    before = os.readlink(volume / "..data") if (volume / "..data").is_symlink() else ""
+    (volume / "..data_tmp").symlink_to(directory.name)
+    (volume / "..data_tmp").rename(volume / "..data")
+    if before:
+        shutil.rmtree(volume / before)
+    return volume
+
+
+def opened(node: HandledContainerd, container: str) -> str:
+    """Return the files of the volume that a container has open."""
+    links = [os.readlink(link) for link in Path(f"/proc/{node.init_pid(container)}/fd").iterdir()]
+    return " ".join(sorted(link for link in links if link.startswith("/etc/app")))
+
+
+def used(node: HandledContainerd, container: str) -> dict[str, str]:
+    """Return what a container that holds a volume has open there, is in, has mapped and watches."""
+    pid = node.init_pid(container)
+    infos = [path.read_text() for path in Path(f"/proc/{pid}/fdinfo").iterdir()]
+    (watched,) = (info for info in infos if "inotify wd" in info)
+    return {
+        "cwd": os.readlink(f"/proc/{pid}/cwd"),
+        "open": opened(node, container),
+        "mapped": ("/etc/app/" in Path(f"/proc/{pid}/maps").read_text() and "mapped") or "",
+        "watched": " ".join(re.findall(r"ino:(\w+)", watched)),
+    }
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_files_of_a_config_map_are_found_again(node: HandledContainerd, runtime: str) -> None:
+    """The directory is another one; the token is too, and longer."""
+    held = ("hold-in", "/etc/app", "4")
+    paths = {"/etc/app": VOLUME.format("first") + ":ro"}
+    write_volume(node, "first", "10_00_00", {"config": "a=1", "token": token("first")})
+    container = run(node, "first", *held, runtime=runtime, notes=AGAIN, host_paths=paths)
+    assert used(node, container)["cwd"] == "/etc/app/..2026_11_26_10_00_00.1234567890"
+    last = node.stop(container)
+
+    strict = {**AGAIN, "on_no_checkpoint": "fail", "on_restore_error": "fail"}
+    for pod, files, why in (
+        ("other", {"config": "a=2", "token": "x"}, r"10_00_00.1234567890/config.*its content is another one now"),
+        ("none", {"token": token("second")}, r"the volume has no config now"),
+    ):
+        write_volume(node, pod, "11_00_00", files)
+        paths = {"/etc/app": VOLUME.format(pod) + ":ro"}
+        with pytest.raises(grpc.RpcError, match=rf"{why}.*Nothing was started"):
+            run(node, pod, *held, runtime=runtime, notes=strict, host_paths=paths)
+
+    volume = write_volume(node, "second", "12_00_00", {"config": "a=1", "token": token("a second one")})
+    paths = {"/etc/app": VOLUME.format("second") + ":ro"}
+    container = run(node, "second", *held, runtime=runtime, notes=strict, host_paths=paths)
+    assert node.counts(container)[0] == last + 1
+    now = "/etc/app/..2026_11_26_12_00_00.1234567890"
+    found = used(node, container)
+    assert (found["cwd"], found["open"], found["mapped"]) == (now, f"{now}/config {now}/token", "mapped")
+    inodes = [f"{os.stat(place).st_ino:x}" for place in (volume, volume / "config")]
+    assert sorted(found["watched"].split()) == sorted(inodes)
+    node.stop(container)
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_files_that_an_update_has_removed(node: HandledContainerd, runtime: str) -> None:
+    """They are deleted files like others: they go on with the content that they had."""
+    paths = {"/etc/app": VOLUME.format("first") + ":ro"}
+    write_volume(node, "first", "10_00_00", {"config": "a=1", "token": "x"})
+    container = run(node, "first", "hold-open", "/etc/app", "4", runtime=runtime, notes=AGAIN, host_paths=paths)
+    write_volume(node, "first", "10_30_00", {"config": "a=2", "token": "x"})
+    last = node.stop(container)
+    write_volume(node, "second", "12_00_00", {"config": "a=2", "token": "x"})
+    directory = "..2026_11_26_12_00_00.1234567890"
+    paths = {"/etc/app": VOLUME.format("second") + ":ro"}
+    strict = {**AGAIN, "on_no_checkpoint": "fail", "on_restore_error": "fail"}
+    container = run(node, "second", "hold-open", "/etc/app", "4", runtime=runtime, notes=strict, host_paths=paths)
+    assert node.counts(container)[0] == last + 1
+    assert "/etc/app/..2026_11_26_10_00_00.1234567890/config (deleted)" in opened(node, container)
+    volume = node.namespace.path(VOLUME.format("second"))
+    assert sorted(path.name for path in volume.iterdir()) == sorted(["..data", directory, "config", "token"])

@@ -8,6 +8,7 @@ No engine's archive is made then, so a checkpoint in the store has all of it in 
     volumes/PLACE/  volumes that end with its pod, by where it has them, quoted as in a URL
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from ocihook.belongings.tree import Entry, opened, tree_bytes
 from ocihook.config import Settings
 from ocihook.errors import IntegrityError, UnsupportedError
 from ocihook.linux.files import create_private, identity, replace_file, same_directory
+from ocihook.packs.packed_manifest import OtherImage
 from ocihook.packs.pages import Progress, no_progress
 from ocihook.packs.runs import file_targets
 from ocihook.store.assemble import assemble
@@ -31,6 +33,7 @@ FACTS_NAME = "facts.json"
 IMAGES = "checkpoint"  # as engines call it in their archives
 IMAGES_DIR = "images"  # where they are laid out
 _CALLED_NAME = "called"  # in the place of a dump: its container runs on; the attempt that its gang calls it to
+_REWRITTEN_NAME = "rewritten.json"  # in the place of a restore: CRIU's images that the handler has changed
 _MAX_FACTS_BYTES = 1 << 20
 
 
@@ -43,6 +46,43 @@ def stopping_place(store: Path, container_id: str, images: Path) -> Path | None:
     """Return that place if CRIU's images are in it; None: whoever dumps the container does not stop it."""
     place = stopping_dir(store, container_id)
     return place if same_directory(place, identity(images / "..")) is not None else None
+
+
+def restoring_dir(store: Path, container_id: str) -> Path:
+    """Return where the runtime handler lays out the checkpoint of a container."""
+    return store / "restoring" / container_id
+
+
+def note_rewritten(place: Path, image: OtherImage) -> None:
+    """Note in the place of a restore that an image, which was verified, is another one now."""
+    replace_file(place / _REWRITTEN_NAME, json.dumps([image]).encode(), mode=0o600, durable=False)
+
+
+def as_rewritten(
+    store: Path, container_id: str, images: Path, listed: tuple[OtherImage, ...]
+) -> tuple[OtherImage, ...]:
+    """Return the images of a checkpoint as the runtime handler has laid them out.
+
+    Args:
+        store: the store's directory.
+        container_id: of the container that is restored.
+        images: where CRIU reads them.
+        listed: as they were at the dump.
+
+    Raises:
+        IntegrityError: if the handler's note is damaged.
+    """
+    place = restoring_dir(store, container_id)
+    if same_directory(place, identity(images / "..")) is None:
+        return listed
+    try:
+        noted = [OtherImage(*image) for image in json.loads((place / _REWRITTEN_NAME).read_bytes())]
+    except FileNotFoundError:
+        return listed
+    except (ValueError, TypeError) as error:
+        raise IntegrityError(f"{place / _REWRITTEN_NAME} is damaged") from error
+    by_name = {image.name: image for image in noted}
+    return tuple(by_name.get(image.name, image) for image in listed)
 
 
 def note_call(place: Path, attempt: str) -> None:

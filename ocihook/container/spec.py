@@ -11,8 +11,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ocihook.container.atomic_volumes import AtomicVolume, read_atomic_volumes
 from ocihook.container.device_rules import Device, DeviceRule, parse_device_rules, parse_devices
 from ocihook.container.identity import container_ref
 from ocihook.container.program import Program, read_program
@@ -71,10 +73,16 @@ class SpecFacts(NamedTuple):
     has_terminal: bool
     rights: Rights | None = None  # None: the record is of a release that did not note them
     program: Program | None = None  # likewise
+    volumes: Mapping[str, AtomicVolume] = MappingProxyType({})  # ConfigMaps and the like, by where they are mounted
 
 
-def spec_facts(config: Mapping[str, Any], bundle: Path) -> SpecFacts:
+def spec_facts(config: Mapping[str, Any], bundle: Path, seen: Path = Path("/")) -> SpecFacts:
     """Return what counts of a bundle's config.json.
+
+    Args:
+        config: its content.
+        bundle: the bundle.
+        seen: where the root of the process lies that sees the sources of the container's mounts.
 
     Raises:
         UnsupportedError: if it is not one.
@@ -93,6 +101,7 @@ def spec_facts(config: Mapping[str, Any], bundle: Path) -> SpecFacts:
             has_terminal=bool(process.get("terminal")),
             rights=_rights(config, bundle),
             program=read_program(process, _own_names(config, bundle)),
+            volumes=read_atomic_volumes(config, seen),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedError(f"{bundle}/config.json is not one that a runtime accepts: {error!r}") from error

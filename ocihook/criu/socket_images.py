@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 FILES_NAME = "files.img"
-_FILES_MAGIC = 0x56303138
+FILES_MAGIC = 0x56303138
 _TCP_STREAM_MAGIC = 0x51465506
-_MAX_FILES_BYTES = 64 << 20  # some 400,000 open files
+MAX_FILES_BYTES = 64 << 20  # some 400,000 open files
 _STREAM_BYTES = 4096  # magics and entry of a stream; the queues come behind, and are not read
 _WORD_BYTES = 4
 _WORDS = {socket.AF_INET: 1, socket.AF_INET6: 4}
@@ -145,12 +145,12 @@ class FilesImage:
         Raises:
             ImageError: if it is damaged, larger than any that CRIU writes, or has what CRIU never writes.
         """
-        if len(data) > _MAX_FILES_BYTES:
-            raise ImageError(f"{FILES_NAME} is larger than {_MAX_FILES_BYTES} bytes")
+        if len(data) > MAX_FILES_BYTES:
+            raise ImageError(f"{FILES_NAME} is larger than {MAX_FILES_BYTES} bytes")
         self._data = data
         self.sockets: list[InetSocket] = []
         self._places: dict[int, tuple[int, Message]] = {}  # where the entries of sockets begin, by their ids
-        for position, encoded in frames(data, FILES_NAME, (COMMON_MAGIC, _FILES_MAGIC)):
+        for position, encoded in frames(data, FILES_NAME, (COMMON_MAGIC, FILES_MAGIC)):
             entry = decode("file_entry", encoded, FILES_NAME, position)
             if entry.HasField("isk"):
                 found = _socket(entry.isk, position)  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ class FilesImage:
             OSError: if it is missing, or cannot be read.
         """
         with (directory / FILES_NAME).open("rb") as file:
-            return cls(file.read(min(os.fstat(file.fileno()).st_size, _MAX_FILES_BYTES) + 1))
+            return cls(file.read(min(os.fstat(file.fileno()).st_size, MAX_FILES_BYTES) + 1))
 
     def moved(self, moves: Mapping[int, Ends]) -> bytes:
         """Return the image with sockets, by their ids, at other addresses; all else is byte for byte the same."""

@@ -19,6 +19,7 @@ from ocihook.preflight import (
     sockets,
     tasks,
     unread,
+    volumes,
 )
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Finding, Status
@@ -30,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     *files.CHECKS,
     *descriptors.CHECKS,
     *deleted.CHECKS,
+    *volumes.CHECKS,
     *programs.CHECKS,
     *ipc.CHECKS,
     *sockets.CHECKS,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ocihook.belongings.bringing import bring_reversibly, take_out
 from ocihook.belongings.filesystems import places_of
-from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out
+from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, lay_out, note_rewritten, restoring_dir
 from ocihook.checkpoints.origin import Origin
 from ocihook.config import Policy, Settings
 from ocihook.container.descriptors import check_image_files
@@ -46,7 +46,7 @@ from ocihook.linux.procfs import Process, command_line, descendants, parent_pid,
 from ocihook.linux.workers import adopt_orphans, call_each, die_with_parent
 from ocihook.model import ContainerRef, short_id
 from ocihook.packs.frame import load_json
-from ocihook.packs.packed_manifest import read_manifest
+from ocihook.packs.packed_manifest import OtherImage, digest_file, read_manifest, write_manifest
 from ocihook.packs.pages import no_progress
 from ocihook.runtime import containers
 from ocihook.runtime.attempts import check_attempts, count_attempt, release
@@ -110,6 +110,7 @@ class LaidOut(NamedTuple):
 
     container: ContainerRef  # that was checkpointed
     host: Mapping[str, str]  # where
+    other_images: tuple[OtherImage, ...]  # that the dump listed
     verify: Callable[[], object]  # reads every byte of its memory
 
 
@@ -258,7 +259,7 @@ def _claim(kept: containers.Kept, chosen: Thin, settings: Settings, patience: Pa
 
 def _lay_out_stored(domain: Domain, manifest: StoredManifest, place: Path, settings: Settings) -> LaidOut:
     lay_out(domain, manifest, place, workers=store_workers(settings))
-    return LaidOut(manifest.container, manifest.host, partial(_verify_stored, domain, manifest))
+    return LaidOut(manifest.container, manifest.host, manifest.other_images, partial(_verify_stored, domain, manifest))
 
 
 def _lay_out_archived(chosen: Chosen, place: Path, settings: Settings, patience: Patience) -> LaidOut:
@@ -276,12 +277,13 @@ def _lay_out_archived(chosen: Chosen, place: Path, settings: Settings, patience:
     thin = read_thin(images)
     if thin is not None:
         domain, stored = fetch(thin, settings, patience, with_belongings=False)
-        return LaidOut(origin.container, stored.host, partial(_verify_stored, domain, stored))
+        verify = partial(_verify_stored, domain, stored)
+        return LaidOut(origin.container, stored.host, stored.other_images, verify)
     from ocihook.images.image_set import verify_image_set  # late, as above
 
     packed = read_manifest(images)
-    verify = partial(verify_image_set, images, workers=store_workers(settings))
-    return LaidOut(origin.container, packed.host if packed else {}, verify)
+    check = partial(verify_image_set, images, workers=store_workers(settings))
+    return LaidOut(origin.container, packed.host if packed else {}, packed.other_images if packed else (), check)
 
 
 def _verify_stored(domain: Domain, manifest: StoredManifest) -> None:
@@ -318,9 +320,30 @@ def _check(
         check_host(laid_out.host, "")
     if now.has_terminal:
         laid_out.verify()
+    _move_files(then, now, config, laid_out, place)
     assert then.rights is not None
     assert now.rights is not None
     return then.rights, now.rights
+
+
+def _move_files(then: SpecFacts, now: SpecFacts, config: Mapping[str, Any], laid_out: LaidOut, place: Path) -> None:
+    """Rewrite the paths in ConfigMaps and the like, and the digest by which the agent verifies their image."""
+    if not then.volumes:
+        return
+    from ocihook.criu.socket_images import FILES_NAME
+    from ocihook.images.image_set import check_other_images  # late: few containers have such volumes
+    from ocihook.runtime.moved_files import move_volumes
+
+    images = place / IMAGES_DIR
+    check_other_images(images, [image for image in laid_out.other_images if image.name == FILES_NAME])
+    if not move_volumes(images, then.volumes, now.volumes, config):
+        return
+    again = OtherImage(FILES_NAME, (images / FILES_NAME).stat().st_size, digest_file(images / FILES_NAME))
+    note_rewritten(place, again)
+    packed = read_manifest(images)
+    if packed is not None:
+        listed = tuple(again if image.name == FILES_NAME else image for image in packed.other_images)
+        write_manifest(images, replace(packed, other_images=listed), durable=False)
 
 
 def _warn(call: Call, text: str) -> None:
@@ -632,7 +655,7 @@ def running_from(chosen: Thin, kept: containers.Kept) -> containers.Kept | None:
 
 def place_of(settings: Settings, container_id: str) -> Path:
     """Return where a checkpoint is laid out for a container."""
-    return Path(settings.store_dir) / "restoring" / container_id
+    return restoring_dir(Path(settings.store_dir), container_id)
 
 
 def _note(kept: containers.Kept, restoring: Restoring) -> None:

@@ -39,19 +39,20 @@ class NotedOrigin(Participant):
         if (dump.directory / ORIGIN_NAME).exists():
             return ""
         try:
-            config = Path(f"/proc/{dump.criu_pid}/root", str(bundle).lstrip("/"), "config.json")
-            write_origin(dump.directory, _origin(dump, json.loads(config.read_bytes()), bundle))
+            seen = Path(f"/proc/{dump.criu_pid}/root")
+            config = json.loads((seen / str(bundle).lstrip("/") / "config.json").read_bytes())
+            write_origin(dump.directory, _origin(dump, config, bundle, seen))
         except (OcihookError, OSError, ValueError, AttributeError, TypeError) as error:
             log.warning("container %s: the runtime handler cannot restore its archive: %s", dump.container, error)
         return ""
 
 
-def _origin(dump: Dump, config: Mapping[str, Any], bundle: Path) -> Origin:
+def _origin(dump: Dump, config: Mapping[str, Any], bundle: Path, seen: Path) -> Origin:
     ending = {destination: _PODMAN_VOLUME.search(str(path)) for destination, path in volumes_of(config).items()}
     return Origin(
         id=new_checkpoint_id(),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         container=dump.container,
-        spec=spec_facts(config, bundle),
+        spec=spec_facts(config, bundle, seen),
         volumes={found[1]: destination for destination, found in ending.items() if found},
     )

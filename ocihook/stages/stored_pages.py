@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ocihook.checkpoints.admission import check_domain
+from ocihook.checkpoints.belongings import as_rewritten
 from ocihook.checkpoints.complete import wait_complete
 from ocihook.checkpoints.pending import is_here, keep_in_use
 from ocihook.checkpoints.pulling import pull
@@ -262,7 +263,10 @@ class StoredPages(Participant):
                 settings=settings,
             )
         check_host(manifest.host, restore.call().criu_version)
-        check_other_images(restore.directory, manifest.other_images)
+        container, images = restore.journal.container, restore.directory
+        check_other_images(
+            images, as_rewritten(store.root, container.id if container else "", images, manifest.other_images)
+        )
         check_regions(restore.directory, manifest.regions)
         restore.checkpoint = StoredCheckpoint(domain, manifest)
 

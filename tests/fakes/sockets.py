@@ -77,7 +77,7 @@ def framed(message: bytes) -> bytes:
 def files_image(sockets: Iterable[InetSocket]) -> bytes:
     """Return a files.img with these sockets, and other files between them."""
     # A field that is not known here, as files of other kinds have one.
-    other = message_class("file_entry")(type=_REGULAR, id=9).SerializeToString() + b"\x1a\x04\x08\x09\x10\x00"
+    other = message_class("file_entry")(type=_REGULAR, id=9).SerializeToString() + b"\x8a\x01\x04\x08\x09\x10\x00"
     return _MAGICS + framed(other) + b"".join(entry(sock) + framed(other) for sock in sockets)
 
 

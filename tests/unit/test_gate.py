@@ -343,7 +343,7 @@ def test_another_label_of_a_security_module_is_no_difference(key: str) -> None:
     then["process"][key], now["process"][key] = "p", "q"
     assert check_spec(spec_facts(then, BUNDLE), spec_facts(now, BUNDLE)) == ()
     without_label = to_json(spec_facts(then, BUNDLE))
-    without_label[-1].pop()
+    without_label[6].pop()
     assert check_spec(from_json(SpecFacts, without_label), spec_facts(spec(), BUNDLE))[:1] == (
         check_spec(spec_facts(then, BUNDLE), spec_facts(spec(), BUNDLE))[:1] if key == "apparmorProfile" else ()
     )

@@ -65,6 +65,7 @@ STEPS = (
 class Manifest:
     id = CHECKPOINT.checkpoint_id
     host: dict[str, str] = {}  # noqa: RUF012
+    other_images = ()
     container = ContainerRef(id="before", runtime="runc")
 
 
