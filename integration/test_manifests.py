@@ -88,7 +88,7 @@ def test_one_manifest_replaces_another() -> None:
         }
         for directory in DIRECTORIES
     }
-    assert found.pop("runtime") == set()  # the class alone
+    assert found.pop("runtime") == found.pop("checkpoint-api") == set()  # a class, and a role
     assert found.keys() == {"base", "overlays/remove", "overlays/runtime"}
     assert len(set.union(*found.values())) == 1
     (removal,) = of_kind(render(KUSTOMIZE / "overlays/remove"), "DaemonSet")
@@ -97,6 +97,13 @@ def test_one_manifest_replaces_another() -> None:
 
 def test_the_class_names_the_handler_that_install_makes(manifests: list[Manifest]) -> None:
     assert {found["handler"] for found in of_kind(manifests, "RuntimeClass")} <= {HANDLER}
+
+
+def test_the_role_allows_checkpoints_and_nothing_else() -> None:
+    manifests = render(KUSTOMIZE / "checkpoint-api")
+    (role,), (binding,) = of_kind(manifests, "ClusterRole"), of_kind(manifests, "ClusterRoleBinding")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes/checkpoint"], "verbs": ["create"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
 def test_documents_name_manifests_that_are_there() -> None:

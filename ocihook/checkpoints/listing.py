@@ -17,6 +17,7 @@ from ocihook.checkpoints.pending import (
 from ocihook.errors import IntegrityError, OcihookError, StoreError, StoreFull, plain
 from ocihook.store import garbage
 from ocihook.store.domain import Domain
+from ocihook.store.lineage import lineage, owner_name
 from ocihook.store.pushes import Push
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin
@@ -45,6 +46,8 @@ class Listed(NamedTuple):
     push: Push | None = None  # that is due
     gang: str = ""  # GANG/EPOCH/ATTEMPT of the dump of a gang that it is part of
     gang_missing: int = 0  # members of that which are not complete here; of a gang on several nodes, they are elsewhere
+    member: str = ""  # whose newest checkpoint `latest` means
+    owner: str = ""  # of its pod
 
     @property
     def is_on_its_way(self) -> bool:
@@ -169,6 +172,8 @@ def list_checkpoints(store: Store) -> list[Listed]:
                 push=domain.pushes.read(m.id),
                 gang=m.container.gang,
                 gang_missing=epochs.missing(m.container),
+                member=lineage(m.container),
+                owner=owner_name(m.container),
             )
             for m in manifests
         ]
@@ -206,8 +211,12 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
             failure = read_failure(domain, checkpoint_id) or Failure("", "", "")
         container, created, size = (str(job.container), job.created, job.raw_bytes) if job else ("", "", 0)
         done = read_progress(domain, checkpoint_id)
-        gang = job.container.gang if job else ""
-        yield Listed(domain.name, checkpoint_id, state, container, created, size, 0, done, *failure[:4], gang=gang)
+        row = Listed(domain.name, checkpoint_id, state, container, created, size, 0, done, *failure[:4])
+        yield (
+            row
+            if job is None
+            else row._replace(gang=job.container.gang, member=lineage(job.container), owner=owner_name(job.container))
+        )
 
 
 def usage(store: Store) -> dict[str, garbage.Usage]:

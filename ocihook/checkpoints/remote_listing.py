@@ -14,6 +14,7 @@ from ocihook.errors import IntegrityError, RemoteError
 from ocihook.packs.cipher import NO_KEYS, Keyring, KeySource
 from ocihook.remote.location import open_remote, remote_domains
 from ocihook.remote.remote import Remote
+from ocihook.store.lineage import lineage, owner_name
 from ocihook.store.records import largest_layout, unseal_layout, unseal_manifest
 from ocihook.store.stored_manifest import StoredManifest
 
@@ -147,6 +148,8 @@ def list_remote(location: str, keys: KeySource = NO_KEYS) -> list[Listed]:
                 *(name, m.id, "complete", str(m.container), m.created, m.raw_bytes, m.added_bytes, m.raw_bytes),
                 gang=m.container.gang,
                 gang_missing=epochs.missing(m.container),
+                member=lineage(m.container),
+                owner=owner_name(m.container),
             )
             for m in manifests
         ]

@@ -125,12 +125,13 @@ def _print_listed(rows: list[listing.Listed], *, as_json: bool) -> None:
         return
     cells = [
         [
-            *(row.domain, row.id, row.container, row.created, _state(row), format_bytes(row.raw_bytes), _added(row)),
-            _gang(row),
+            *(row.domain, row.id, row.container, row.member, row.owner, row.created),
+            *(_state(row), format_bytes(row.raw_bytes), _added(row), _gang(row)),
         ]
         for row in rows
     ]
-    print_table(["DOMAIN", "CHECKPOINT", "CONTAINER", "CREATED", "STATE", "RAW", "ADDED", "GANG"], cells)
+    columns = ["DOMAIN", "CHECKPOINT", "CONTAINER", "MEMBER", "OWNER", "CREATED", "STATE", "RAW", "ADDED", "GANG"]
+    print_table(columns, cells, folded=("CONTAINER", "MEMBER", "OWNER", "GANG"))
     for sentence in reasons(rows):
         click.echo(sentence)
 

@@ -46,6 +46,14 @@ def lineage(container: ContainerRef) -> str:
     return f"{container.pod_namespace}/{container.member or _member_of_owner(container)}/{container.name}"
 
 
+def owner_name(container: ContainerRef) -> str:
+    """Return the owner of a container's pod: as its annotation says, or by its controller's rule for names.
+
+    It is "" without a pod and an annotation.
+    """
+    return container.owner or _INDICES.sub("", _member(container.pod_name))
+
+
 def _member_of_owner(container: ContainerRef) -> str:
     member = _member(container.pod_name)
     if container.owner:

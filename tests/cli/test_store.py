@@ -45,7 +45,8 @@ def as_json(*arguments: str) -> dict[str, Any]:
 def test_list_and_wait(node: Node) -> None:
     first, second = as_json("store", "list")["checkpoints"]
     assert (first["state"], second["state"]) == ("complete", "pending")
-    assert first["container"] == "team/pod/trainer"
+    assert first["container"] == first["member"] == "team/pod/trainer"
+    assert first["owner"] == "pod"
     assert "pending, 0 %" in run("store", "list").output
     waited = run("wait", second["id"])
     assert waited.exit_code == 0
