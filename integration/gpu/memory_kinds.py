@@ -4,7 +4,7 @@
 
 - `kills:50`: one checkpoint of 1 GiB on the GPU is restored and killed 50 times; the kernel's log of that time.
 - `odd:64`, `odd:600`: pieces of GPU memory in sizes that are no multiples of 2 MiB, dumped and restored.
-- `pool:4`: dumps of 4 programs in which two threads use a pool (cudaMallocAsync) that gives memory back to the driver;
+- `pool:4`: dumps of 4 programs in which 8 threads use a pool (cudaMallocAsync) that gives memory back to the driver;
   `kept:2`: of 2 whose pool keeps its memory. A dump may fail; each program must go on.
 - `pinned:16`: 16 GiB of pinned memory that no packer makes smaller, restored 4 times, in turns with its pages mapped
   before the driver's part and without that.
@@ -224,7 +224,7 @@ def store(gib: str) -> Row:
     finally:
         job.kill()
         ocihook("wait")
-        command("umount", WORK / "store")
+        command("umount", "--lazy", WORK / "store")  # the agent still merges its index
     return {
         "verified": restored["went_on"],
         "dump_s": dump["seconds"],

@@ -4,7 +4,7 @@ programs.py hold GIB            bf16 weights on every GPU, summed up whole in ev
 programs.py zeros GIB           so much memory on a GPU and as much pinned on the host, most of it zero, summed up
 programs.py odd PIECES          so many pieces of GPU memory of sizes that are no multiples of 2 MiB, each summed up
 programs.py pinned GIB          so much pinned memory of the host that no packer makes smaller, and 1 GiB on a GPU
-programs.py pool MIB            two threads that use a pool (cudaMallocAsync) which keeps so much; 0: gives all back
+programs.py pool MIB            8 threads that use a pool (cudaMallocAsync) which keeps so much; 0: gives all back
 programs.py train STEPS         a transformer with AdamW; prints each step's loss, bit by bit, as its checksum
 programs.py lora GIB            fine-tuning of frozen bf16 weights by small adapters with AdamW; losses as `train`
 programs.py nccl GIB            one rank a GPU, all-reduce over sockets in every round
@@ -124,9 +124,8 @@ def pool(kept_bytes: int) -> None:
             assert cuda.cuMemAllocAsync(ctypes.byref(pointer), ctypes.c_size_t(8 << 20), stream) == 0
             assert cuda.cuMemsetD8Async(pointer, ctypes.c_ubyte(1), ctypes.c_size_t(8 << 20), stream) == 0
             assert cuda.cuMemFreeAsync(pointer, stream) == 0
-            time.sleep(0.001)
 
-    for _ in range(2):
+    for _ in range(8):
         threading.Thread(target=use, daemon=True).start()
     count = 0
     while True:
