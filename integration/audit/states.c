@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/inotify.h>
 #include <sys/mman.h>
@@ -24,6 +25,7 @@
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/timerfd.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -153,17 +155,40 @@ LOOK(stream_options, has_option(socket_fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, 7) && 
 DO(datagram_options, datagram_fd = socket(AF_INET, SOCK_DGRAM, 0); return option(datagram_fd, SOL_SOCKET, SO_TIMESTAMP, 1) && option(datagram_fd, IPPROTO_IP, IP_MULTICAST_TTL, 9) && option(datagram_fd, IPPROTO_IP, IP_RECVTTL, 1))
 LOOK(datagram_options, has_option(datagram_fd, SOL_SOCKET, SO_TIMESTAMP, 1) && has_option(datagram_fd, IPPROTO_IP, IP_MULTICAST_TTL, 9) && has_option(datagram_fd, IPPROTO_IP, IP_RECVTTL, 1))
 
+static int kept_file(const char *path, int flags) { return open(path, O_RDWR | O_CREAT | flags, 0600); }
+static int appended_fd, closed_fd, signal_fds[2], sealed_fd, hinted_fd, copied_fd, large_fd, late_fd, epoll_fd, watched_fd, once_epoll_fd;
+DO(append_mode, return (appended_fd = kept_file("/appended", O_APPEND | O_NONBLOCK)) >= 0) LOOK(append_mode, (fcntl(appended_fd, F_GETFL) & (O_APPEND | O_NONBLOCK)) == (O_APPEND | O_NONBLOCK))
+DO(close_on_exec, return (closed_fd = kept_file("/closed", O_CLOEXEC)) >= 0) LOOK(close_on_exec, fcntl(closed_fd, F_GETFD) == FD_CLOEXEC)
+DO(input_signal, return !pipe(signal_fds) && !fcntl(signal_fds[0], F_SETOWN, getpid()) && !fcntl(signal_fds[0], F_SETSIG, SIGURG)) LOOK(input_signal, fcntl(signal_fds[0], F_GETOWN) == getpid() && fcntl(signal_fds[0], F_GETSIG) == SIGURG)
+DO(seals, return (sealed_fd = memfd_create("sealed", MFD_ALLOW_SEALING)) >= 0 && !ftruncate(sealed_fd, 4096) && !fcntl(sealed_fd, F_ADD_SEALS, F_SEAL_GROW)) LOOK(seals, fcntl(sealed_fd, F_GET_SEALS) == F_SEAL_GROW)
+DO(write_hint, uint64_t hint = 2; return (hinted_fd = kept_file("/hinted", 0)) >= 0 && !fcntl(hinted_fd, 1036, &hint)) LOOK(write_hint, ({ uint64_t hint = 0; fcntl(hinted_fd, 1035, &hint); hint == 2; }))
+DO(shared_file, int fd = kept_file("/shared", 0); return (copied_fd = dup(fd)) >= 0) LOOK(shared_file, ({ off_t at = lseek(copied_fd - 1, 5, SEEK_CUR); at == lseek(copied_fd, 0, SEEK_CUR); }))
+DO(large_counter, uint64_t n = 5ULL << 33; return (large_fd = eventfd(0, EFD_NONBLOCK)) >= 0 && write(large_fd, &n, 8) == 8) LOOK(large_counter, ({ uint64_t n = 0; read(large_fd, &n, 8) == 8 && n == 5ULL << 33 && write(large_fd, &n, 8) == 8; }))
+DO(expired_timer, struct itimerspec t = { { 0, 0 }, { 1, 0 } }; uint64_t n; return (late_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK)) >= 0 && !timerfd_settime(late_fd, TFD_TIMER_ABSTIME, &t, NULL) && usleep(10000) == 0 && read(late_fd, &n, 8) == 8)
+LOOK(expired_timer, ({ uint64_t n; read(late_fd, &n, 8) < 0 && errno == EAGAIN; }))
+static int watched(int events) { int fd = epoll_create1(0); struct epoll_event e = { events, { .u64 = 77 } }; watched_fd = eventfd(1, 0); return epoll_ctl(fd, EPOLL_CTL_ADD, watched_fd, &e) ? -1 : fd; }
+DO(epoll, return (epoll_fd = watched(EPOLLIN)) >= 0) LOOK(epoll, ({ struct epoll_event e; epoll_wait(epoll_fd, &e, 1, 0) == 1 && e.data.u64 == 77; }))
+DO(epoll_once, struct epoll_event e; return (once_epoll_fd = watched(EPOLLIN | EPOLLONESHOT)) >= 0 && epoll_wait(once_epoll_fd, &e, 1, 0) == 1)
+LOOK(epoll_once, ({ char p[40], b[400] = ""; snprintf(p, sizeof p, "/proc/self/fdinfo/%d", once_epoll_fd); int f = open(p, O_RDONLY); need(read(f, b, 399) > 0, p); close(f); strstr(b, "events: 40000000") != NULL; }))
+
+/* Processes and signals */
+static int ended_child, unusual_child;
+DO(waiting_signal, sigset_t s; sigemptyset(&s); sigaddset(&s, SIGUSR1); return !pthread_sigmask(SIG_BLOCK, &s, NULL) && !raise(SIGUSR1)) LOOK(waiting_signal, ({ sigset_t s; sigpending(&s); sigismember(&s, SIGUSR1); }))
+DO(ended_child, ended_child = fork(); if (!ended_child) _exit(200); usleep(20000); return ended_child > 0)
+LOOK(ended_child, ({ siginfo_t i = { 0 }; !waitid(P_PID, ended_child, &i, WEXITED | WNOHANG | WNOWAIT) && i.si_status == 200; }))
+DO(unusual_child, unusual_child = syscall(SYS_clone, SIGURG, 0, 0, 0, 0); if (!unusual_child) for (;;) pause(); return unusual_child > 0)
+LOOK(unusual_child, ({ char p[40], b[600] = "", *w; snprintf(p, sizeof p, "/proc/%d/stat", unusual_child); int f = open(p, O_RDONLY); need(read(f, b, 599) > 0, p); close(f); w = strrchr(b, ')'); for (int i = 2; i < 38 && w; i++) w = strchr(w + 1, ' '); w && atoi(w) == SIGURG; }))
+DO(memory_policy, unsigned long nodes = 1; return !syscall(SYS_set_mempolicy, 1, &nodes, 64)) LOOK(memory_policy, ({ int mode = 0; syscall(SYS_get_mempolicy, &mode, NULL, 0, NULL, 0); mode == 1; }))
+
 /* Memory */
-static char *area;
-static int map(void) { return area || (area = mmap(NULL, 1 << 16, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) != MAP_FAILED; }
-static int has_flag(const char *flag)
+static int has_flag(const char *area, const char *flag)
 {
     char line[400], range[40], words[10];
     int is_area = 0, found = 0;
     snprintf(range, sizeof range, "%lx-", (long)area), snprintf(words, sizeof words, " %s", flag);
     FILE *smaps = fopen("/proc/self/smaps", "r");
     while (fgets(line, sizeof line, smaps)) {
-        if (strstr(line, "-") && strstr(line, " r"))
+        if (line[0] < 'A' || line[0] > 'Z')
             is_area = !strncmp(line, range, strlen(range));
         if (is_area && !strncmp(line, "VmFlags:", 8))
             found = strstr(line, words) != NULL;
@@ -171,9 +196,22 @@ static int has_flag(const char *flag)
     fclose(smaps);
     return found;
 }
-DO(locked, return map() && !mlock(area, 1 << 16)) LOOK(locked, has_flag("lo"))
-DO(not_forked, return map() && !madvise(area, 1 << 16, MADV_DONTFORK)) LOOK(not_forked, has_flag("dc"))
-DO(not_dumped, return map() && !madvise(area, 1 << 16, MADV_DONTDUMP)) LOOK(not_dumped, has_flag("dd"))
+/* Pages around each are of another kind, so none is joined with a neighbour. */
+static char *area(int flags)
+{
+    char *around = mmap(NULL, 3 << 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return mmap(around + (1 << 16), 1 << 16, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | flags, -1, 0);
+}
+#define MAPPED(name, flag, flags, ...) static char *area_##name; \
+    static int do_##name(void) { char *a = area_##name = area(flags); return a != MAP_FAILED && memset(a, 1, 1 << 16) && !(__VA_ARGS__); } \
+    static int look_##name(void) { return has_flag(area_##name, flag); }
+MAPPED(locked, "lo", 0, mlock(a, 1 << 16)) MAPPED(locked_on_use, "lf", 0, mlock2(a, 1 << 16, MLOCK_ONFAULT))
+MAPPED(not_forked, "dc", 0, madvise(a, 1 << 16, MADV_DONTFORK)) MAPPED(not_dumped, "dd", 0, madvise(a, 1 << 16, MADV_DONTDUMP))
+MAPPED(wiped_on_fork, "wf", 0, madvise(a, 1 << 16, MADV_WIPEONFORK)) MAPPED(huge, "hg", 0, madvise(a, 1 << 16, MADV_HUGEPAGE))
+MAPPED(not_huge, "nh", 0, madvise(a, 1 << 16, MADV_NOHUGEPAGE)) MAPPED(in_order, "sr", 0, madvise(a, 1 << 16, MADV_SEQUENTIAL))
+MAPPED(in_no_order, "rr", 0, madvise(a, 1 << 16, MADV_RANDOM)) MAPPED(merged, "mg", 0, madvise(a, 1 << 16, MADV_MERGEABLE))
+MAPPED(grows_down, "gd", MAP_GROWSDOWN, 0) MAPPED(not_reserved, "nr", MAP_NORESERVE, 0)
+MAPPED(sealed, "sl", 0, syscall(462, a, 1 << 16, 0))
 
 /* Of one thread alone: the same, in a thread */
 #define THREAD(name) static struct worker *worker_##name; \
@@ -182,7 +220,7 @@ DO(not_dumped, return map() && !madvise(area, 1 << 16, MADV_DONTDUMP)) LOOK(not_
 THREAD(affinity) THREAD(batch) THREAD(nice) THREAD(slice) THREAD(timer_slack) THREAD(io_priority) THREAD(blocked_signal) THREAD(idle)
 DO(own_directory, return !unshare(CLONE_FS) && !chdir("/proc")) LOOK(own_directory, ({ char d[99]; getcwd(d, 99) && !strcmp(d, "/proc"); }))
 DO(own_files, return !unshare(CLONE_FILES) && dup2(1, 77) == 77) LOOK(own_files, fcntl(77, F_GETFD) >= 0)
-THREAD(own_directory) THREAD(own_files)
+THREAD(own_directory) THREAD(own_files) THREAD(personality) THREAD(waiting_signal)
 
 #define STATE(name) { #name, do_##name, look_##name }
 static const struct { const char *name; int (*make)(void), (*look)(void); } STATES[] = {
@@ -192,6 +230,10 @@ static const struct { const char *name; int (*make)(void), (*look)(void); } STAT
     STATE(subreaper), STATE(death_signal), STATE(no_huge_pages), STATE(keep_capabilities), STATE(thread_name), STATE(groups), STATE(no_groups),
     STATE(event_counter), STATE(semaphore), STATE(timer_descriptor), STATE(posix_timer), STATE(interval_timer), STATE(watch), STATE(watch_once),
     STATE(pipe_size), STATE(stream_options), STATE(datagram_options), STATE(locked), STATE(not_forked), STATE(not_dumped),
+    STATE(append_mode), STATE(close_on_exec), STATE(input_signal), STATE(seals), STATE(write_hint), STATE(shared_file), STATE(large_counter),
+    STATE(expired_timer), STATE(epoll), STATE(epoll_once), STATE(waiting_signal), STATE(ended_child), STATE(unusual_child), STATE(memory_policy),
+    STATE(locked_on_use), STATE(wiped_on_fork), STATE(huge), STATE(not_huge), STATE(in_order), STATE(in_no_order), STATE(merged), STATE(grows_down),
+    STATE(not_reserved), STATE(sealed), STATE(thread_personality), STATE(thread_waiting_signal),
     STATE(thread_affinity), STATE(thread_batch), STATE(thread_nice), STATE(thread_slice), STATE(thread_timer_slack), STATE(thread_io_priority),
     STATE(thread_blocked_signal), STATE(thread_idle), STATE(thread_own_directory), STATE(thread_own_files),
 };

@@ -29,6 +29,14 @@ REPORTED = {
     "watch_once": "flags of inotify watches",
     "thread_own_directory": "working directory of a thread's own",
     "thread_own_files": "descriptors of a thread's own",
+    "thread_personality": "personality of",
+    "epoll_once": "what epoll watches",
+    "ended_child": "gets another status after a restore",
+    "unusual_child": "gets SIGCHLD at its end after a restore",
+    "memory_policy": "NUMA policy of memory",
+    "locked_on_use": "memory that is locked when it is used",
+    "wiped_on_fork": "MADV_WIPEONFORK",
+    "sealed": "sealed memory",
 }
 SEEDS = range(40 if os.environ.get("OCIHOOK_NIGHTLY") else 2)
 

@@ -4,12 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ocihook.audit.rows import FILE, PROCESS, THREAD, Row
+from ocihook.audit.places import CGROUP, MOUNT
+from ocihook.audit.rows import FILE, LIMITED, MOUNTED, PROCESS, THREAD, Row
 from ocihook.audit.state import ContainerState, ProcessState, Values
 from ocihook.errors import printable
 
 _MISSING = Row("process", "processes", is_right=False, criu="kept")
 _CLOSED = Row("descriptor", "descriptors", criu="kept")
+_UNMOUNTED = Row("mount", "mounts", criu="kept")
+_TABLES = (MOUNTED, LIMITED, THREAD, PROCESS, FILE)
 _SHOWN = 3  # tasks that a message names
 _TEXT = 60  # characters of a value in a message
 
@@ -18,29 +21,30 @@ class Difference(NamedTuple):
     """A piece of state of one task that is not as it was."""
 
     row: Row
-    process: str  # its pid in the container
+    process: str  # its pid in the container; "" for what is of the container
     thread: str  # id of its thread there; "" for what is of the whole process
-    name: str  # of its program
+    name: str  # of its program, or of a mount or cgroup
     before: str
     after: str
     file: str = ""  # a descriptor's number, for what is of one
 
     @property
     def task(self) -> str:
-        """The task or descriptor, in words."""
+        """The task, descriptor, mount or cgroup, in words."""
         of_file = f" descriptor {self.file}" if self.file else ""
-        return printable(f"{self.name} {self.thread or self.process}{of_file}")
+        return printable(f"{self.name} {self.thread or self.process}{of_file}".strip())
 
 
 def compare(before: ContainerState, after: ContainerState) -> list[Difference]:
     """Return what differs, by rows in their order; a process or thread that is missing, first."""
     found = list(_all(before, after))
-    rows = (_MISSING, _CLOSED, *THREAD.values(), *PROCESS.values(), *FILE.values())
+    rows = (_MISSING, _UNMOUNTED, _CLOSED, *(row for table in _TABLES for row in table.values()))
     order = {row: place for place, row in enumerate(rows)}
     return sorted(found, key=lambda difference: order[difference.row])
 
 
 def _all(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
+    yield from _places(before, after)
     for pid, had in before.processes.items():
         has = after.processes.get(pid)
         if has is None:
@@ -56,6 +60,16 @@ def _all(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
             elif new_values != old_values:
                 for row, old, new in _rows(THREAD, old_values, new_values, after):
                     yield Difference(row, pid, tid, had.name, old, new)
+
+
+def _places(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
+    for name, old_values in before.places.items():
+        new_values = after.places.get(name)
+        if new_values is not None:
+            for row, old, new in _rows(LIMITED if name.startswith(CGROUP) else MOUNTED, old_values, new_values, after):
+                yield Difference(row, "", "", name, old, new)
+        elif name.startswith(MOUNT) and after.places:
+            yield Difference(_UNMOUNTED, "", "", name, "", "missing")
 
 
 def _files(pid: str, had: ProcessState, has: ProcessState, after: ContainerState) -> Iterator[Difference]:

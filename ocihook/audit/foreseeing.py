@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from ocihook.audit.comparing import Difference
+from ocihook.audit.inheriting import personalities
+from ocihook.audit.mapped import KEY, POLICY
 from ocihook.audit.reading import THREADS_NAMESPACES
 from ocihook.audit.rows import FILE, PROCESS, THREAD
 from ocihook.audit.state import ContainerState, ProcessState
@@ -10,19 +12,27 @@ from ocihook.audit.state import ContainerState, ProcessState
 _SEMAPHORE = "eventfd-semaphore:1"
 _LOST_FLAGS = 0x80000000 | 0x04000000  # IN_ONESHOT, IN_EXCL_UNLINK (linux/inotify.h)
 _ROOT = "0 0"
+_FIRED = 0x40000000  # EPOLLONESHOT alone: it reports nothing (linux/eventpoll.h)
+_LOST_OF_MEMORY = ("lf", "sl", "sf", "um", "uw", "ui", KEY, POLICY)
 
 
 def foresee(state: ContainerState) -> Iterator[Difference]:
-    """Yield what CRIU does not restore and nothing puts back, with the value that it has after a restore."""
+    """Yield what no CRIU restores and nothing puts back, with the value that it has after a restore."""
+    has_one_personality = len(personalities(state)) <= 1
     for pid, process in state.processes.items():
         yield from _of_threads(pid, process)
+        yield from _of_memory(pid, process)
         yield from _of_files(pid, process)
-    personalities = {process.own.get("personality", "") for process in state.processes.values()}
-    if len(personalities - {""}) > 1:
-        for pid, process in state.processes.items():
-            value = process.own.get("personality", "0")
-            if value.strip("0"):
-                yield Difference(PROCESS["personality"], pid, "", process.name, value, "0")
+        for tid, values in process.threads.items():
+            value = values.get("personality", "0")
+            if not has_one_personality and value.strip("0"):
+                yield Difference(THREAD["personality"], pid, tid, process.name, value, "0")
+
+
+def _of_memory(pid: str, process: ProcessState) -> Iterator[Difference]:
+    for name in _LOST_OF_MEMORY:
+        if value := process.own.get(name):
+            yield Difference(PROCESS[name], pid, "", process.name, value, "")
 
 
 def _of_threads(pid: str, process: ProcessState) -> Iterator[Difference]:
@@ -43,9 +53,17 @@ def _of_files(pid: str, process: ProcessState) -> Iterator[Difference]:
             yield Difference(FILE["[eventfd]"], pid, "", process.name, "semaphore", "counter", fd)
         if any(_has_lost_flags(watch) for watch in values.get("inotify", "").split()):
             yield Difference(FILE["inotify"], pid, "", process.name, values["inotify"], "without", fd)
+        if any(_has_fired(watch) for watch in values.get("[eventpoll]", "").split()):
+            yield Difference(FILE["[eventpoll]"], pid, "", process.name, "fired", "armed", fd)
         if values.get("peer", _ROOT) != _ROOT:
             yield Difference(FILE["peer"], pid, "", process.name, values["peer"], _ROOT, fd)
 
 
 def _has_lost_flags(watch: str) -> bool:
     return bool(int(watch.partition(":")[2] or "0", 16) & _LOST_FLAGS)
+
+
+def _has_fired(watch: str) -> bool:
+    """Return whether an entry of epoll has reported what it is to report once."""
+    _, _, rest = watch.partition(":")
+    return int(rest.partition(":")[0] or "0", 16) == _FIRED

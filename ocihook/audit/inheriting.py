@@ -38,12 +38,18 @@ def inherited_calls(recorded: ContainerState, criu_groups: str) -> list[Inherite
     calls = [InheritedCall("keyctl", (_JOIN_SESSION_KEYRING, 0))]
     if criu_groups:
         calls.append(InheritedCall("setgroups", (0, 0)))
-    personalities = {process.own.get("personality", "0") for process in recorded.processes.values()}
-    if len(personalities) == 1:
-        value = int(personalities.pop(), 16)
+    found = {int(value, 16) for value in personalities(recorded)}
+    if len(found) == 1:
+        value = found.pop()
         if value and not value & ~_HARMLESS:
             calls.append(InheritedCall("personality", (value,)))
     return calls
+
+
+def personalities(state: ContainerState) -> set[str]:
+    """Return those that tasks have."""
+    threads = (values for process in state.processes.values() for values in process.threads.values())
+    return {values.get("personality", "0") for values in threads}
 
 
 def make_inherit(criu_pid: int, recorded: ContainerState, patience: Patience) -> None:

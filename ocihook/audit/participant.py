@@ -5,7 +5,7 @@ and none has run. Whatever goes wrong with the audit itself is logged: no dump a
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ocihook.audit.comparing import Difference, compare, in_words
 from ocihook.audit.inheriting import make_inherit
@@ -13,7 +13,7 @@ from ocihook.audit.reading import Reader
 from ocihook.audit.rows import Target
 from ocihook.audit.state import STATE_NAME, ContainerState, read_state, write_state
 from ocihook.errors import GivenUp, OcihookError, StateLost, plain
-from ocihook.linux.cgroup import allowed_cpus
+from ocihook.linux.cgroup import allowed_cpus, unified_cgroup
 from ocihook.linux.procfs import descendants
 from ocihook.session.participant import Dump, Participant, Restore
 
@@ -64,7 +64,7 @@ class Audit(Participant):
             recorded = read_state(restore.directory)
             if recorded is not None:
                 with restore.journal.phase("compare tasks"):
-                    _report(restore, audit(recorded, restore.init_pid))
+                    _report(restore, audit(recorded, restore.init_pid, restore.call().cgroup))
         except _FAULTS as error:
             container = restore.journal.container
             log.warning("container %s: the state of its tasks is not compared: %s", container, plain(error))
@@ -75,31 +75,46 @@ def _read_container(dump: Dump) -> ContainerState:
     members = dump.freezer.all_members() if dump.freezer else set()
     has_own_cgroup = dump.init_pid in members and dump.criu_pid not in members
     pids = members if has_own_cgroup else descendants(dump.init_pid)
-    return Reader(dump.init_pid, allowed_cpus(dump.init_pid)).read(pids)
+    return _reader(dump.init_pid, dump.call().cgroup).read(pids)
+
+
+def _reader(init_pid: int, cgroup: str) -> Reader:
+    return Reader(init_pid, allowed_cpus(init_pid), cgroup=unified_cgroup(init_pid, cgroup))
 
 
 def _about_left_out(dump: Dump, state: ContainerState) -> str:
-    if not state.left_out:
-        return ""
-    names = ", ".join(state.left_out[:_SHOWN]) + (" and more" if len(state.left_out) > _SHOWN else "")
-    message = f"container {dump.container}: not in the checkpoint: {names}, started by exec and not by the container"
-    log.warning("%s", message)
-    return f"warning: {message}"
+    """Report what of the container is not in the checkpoint, or not in its record."""
+    messages = []
+    if state.left_out:
+        messages.append(f"not in the checkpoint: {_some(state.left_out)}, started by exec and not by the container")
+    if state.unread_files:
+        what = f"{state.unread_files} of its descriptors (options of sockets, flags, locks)"
+        messages.append(f"not recorded, so neither compared nor put back by a restore: {what}")
+    if state.unread_memory:
+        log.info("container %s: memory not looked at: of %s", dump.container, _some(state.unread_memory))
+    for message in messages:
+        log.warning("container %s: %s", dump.container, message)
+    return "; ".join(f"warning: container {dump.container}: {message}" for message in messages)
 
 
-def audit(recorded: ContainerState, init_pid: int) -> list[Difference]:
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (" and more" if len(names) > _SHOWN else "")
+
+
+def audit(recorded: ContainerState, init_pid: int, cgroup: str = "") -> list[Difference]:
     """Put back what a restored container has lost; return what remains different.
 
     Args:
         recorded: the state at the dump.
         init_pid: the container's first process.
+        cgroup: name of the cgroup that its runtime gave it; "" if unknown.
     """
     pids = descendants(init_pid)
-    reader = Reader(init_pid, allowed_cpus(init_pid))
+    reader = _reader(init_pid, cgroup)
     found = compare(recorded, reader.read(pids))
     if not _put_back(found, reader, pids):
         return found
-    return compare(recorded, Reader(init_pid, allowed_cpus(init_pid)).read(pids))
+    return compare(recorded, _reader(init_pid, cgroup).read(pids))
 
 
 def _put_back(found: Sequence[Difference], reader: Reader, pids: Sequence[int]) -> bool:
@@ -107,21 +122,31 @@ def _put_back(found: Sequence[Difference], reader: Reader, pids: Sequence[int]) 
     wanted = [difference for difference in found if difference.row.put_back]
     tasks = reader.tasks(pids) if wanted else {}
     for one in wanted:
-        pid, threads = tasks.get(one.process, (0, {}))
         try:
-            target = Target(pid, threads.get(one.thread, 0) if one.thread else pid, int(one.file or -1))
-            if target.tid and one.row.put_back:
+            target = _target(one, tasks, reader)
+            if target is not None and one.row.put_back:
                 one.row.put_back(target, one.before, one.after)
         except _FAULTS as error:  # the comparison that follows reports it
             log.info("%s of %s cannot be put back: %s", one.row.what, one.task, plain(error))
     return bool(wanted)
 
 
+def _target(one: Difference, tasks: Mapping[str, tuple[int, dict[str, int]]], reader: Reader) -> Target | None:
+    """Return what has a piece of state here; None if there is nothing."""
+    if not one.process:
+        return Target(cgroup=reader.inner_cgroup(one.name))
+    pid, threads = tasks.get(one.process, (0, {}))
+    tid = threads.get(one.thread, 0) if one.thread else pid
+    return Target(pid, tid, int(one.file or -1)) if tid else None
+
+
 def _report(restore: Restore, left: Sequence[Difference]) -> None:
-    lines = in_words(left)
+    container = restore.journal.container
+    for line in in_words(one for one in left if not one.row.matters):
+        log.info("container %s: not restored, which no program notices: %s", container, line)
+    lines = in_words(one for one in left if one.row.matters)
     if not lines:
         return
-    container = restore.journal.container
     for line in lines:
         log.warning("container %s: not restored: %s", container, line)
     restore.journal.note_error(StateLost(f"not restored: {'; '.join(lines)}"), "degraded")

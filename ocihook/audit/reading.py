@@ -4,17 +4,17 @@ A container may have hundreds of threads and is stopped meanwhile. So each file 
 parsed once, and a file that few programs change is read of each process and not of each thread.
 """
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from ocihook.audit.mapped import Allowance, read_mapped
+from ocihook.audit.opened import OpenFiles
+from ocihook.audit.places import CGROUP, read_cgroups, read_mounts
 from ocihook.audit.state import ContainerState, ProcessState, Values
 from ocihook.errors import printable
-from ocihook.linux.descriptors import copy_descriptor
-from ocihook.linux.socket_options import peer_ids, read_options
 from ocihook.linux.task_state import (
     KCMP_FILES,
     KCMP_FS,
@@ -31,9 +31,9 @@ from ocihook.linux.task_state import (
 
 # Lines of /proc/PID/status; those between are of no use here, and differ in each thread.
 _PARTS = ((b"\nUmask:", b"\nState:"), (b"\nUid:", b"\nFDSize:"), (b"\nGroups:", b"\nNStgid:"))
-_LATER_PARTS = ((b"\nTHP_enabled:", b"\nThreads:"), (b"\nSigBlk:", b"\nMems_allowed:"))
+_LATER_PARTS = ((b"\nTHP_enabled:", b"\nThreads:"), (b"\nSigPnd:", b"\nMems_allowed:"))
 _IDS, _MAPPED = ("Uid", "Gid", "Groups"), ("uid_map", "gid_map", "gid_map")
-_NO_VALUES = frozenset({"Cpus_allowed", "Cpus_allowed_list"})  # kept in another form
+_NO_VALUES = frozenset({"Cpus_allowed", "Cpus_allowed_list", "SigPnd", "ShdPnd"})  # kept in another form
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
 THREADS_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "uts")  # others are of whole processes
 _SHARED = {"files": KCMP_FILES, "fs": KCMP_FS}
@@ -42,17 +42,11 @@ _TIMER_OWNER = re.compile(r"\.\d+$", re.MULTILINE)
 _CAP_SYS_ADMIN = 1 << 21  # linux/capability.h
 _SELINUX = "/sys/fs/selinux/enforce"
 _SELINUX_FILES = ("exec", "fscreate", "keycreate", "sockcreate")
-_OF_PROCESS, _OF_SESSION = ("oom_score_adj", "coredump_filter", "personality"), ("loginuid",)
+_OF_PROCESS, _OF_SESSION = ("oom_score_adj", "coredump_filter"), ("loginuid",)
 _ENDED, _ALONE = b"\nState:\tZ", b"\nThreads:\t1\n"
-# Of descriptors: what does not change by itself.
-_DETAILS = {
-    "[eventfd]": re.compile(r"^(eventfd-semaphore):\s+([0-9]+)", re.MULTILINE),
-    "inotify": re.compile(r"^inotify wd:(\w+) .*? mask:(\w+)", re.MULTILINE),
-    "[fanotify]": re.compile(r"^fanotify \w+:.*?(mflags:\w+) (mask:\w+ ignored_mask:\w+)", re.MULTILINE),
-    "[signalfd]": re.compile(r"^(sigmask):\s+(\w+)", re.MULTILINE),
-    "[timerfd]": re.compile(r"^(clockid|it_interval):\s+([^\n]+)", re.MULTILINE),
-}
 _MOST_TEXT = 4000  # characters of a value
+# Processor time in which the memory of stopped processes is looked at, and how much one may have.
+_FOR_MEMORY_S, _MOST_MEMORY_BYTES = 0.002, 64 << 20
 
 ALL_CPUS = "all"
 
@@ -60,13 +54,23 @@ ALL_CPUS = "all"
 class Reader:
     """Reads one container."""
 
-    def __init__(self, init_pid: int, cpus: str, proc: str = "/proc") -> None:
+    def __init__(
+        self,
+        init_pid: int,
+        cpus: str,
+        proc: str = "/proc",
+        *,
+        cgroup: Path | None = None,
+        allowance: Allowance | None = None,
+    ) -> None:
         """Prepare to read.
 
         Args:
             init_pid: its first process.
             cpus: on which its cgroup lets it run, as the kernel lists them; "": all that the machine has.
             proc: where /proc is.
+            cgroup: the container's own, of v2; None: it has none.
+            allowance: for the memory of its processes; None: what is right while they are stopped.
         """
         self._init_pid, self._proc = init_pid, proc
         self._cpus = cpus or online_cpus()
@@ -74,7 +78,10 @@ class Reader:
         self._known: dict[object, Values] = {}  # states that were met, by what was read
         self._first: dict[str, str] = {}  # thread that was met first in a namespace, by its name
         self._leader_may_leave = True  # the namespaces of the first process, of the process that is being read
-        self._met: set[str] = set()  # sockets
+        self._cgroup = cgroup
+        self._allowance = allowance or Allowance(_FOR_MEMORY_S, _MOST_MEMORY_BYTES)
+        self._unread: list[str] = []  # processes whose memory was too much
+        self._files = OpenFiles(self._owner, proc)
         self._selinux = Path(_SELINUX).exists()
         self._maps = {name: _id_map(read_file(f"{proc}/{init_pid}/{name}")) for name in ("uid_map", "gid_map")}
         status = read_file(f"{proc}/{init_pid}/status")
@@ -94,8 +101,14 @@ class Reader:
             if key and _ENDED not in statuses[pid]:
                 found[key] = self._process(pid, key, statuses[pid])
         others = sorted(statuses.keys() - own)
-        left_out = tuple(f"{_name(statuses[pid])} (pid {pid})" for pid in others if statuses[pid])
-        return ContainerState(processes=found, left_out=left_out, cpus=self._cpus)
+        return ContainerState(
+            processes=found,
+            left_out=tuple(f"{_name(statuses[pid])} (pid {pid})" for pid in others if statuses[pid]),
+            cpus=self._cpus,
+            places=dict((*read_mounts(self._init_pid, self._proc), *read_cgroups(self._cgroup))),
+            unread_files=self._files.unread,
+            unread_memory=tuple(self._unread),
+        )
 
     def _descendants(self, statuses: Mapping[int, bytes]) -> set[int]:
         """Return the first process and those that descend from it."""
@@ -113,6 +126,12 @@ class Reader:
             found[self._key(self._status(pid))] = (pid, threads)
         return found
 
+    def inner_cgroup(self, place: str) -> Path | None:
+        """Return the directory of a cgroup, by what `read_cgroups` calls it; None if that is no cgroup below."""
+        kind, _, path = place.partition(" ")
+        is_below = kind == CGROUP and ".." not in Path(path).parts and not path.startswith("/")
+        return self._cgroup / path if self._cgroup is not None and is_below else None
+
     def _process(self, pid: int, key: str, status: bytes) -> ProcessState:
         threads = {key: self._thread(pid, pid, key, status)}
         tids = () if _ALONE in status else (int(tid) for tid in listed(f"{self._proc}/{pid}/task"))
@@ -120,8 +139,14 @@ class Reader:
         for own_key, tid, of_thread in sorted((self._key(text), tid, text) for text, tid in others if text):
             if _ENDED not in of_thread:
                 threads[own_key] = self._thread(pid, tid, own_key, of_thread)
-        files = self._files(pid)
-        return ProcessState(name=_name(status), own=self._own(pid, status), threads=threads, files=files)
+        own = {**self._own(pid, status), **self._mapped(pid, key, status)}
+        return ProcessState(name=_name(status), own=own, threads=threads, files=self._files.of(pid, key))
+
+    def _mapped(self, pid: int, key: str, status: bytes) -> Values:
+        found = read_mapped(f"{self._proc}/{pid}", status, self._allowance)
+        if found is None:
+            self._unread.append(f"{_name(status)} {key}")
+        return found or {}
 
     def _status(self, tid: int | str) -> bytes:
         return read_file(f"{self._proc}/{tid}/status")
@@ -138,15 +163,17 @@ class Reader:
         parts = _cut(status)
         scheduling, priority = raw_scheduling(tid), io_priority(tid)
         slack = read_file(f"{self._proc}/{tid}/timerslack_ns")
+        personality = read_file(f"{self._proc}/{tid}/personality")
         places = self._namespaces(pid, tid, key)
         shared = () if tid == pid else tuple(shares(pid, tid, kind) for kind in _SHARED.values())
-        seen = (parts, scheduling, priority, slack, places, shared)
+        seen = (parts, scheduling, priority, slack, personality, places, shared)
         if seen not in self._known:
             values = self._of_status(parts)
             if scheduling:
                 values["scheduling"] = describe_scheduling(scheduling, self._slice_ns).words()
             values |= {"I/O priority": str(priority)} if priority >= 0 else {}
             values |= {"timer slack": slack.decode().strip()} if slack else {}
+            values |= {"personality": personality.decode().strip()} if personality else {}
             values |= {f"{kind} namespace": first for kind, first in places}
             values |= {name: "own" for name, is_shared in zip(_SHARED, shared, strict=False) if not is_shared}
             self._known[seen] = values
@@ -176,6 +203,9 @@ class Reader:
                 values[name] = value.strip()[:_MOST_TEXT]
             if name == "Cpus_allowed_list":
                 values["CPU affinity"] = ALL_CPUS if value.strip() == self._cpus else value.strip()
+        lines = dict(line.split(b":\t", 1) for line in parts[-1].split(b"\n") if b":\t" in line)
+        pending = [int(lines.get(name, b"0"), 16) for name in (b"SigPnd", b"ShdPnd", b"SigBlk")]
+        values["pending"] = f"{(pending[0] | pending[1]) & pending[2]:x}"
         for name, id_map in zip(_IDS, _MAPPED, strict=True):
             if name in values:
                 values[name] = " ".join(_mapped(word, self._maps[id_map]) for word in values[name].split())
@@ -197,65 +227,13 @@ class Reader:
             self._known[seen] = values
         return self._known[seen]
 
-    def _files(self, pid: int) -> dict[str, Values]:
-        found: dict[str, Values] = {}
-        sockets = _Sockets(pid)
-        for fd in sorted(map(int, listed(f"{self._proc}/{pid}/fd"))):
-            with contextlib.suppress(OSError):  # it was closed meanwhile, or is no one's to copy
-                link = os.readlink(f"{self._proc}/{pid}/fd/{fd}")
-                values = self._file(pid, fd, link, sockets)
-                found[str(fd)] = self._known.setdefault(tuple(values.items()), values)
-        sockets.close()
-        return found
-
-    def _file(self, pid: int, fd: int, link: str, sockets: "_Sockets") -> dict[str, str]:
-        """Return what a descriptor is; of a socket that was met before, only that it is one."""
-        kind, _, name = link.partition(":")
-        if kind == "socket" and link not in self._met:
-            self._met.add(link)
-            return {"kind": kind, **self._socket(sockets.copy(fd))}
-        if kind == "anon_inode":
-            return {"kind": name, **_details(name, self._read(pid, f"fdinfo/{fd}"))}
-        return {"kind": kind if kind in ("socket", "pipe") else "file"}
-
-    def _socket(self, copy: int) -> dict[str, str]:
-        try:
-            values, peer = read_options(copy), peer_ids(copy)
-        finally:
-            os.close(copy)
-        if peer:
-            maps = (self._maps["uid_map"], self._maps["gid_map"])
-            values["peer"] = " ".join(_mapped(str(number), ids) for number, ids in zip(peer, maps, strict=True))
-        return values
+    def _owner(self, ids: tuple[int, int]) -> str:
+        """Return user and group as the first process sees them."""
+        maps = (self._maps["uid_map"], self._maps["gid_map"])
+        return " ".join(_mapped(str(number), id_map) for number, id_map in zip(ids, maps, strict=True))
 
     def _read(self, pid: int, name: str) -> bytes:
         return read_file(f"{self._proc}/{pid}/{name}")
-
-
-class _Sockets:
-    """Copies the sockets of one process."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid, self._pidfd = pid, -1
-
-    def copy(self, fd: int) -> int:
-        """Return a copy of a descriptor; else an OSError."""
-        if self._pidfd < 0:
-            self._pidfd = os.pidfd_open(self._pid)
-        return copy_descriptor(self._pidfd, fd)
-
-    def close(self) -> None:
-        """End."""
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-
-
-def _details(kind: str, info: bytes) -> dict[str, str]:
-    """Return what the kernel says of an anonymous file beyond its kind (proc_pid_fdinfo(5))."""
-    wanted = _DETAILS.get(kind)
-    if wanted is None:
-        return {}
-    return {kind: " ".join(sorted(":".join(match) for match in wanted.findall(info.decode())))[:_MOST_TEXT]}
 
 
 def _link(path: str) -> str:

@@ -6,11 +6,24 @@ as far as this costs nothing: a row without `put_back` is reported only.
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+from ocihook.audit.mapped import FLAGS, KEY, NAME, POLICY
+from ocihook.audit.places import CGROUP_FILES
 from ocihook.audit.reading import ALL_CPUS
 from ocihook.audit.state import ContainerState
-from ocihook.linux.descriptors import copy_descriptor
+from ocihook.linux.descriptors import copy_of
+from ocihook.linux.file_state import (
+    add_count,
+    add_seals,
+    disarm,
+    lock,
+    set_flags,
+    set_pipe_size,
+    set_signal,
+    set_write_hint,
+)
 from ocihook.linux.socket_options import OPTIONS, set_option
 from ocihook.linux.task_state import (
     LIMITS,
@@ -28,11 +41,12 @@ PutBack = Callable[["Target", str, str], None]  # given the value before and the
 
 
 class Target(NamedTuple):
-    """The task or descriptor of a restored container that has a piece of state."""
+    """The task, descriptor or cgroup of a restored container that has a piece of state."""
 
-    pid: int
-    tid: int  # of a thread; else the pid
+    pid: int = 0
+    tid: int = 0  # of a thread; else the pid
     fd: int = -1  # of a descriptor
+    cgroup: Path | None = None
 
 
 class Row(NamedTuple):
@@ -47,6 +61,7 @@ class Row(NamedTuple):
     criu: str = "lost"  # what CRIU does with it: lost, kept, or kept with an exception
     seen: str = ""  # where it was read
     inherited: str = ""  # when it is right from the beginning (inheriting.py)
+    matters: bool = True  # a program can notice a difference
 
 
 def _is_same_affinity(before: str, after: str, here: ContainerState) -> bool:
@@ -84,19 +99,53 @@ def _limiting(name: str) -> PutBack:
     return limit
 
 
-def _optional(name: str) -> PutBack:
-    def set_on_copy(target: Target, before: str, _after: str) -> None:
-        pidfd = os.pidfd_open(target.pid)
+def _on_copy(put_back: Callable[[int, str, str], None]) -> PutBack:
+    """Return what puts back on a copy of a descriptor, given that and both values."""
+
+    def on_copy(target: Target, before: str, after: str) -> None:
+        copy = copy_of(target.pid, target.fd)
         try:
-            copy = copy_descriptor(pidfd, target.fd)
-        finally:
-            os.close(pidfd)
-        try:
-            set_option(copy, name, int(before))
+            put_back(copy, before, after)
         finally:
             os.close(copy)
 
-    return set_on_copy
+    return on_copy
+
+
+def _setting(set_it: Callable[[int, str], None]) -> PutBack:
+    return _on_copy(lambda copy, before, _after: set_it(copy, before))
+
+
+def _optional(name: str) -> PutBack:
+    return _on_copy(lambda copy, before, _after: set_option(copy, name, int(before)))
+
+
+def _count(copy: int, before: str, after: str) -> None:
+    add_count(copy, int(before) - int(after))
+
+
+def _disarm(copy: int, before: str, _after: str) -> None:
+    if before != "0":
+        raise ValueError("a timer that has expired cannot be made anew")
+    disarm(copy)
+
+
+def _limiting_cgroup(name: str) -> PutBack:
+    def limit(target: Target, before: str, _after: str) -> None:
+        if target.cgroup is not None:
+            for line in before.split("\n"):  # one write each, as the kernel takes them
+                (target.cgroup / name).write_text(line)
+
+    return limit
+
+
+def _is_still_same(before: str, after: str, _here: ContainerState) -> bool:
+    """Return whether a descriptor shares its open file with the one that it did."""
+    return before in ("", after)
+
+
+def _has_all_bits(before: str, after: str, _here: ContainerState) -> bool:
+    return not int(before, 16) & ~int(after, 16)
 
 
 def _is_same_filter(before: str, after: str, _here: ContainerState) -> bool:
@@ -111,6 +160,10 @@ def _is_same_mitigation(before: str, after: str, _here: ContainerState) -> bool:
 
 
 _STATUS = "task/TID/status"
+_CRIU_ON_MEMORY = {
+    "wf": "kept from CRIU 4.2 on", "dp": "kept from CRIU 4.2 on", "lf": "locked at once", "sl": "lost", "sf": "lost",
+    "um": "lost", "uw": "lost", "ui": "lost",
+}  # fmt: skip
 _THREAD_ROWS = (
     Row("CPU affinity", "CPU affinity", _set_affinity, is_same=_is_same_affinity, seen=_STATUS),
     Row(
@@ -119,6 +172,7 @@ _THREAD_ROWS = (
     ),
     Row("I/O priority", "I/O priority", _set_io_priority, seen="ioprio_get(2)"),
     Row("timer slack", "timer slack", _writing("timerslack_ns"), seen="timerslack_ns"),
+    Row("personality", "personality", seen="personality", inherited="put back if all tasks have the same"),
     Row("Uid", "user ids", is_right=True, criu="kept", seen=_STATUS),
     Row("Gid", "group ids", is_right=True, criu="kept", seen=_STATUS),
     Row("Groups", "supplementary groups", is_right=True, criu="kept unless there are none", seen=_STATUS,
@@ -130,6 +184,7 @@ _THREAD_ROWS = (
     Row("Seccomp_filters", "number of seccomp filters", is_right=True, criu="kept", seen=_STATUS),
     Row("Umask", "umask", criu="kept", seen=_STATUS),
     Row("SigBlk", "blocked signals", criu="kept", seen=_STATUS),
+    Row("pending", "signals that are blocked and wait", criu="kept", is_same=_has_all_bits, seen=_STATUS),
     Row("SigIgn", "ignored signals", criu="kept", seen=_STATUS),
     Row("SigCgt", "handled signals", criu="kept", seen=_STATUS),
     Row("THP_enabled", "use of huge pages (PR_SET_THP_DISABLE)", criu="kept", seen=_STATUS),
@@ -152,13 +207,28 @@ _PROCESS_ROWS = (
         seen="coredump_filter"),
     Row("autogroup nice", "nice of its autogroup", _writing("autogroup"), seen="autogroup"),
     Row("loginuid", "login uid", criu="kept where it may be set", seen="loginuid"),
-    Row("personality", "personality", seen="personality", inherited="put back if all processes have the same"),
     Row("POSIX timers", "POSIX timers", criu="kept", seen="timers"),
     *(Row(f"SELinux {name}", f"SELinux label ({name})", criu="lost", seen=f"attr/{name}")
       for name in ("exec", "fscreate", "keycreate", "sockcreate")),
+    *(Row(name, what, criu=_CRIU_ON_MEMORY.get(name, "kept"), seen="smaps", matters=name != "dp")
+      for name, what in FLAGS.items()),
+    Row(KEY, "protection keys of memory", seen="smaps"),
+    Row(POLICY, "NUMA policy of memory", seen="numa_maps"),
+    Row(NAME, "names of memory", seen="smaps", matters=False),
 )  # fmt: skip
 _FILE_ROWS = (
     Row("kind", "kind of descriptors", criu="kept", seen="fd/"),
+    Row("same", "open files that descriptors share", criu="kept", is_same=_is_still_same, absent="", seen="kcmp(2)"),
+    Row("flags", "flags of open files", _setting(set_flags), criu="kept", seen="fdinfo/"),
+    Row("locks", "locks of files", _setting(lock), criu="kept with its option file-locks", seen="fdinfo/"),
+    Row("signal", "signal of input and output (F_SETSIG)", _setting(set_signal), criu="kept", seen="fcntl(2)"),
+    Row("owner", "owner of files (F_SETOWN)", criu="kept", seen="fcntl(2)"),
+    Row("pipe size", "size of pipes", _setting(set_pipe_size), criu="kept", seen="fcntl(2)"),
+    Row("seals", "seals of memfds", _setting(add_seals), criu="kept", seen="fcntl(2)"),
+    Row("write hint", "hint on the life of a file's data (F_SET_RW_HINT)", _setting(set_write_hint), seen="fcntl(2)"),
+    Row("count", "counter of eventfds", _on_copy(_count), criu="kept, of 32 bits", seen="fdinfo/"),
+    Row("ticks", "timerfds that are off", _on_copy(_disarm), criu="kept unless its time was absolute", seen="fdinfo/"),
+    Row("[eventpoll]", "what epoll watches", criu="kept but EPOLLONESHOT that has fired", seen="fdinfo/"),
     Row("[eventfd]", "semaphore mode of eventfds", seen="fdinfo/"),
     Row("inotify", "flags of inotify watches (IN_ONESHOT, IN_EXCL_UNLINK)", seen="fdinfo/"),
     Row("[fanotify]", "fanotify marks", criu="kept but marks of file systems", seen="fdinfo/"),
@@ -167,6 +237,20 @@ _FILE_ROWS = (
     Row("peer", "user and group of the peer of a Unix socket (SO_PEERCRED)", is_right=True, seen="SO_PEERCRED"),
     *(Row(name, f"socket option {name}", _optional(name), seen="getsockopt(2)") for name in OPTIONS),
 )
+_MOUNT_ROWS = (
+    Row("file system", "file system of mounts", criu="kept", seen="mountinfo"),
+    Row("options", "options of mounts", is_right=True, criu="kept but nosymfollow", seen="mountinfo"),
+    Row("file system options", "options of file systems", criu="kept", seen="mountinfo"),
+    Row("propagation", "propagation of mounts", criu="kept", seen="mountinfo"),
+)
+_CGROUP_ROWS = tuple(
+    Row(name, f"limit of cgroups that it has made ({name})", _limiting_cgroup(name), seen="cgroup v2",
+        criu="kept" if name in ("pids.max", "cpuset.cpus", "cpuset.mems", "cgroup.max.depth", "cgroup.max.descendants")
+        else "lost")
+    for name in CGROUP_FILES
+)  # fmt: skip
 THREAD: Mapping[str, Row] = {row.name: row for row in _THREAD_ROWS}
 PROCESS: Mapping[str, Row] = {row.name: row for row in _PROCESS_ROWS}
 FILE: Mapping[str, Row] = {row.name: row for row in _FILE_ROWS}
+MOUNTED: Mapping[str, Row] = {row.name: row for row in _MOUNT_ROWS}
+LIMITED: Mapping[str, Row] = {row.name: row for row in _CGROUP_ROWS}

@@ -13,7 +13,16 @@ from typing import Any
 
 from ocihook.errors import IntegrityError
 from ocihook.linux.files import replace_file
-from ocihook.packs.frame import as_list, as_object, as_text, decode_frame, encode_frame, load_json, read_record
+from ocihook.packs.frame import (
+    as_list,
+    as_number,
+    as_object,
+    as_text,
+    decode_frame,
+    encode_frame,
+    load_json,
+    read_record,
+)
 
 STATE_NAME = "ocihook-tasks.img"
 _KIND, _VERSION = "tasks", 1
@@ -41,6 +50,9 @@ class ContainerState:
     processes: Mapping[str, ProcessState] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()  # names of processes in its cgroup that do not descend from its first one
     cpus: str = ""  # on which its cgroup lets it run, as the kernel lists them; "" if unknown
+    places: Mapping[str, Values] = field(default_factory=dict)  # its mounts and inner cgroups ("mount /tmp")
+    unread_files: int = 0  # descriptors of which only the kind was read: there are too many
+    unread_memory: tuple[str, ...] = ()  # names of processes whose memory would have taken too long
 
 
 def encode_state(state: ContainerState) -> bytes:
@@ -63,7 +75,8 @@ def encode_state(state: ContainerState) -> bytes:
         ]
         for pid, process in state.processes.items()
     }
-    body = {"values": values, "processes": processes, "left_out": state.left_out, "cpus": state.cpus}
+    body: dict[str, object] = {"values": values, "processes": processes, "left_out": state.left_out, "cpus": state.cpus}
+    body |= {"places": state.places, "unread_files": state.unread_files, "unread_memory": state.unread_memory}
     return encode_frame(_KIND, _VERSION, zlib.compress(json.dumps(body, separators=(",", ":")).encode(), 1))
 
 
@@ -96,8 +109,14 @@ def _from_json(body: Any) -> ContainerState:  # noqa: ANN401 - anything that JSO
         processes[_text(pid)] = ProcessState(
             name=_text(name), own=_pick(values, own), threads=_picked(values, threads), files=_picked(values, files)
         )
-    left_out = tuple(map(_text, as_list(body["left_out"])))
-    return ContainerState(processes=processes, left_out=left_out, cpus=_text(body["cpus"]))
+    return ContainerState(
+        processes=processes,
+        left_out=tuple(map(_text, as_list(body["left_out"]))),
+        cpus=_text(body["cpus"]),
+        places={_text(name): _values(one) for name, one in as_object(body.get("places", {})).items()},
+        unread_files=as_number(body.get("unread_files", 0)),
+        unread_memory=tuple(map(_text, as_list(body.get("unread_memory", [])))),
+    )
 
 
 def _values(value: object) -> Values:

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from ocihook import config
-from ocihook.audit.rows import FILE, PROCESS, THREAD, Row
+from ocihook.audit.rows import FILE, LIMITED, MOUNTED, PROCESS, THREAD, Row
 from ocihook.cli.main import EXIT_STATUS, cli
 from ocihook.cli.manual import commands_of, settings_of
 from ocihook.criu.causes import catalogue
@@ -114,9 +114,10 @@ def _participants() -> str:
 def _audit() -> str:
     """Rows that differ in a name in brackets only are one line: what has it, in the order of the table."""
     rows: dict[tuple[str, str, str, str], None] = {}
-    for scope, found in (("thread", THREAD), ("process", PROCESS), ("descriptor", FILE)):
+    tables = (("thread", THREAD), ("process", PROCESS), ("descriptor", FILE), ("mount", MOUNTED), ("cgroup", LIMITED))
+    for scope, found in tables:
         for row in found.values():
-            outcome = "put back" if row.put_back else row.inherited or "reported"
+            outcome = "put back" if row.put_back else row.inherited or ("reported" if row.matters else "logged only")
             rows[_general(row), scope, row.criu, outcome] = None
     return _table(("state", "of each", "CRIU", "if it differs after a restore"), rows)
 
@@ -124,7 +125,7 @@ def _audit() -> str:
 def _general(row: Row) -> str:
     if row.name in OPTIONS:
         return "options of sockets, see below"
-    return re.sub(r" \((?:Max [a-z ]+|Inh|Prm|Eff|Bnd|Amb|exec|\w+create)\)$", "", row.what)
+    return re.sub(r" \((?:Max [a-z ]+|Inh|Prm|Eff|Bnd|Amb|exec|\w+create|\w+(?:\.\w+)+)\)$", "", row.what)
 
 
 def _socket_options() -> str:

@@ -182,6 +182,16 @@ def find_freezer(pid: int, container_cgroup: str = "") -> Freezer | None:
     return next((freezer for freezer in found if freezer.is_frozen()), found[0] if found else None)
 
 
+def unified_cgroup(pid: int, container_cgroup: str = "") -> Path | None:
+    """Return the directory of the container's cgroup of v2; None if it has none. The arguments are `find_freezer`'s."""
+    for version, path in _cgroup_paths(pid):
+        for mount in _cgroup_mounts(2) if version == 2 and path != "/" else ():
+            directory = mount / path.lstrip("/")
+            if directory.is_dir():
+                return _up_to(container_cgroup, directory)[-1]
+    return None
+
+
 def kill(process: Process) -> None:
     """Kill a process, a frozen one, too: the freezer of v1 keeps it from ending."""
     if process.send(signal.SIGKILL):

@@ -86,6 +86,7 @@ class Stat(NamedTuple):
     exit_signal: int = signal.SIGCHLD
     policy: int = 0  # of scheduling: SCHED_OTHER
     foreground: int = 0  # process group of that terminal
+    exit_code: int = 0  # of one that has ended, as wait(2) has it
 
 
 def read_stat(pid: int) -> Stat:
@@ -94,7 +95,8 @@ def read_stat(pid: int) -> Stat:
     if not fields:
         return Stat()
     parent, group, session, terminal, foreground = map(int, fields[1:6])
-    return Stat(fields[0], parent, group, session, terminal, int(fields[35]), int(fields[38]), foreground)
+    ended = int(fields[49]) if len(fields) > 49 else 0
+    return Stat(fields[0], parent, group, session, terminal, int(fields[35]), int(fields[38]), foreground, ended)
 
 
 def status_fields(pid: int) -> dict[str, str]:

@@ -27,6 +27,7 @@ _WHO_PROCESS = 1
 MOST_CPUS = 1 << 13  # NR_CPUS of the largest kernels
 _MOST_BYTES = 1 << 16  # of a file of /proc that is read at once
 KCMP_FILES, KCMP_FS = 2, 3  # linux/kcmp.h
+_KCMP_FILE = 0
 
 # Lines of /proc/PID/limits.
 LIMITS: Mapping[str, int] = {
@@ -157,6 +158,11 @@ def set_io_priority(tid: int, value: int) -> None:
 def shares(tid: int, other: int, kind: int) -> bool:
     """Return whether two threads share something (KCMP_...); True where the kernel does not say."""
     return _libc.syscall(_KCMP, tid, other, kind, 0, 0) in (0, -1)
+
+
+def is_same_open_file(pid: int, fd: int, other: int, other_fd: int) -> bool:
+    """Return whether descriptors of two processes are one open file; False where the kernel does not say."""
+    return bool(_libc.syscall(_KCMP, pid, other, _KCMP_FILE, fd, other_fd) == 0)
 
 
 def parse_limits(text: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
+from ocihook.audit.mapped import Allowance
 from ocihook.audit.reading import Reader
 from ocihook.audit.state import ContainerState
 from ocihook.config import Policy, Settings, apply_annotations, load_settings
@@ -44,6 +45,7 @@ from ocihook.net.survey import Survey
 
 _UNIX = 1  # AF_UNIX
 _CONSOLE = {"/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"}
+_FOR_MEMORY_S, _MOST_MEMORY_BYTES = 0.2, 8 << 30  # to look at what is set for it, while the container may run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +257,9 @@ def observe(
         init_pid=init_pid,
         processes=processes,
         outside=tuple(seen for pid in others if (seen := _read_briefly(pid)) is not None),
-        tasks=Reader(init_pid, allowed_cpus(init_pid)).read(pids),
+        tasks=Reader(init_pid, allowed_cpus(init_pid), allowance=Allowance(_FOR_MEMORY_S, _MOST_MEMORY_BYTES)).read(
+            pids
+        ),
         criu=criu,
         options=options,
         container=container,

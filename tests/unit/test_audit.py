@@ -1,10 +1,14 @@
 """The state of tasks is read as the kernel shows it, compared, put back, and reported."""
 
+import ctypes
+import fcntl
 import logging
 import os
 import socket
+import struct
 import subprocess
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import pytest
 from ocihook.audit.comparing import compare, in_words
 from ocihook.audit.foreseeing import foresee
 from ocihook.audit.inheriting import InheritedCall, inherited_calls, make_inherit
+from ocihook.audit.mapped import Allowance, read_mapped
 from ocihook.audit.participant import Audit, audit
 from ocihook.audit.reading import ALL_CPUS, Reader
 from ocihook.audit.rows import FILE, PROCESS, THREAD, Target
@@ -196,10 +201,11 @@ def test_descriptors_are_read_by_kind() -> None:
         files = next(iter(Reader(me, "").read([me]).processes.values())).files
         os.close(copy)
     os.close(once)
-    assert files[str(once)] == {"kind": "[eventfd]", "[eventfd]": "eventfd-semaphore:1"}
+    assert (files[str(once)]["kind"], files[str(once)]["count"]) == ("[eventfd]", "1")
+    assert files[str(once)]["[eventfd]"] == "eventfd-semaphore:1"
     assert int(files[str(first)]["TCP_DEFER_ACCEPT"]) > 0
-    assert files[str(copy)] == {"kind": "socket"}  # the same one
-    assert files[str(null)] == {"kind": "file"}
+    assert (files[str(copy)]["kind"], files[str(copy)]["same"].split(":")[1]) == ("socket", str(first))
+    assert (files[str(null)]["kind"], files[str(null)]["locks"]) == ("file", "")
 
 
 def test_options_are_put_back() -> None:
@@ -212,6 +218,172 @@ def test_options_are_put_back() -> None:
         assert row.put_back is not None
         row.put_back(Target(os.getpid(), os.getpid(), sock.fileno()), "0", "1")
         assert read_options(sock.fileno()) == before
+
+
+def files_of_this_process() -> Mapping[str, Values]:
+    return next(iter(Reader(os.getpid(), "").read([os.getpid()]).processes.values())).files
+
+
+def put_back(name: str, fd: int, before: str, after: str) -> None:
+    row = FILE[name]
+    assert row.put_back is not None
+    row.put_back(Target(os.getpid(), os.getpid(), fd), before, after)
+
+
+def test_what_fcntl_shows_is_put_back(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    with open(tmp_path / "locked", "w") as file, open(os.memfd_create("m", os.MFD_ALLOW_SEALING), "w") as memory:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        before = files_of_this_process()
+        numbers = {"file": str(file.fileno()), "pipe": str(reader), "memory": str(memory.fileno())}
+        assert before[numbers["file"]]["locks"] == "FLOCK ADVISORY READ 0 EOF"
+        fcntl.flock(file, fcntl.LOCK_UN)
+        changed = {
+            ("flags", "file"): f"{int(before[numbers['file']]['flags'], 8) | os.O_APPEND:o}",
+            ("locks", "file"): "FLOCK ADVISORY WRITE 0 EOF, OFDLCK ADVISORY WRITE 3 7",
+            ("write hint", "file"): "3",
+            ("signal", "pipe"): "12",
+            ("pipe size", "pipe"): str(1 << 17),
+            ("seals", "memory"): "4",
+        }
+        for (name, where), value in changed.items():
+            put_back(name, int(numbers[where]), value, before[numbers[where]].get(name, ""))
+        after = files_of_this_process()
+        assert {key: after[numbers[key[1]]][key[0]] for key in changed} == changed
+    os.close(reader)
+    os.close(writer)
+
+
+def test_counters_and_expired_timers_are_put_back() -> None:
+    counter, timer = os.eventfd(7), ctypes.CDLL(None).timerfd_create(1, os.O_NONBLOCK)
+    number = str(timer)
+    assert files_of_this_process()[number]["ticks"] == "0"
+    ctypes.CDLL(None).timerfd_settime(timer, 1, struct.pack("4q", 0, 0, 1, 0), None)  # TFD_TIMER_ABSTIME, long ago
+    assert Patience(timeout_s=60).until(lambda: files_of_this_process()[number]["ticks"] == "1")
+    put_back("ticks", timer, "0", "1")
+    with pytest.raises(ValueError, match="anew"):
+        put_back("ticks", timer, "1", "0")
+    put_back("count", counter, str(5 << 33), "7")
+    with pytest.raises(ValueError, match="smaller"):
+        put_back("count", counter, "0", "7")
+    after = files_of_this_process()
+    assert (after[str(counter)]["count"], after[number]["ticks"]) == (str(5 << 33), "0")
+    os.close(counter)
+    os.close(timer)
+
+
+def test_only_so_many_descriptors_are_looked_at() -> None:
+    pipes = [os.pipe() for _ in range(505)]
+    state = Reader(os.getpid(), "").read([os.getpid()])
+    assert state.unread_files > 0
+    last = next(iter(state.processes.values())).files[str(pipes[-1][1])]
+    assert last == {"kind": "pipe"}
+    for fd in chain.from_iterable(pipes):
+        os.close(fd)
+
+
+SMAPS = b"""1000-3000 rw-p 00000000 00:00 0
+Size:                  8 kB
+ProtectionKey:         0
+VmFlags: rd wr mr mw me ac wf
+3000-4000 rw-p 00000000 00:00 0                                          [anon:a name]
+Size:                  4 kB
+ProtectionKey:         2
+VmFlags: rd wr wf dc sd
+6000-7000 rw-s 00000000 00:01 7                                          /dev/shm/a file
+Size:                  4 kB
+ProtectionKey:         0
+VmFlags: rd wr sh dd
+8000-9000 rw-p 00000000 00:00 0
+Size:                  4 kB
+ProtectionKey:         0
+VmFlags: rd wr dp wf nr
+9000-a000 r--p 00000000 00:00 0                                          [vvar]
+Size:                  4 kB
+ProtectionKey:         0
+VmFlags: rd dd de
+"""
+
+
+def test_what_is_set_for_memory(tmp_path: Path) -> None:
+    (tmp_path / "smaps").write_bytes(SMAPS)
+    (tmp_path / "numa_maps").write_text("1000 default anon=1\n3000 bind:0 anon=1\n6000 interleave:0-1\n")
+    status = b"Name:\tjob\nVmRSS:\t   100 kB\n"
+    found = read_mapped(str(tmp_path), status, Allowance(60, 1 << 20))
+    assert found is not None
+    assert {name: value for name, value in found.items() if value} == {
+        "wf": "1000-4000", "dc": "3000-4000", "dd": "6000-7000", "dp": "8000-9000",
+        "protection key": "2: 3000-4000", "memory name": "a name: 3000-4000",
+        "memory policy": "bind:0: 3000-4000 interleave:0-1: 6000-7000",
+    }  # fmt: skip
+    assert found.keys() <= PROCESS.keys()
+    assert read_mapped(str(tmp_path), status, Allowance(60, 1 << 10)) is None, "it has too much memory"
+    assert read_mapped(str(tmp_path), status, Allowance(0, 1 << 20)) is None, "there is no time"
+    assert read_mapped(str(tmp_path / "gone"), status, Allowance(60, 1 << 20)) is None
+
+
+MOUNTINFO = """20 1 0:30 / / rw,relatime master:7 - overlay overlay rw,lowerdir=/a
+21 20 0:31 / /tmp rw,nosuid shared:9 - tmpfs tmpfs rw,size=64k,inode64
+22 21 0:32 / /tmp ro - tmpfs tmpfs rw
+23 20 0:33 / /proc/keys rw - tmpfs tmpfs rw
+"""
+
+
+def test_mounts_are_read_and_compared(proc: FakeProc) -> None:
+    proc.write(INIT, mountinfo=MOUNTINFO)
+    before = read(proc, INIT)
+    assert before.places == {
+        "mount /": {"file system": "overlay", "options": "relatime,rw", "propagation": "master"},
+        "mount /tmp": {
+            "file system": "tmpfs", "options": "nosuid,rw", "propagation": "shared",
+            "file system options": "rw,size=64k",
+        },
+        "mount /tmp #2": {
+            "file system": "tmpfs", "options": "ro", "propagation": "private", "file system options": "rw",
+        },
+    }  # fmt: skip
+    proc.write(INIT, mountinfo=MOUNTINFO.replace("rw,nosuid shared:9", "rw").replace("22 21", ""))
+    changed = in_words(compare(before, read(proc, INIT)))
+    assert changed == [
+        "mounts of mount /tmp #2",
+        "options of mounts of mount /tmp (was nosuid,rw, is rw)",
+        "propagation of mounts of mount /tmp (was shared, is private)",
+    ]
+
+
+def test_limits_of_inner_cgroups_are_put_back(proc: FakeProc, tmp_path: Path) -> None:
+    inner = tmp_path / "cgroup" / "a" / "b"
+    inner.mkdir(parents=True)
+    (tmp_path / "cgroup/cgroup.controllers").write_text("memory\n")
+    (inner / "memory.max").write_text("4096\n")
+    (inner / "memory.current").write_text("0\n")
+    reader = Reader(INIT, "", str(proc.root), cgroup=tmp_path / "cgroup")
+    before = reader.read([INIT])
+    assert before.places["cgroup a/b"] == {"memory.max": "4096"}
+    (inner / "memory.max").write_text("max\n")
+    (found,) = compare(before, Reader(INIT, "", str(proc.root), cgroup=tmp_path / "cgroup").read([INIT]))
+    assert in_words([found]) == ["limit of cgroups that it has made (memory.max) of cgroup a/b (was 4096, is max)"]
+    assert found.row.put_back is not None
+    found.row.put_back(Target(cgroup=reader.inner_cgroup(found.name)), found.before, found.after)
+    assert (inner / "memory.max").read_text() == "4096"
+    for name in ("cgroup ../x", "cgroup /x", "mount a"):
+        assert reader.inner_cgroup(name) is None
+
+
+def test_waiting_signals_may_become_more() -> None:
+    assert compare(one({"pending": "200"}), one({"pending": "201"})) == []
+    assert compare(one({"pending": "201"}), one({"pending": "200"})) != []
+
+
+def test_what_no_program_notices_is_no_loss(sleeper: Process, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    key, found = next(iter(state_of(sleeper).processes.items()))
+    own = {**found.own, "memory name": "heap: 1000-2000"}
+    write_state(tmp_path, ContainerState(processes={key: ProcessState(name="sleep", own=own, threads=found.threads)}))
+    restore = restore_of(journal_of(tmp_path), sleeper, tmp_path)
+    Audit().about_to_run(restore)
+    assert restore.remark == ""
+    assert "not restored, which no program notices: names of memory of sleep" in caplog.text
 
 
 def test_what_is_not_shown_here_is_not_compared() -> None:
@@ -298,7 +470,7 @@ def test_what_a_restore_will_lose_shows_before() -> None:
         "7": {"peer": "1000 1000"},
         "8": {"peer": "0 0"},
     }
-    job = ProcessState(name="job", own={"personality": "00000000"}, threads=threads, files=files)
+    job = ProcessState(name="job", threads=threads, files=files)
     found = [(one.row.name, one.thread, one.file) for one in foresee(ContainerState(processes={"1": job}))]
     assert found == [
         ("net namespace", "2", ""),
@@ -307,9 +479,8 @@ def test_what_a_restore_will_lose_shows_before() -> None:
         ("inotify", "", "5"),
         ("peer", "", "7"),
     ]
-    other = ProcessState(name="other", own={"personality": "00040000"})
-    (found_one,) = foresee(ContainerState(processes={"1": ProcessState(name="a", own=job.own), "2": other}))
-    assert (found_one.row.name, found_one.process) == ("personality", "2")
+    (found_one,) = foresee(of_personalities("00000000", "00040000"))
+    assert (found_one.row.name, found_one.process) == ("personality", "1")
 
 
 def test_only_peers_of_named_sockets_count(tmp_path: Path) -> None:
@@ -330,7 +501,10 @@ KEYRING, NO_GROUPS = InheritedCall("keyctl", (1, 0)), InheritedCall("setgroups",
 
 def of_personalities(*values: str) -> ContainerState:
     return ContainerState(
-        processes={str(pid): ProcessState(name="a", own={"personality": value}) for pid, value in enumerate(values)}
+        processes={
+            str(pid): ProcessState(name="a", threads={str(pid): {"personality": value}})
+            for pid, value in enumerate(values)
+        }
     )
 
 

@@ -219,13 +219,6 @@ def test_a_process_whose_children_are_in_another_namespace() -> None:
     assert doctor._not_forked(seen(), process.pid) == "", "it has ended"
 
 
-def test_memory_that_children_are_to_find_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90), mapping(99, 1, flags="wf")])
-    first, *_ = doctor.check_host_memory(seen())
-    assert (first.check, first.status) == ("wipe-on-fork", Status.WARN)
-    assert "children forked after a restore get a copy" in first.detail
-
-
 @pytest.mark.parametrize(("reason", "status"), [("", Status.OK), ('mode is "store"', Status.WARN)])
 def test_whether_memory_is_read_while_it_runs(monkeypatch: pytest.MonkeyPatch, reason: str, status: Status) -> None:
     monkeypatch.setattr(doctor, "read_detailed_mappings", lambda _pid: [mapping(1, 90)])

@@ -34,7 +34,6 @@ _NOT_PLAIN = {  # VmFlags (fs/proc/task_mmu.c)
     "ss": "of shadow stacks",
 }
 _MIB = 1 << 20
-_FIRST_CRIU_THAT_WIPES = (4, 2)
 _TRACK = "ocihook install --track-memory, or the runtime handler"
 
 
@@ -66,7 +65,6 @@ def check_host_memory(seen: Observation, *, marks_writes: bool = False) -> Itera
     for pid in seen.pids:
         with contextlib.suppress(OSError):  # it has just ended
             mapped[pid] = read_detailed_mappings(pid)
-    yield from _about_wiping(seen, mapped)
     if policy.pre_copy:
         yield _about_pre_copy(policy, seen)
     ways = list(_ways(seen, policy, mapped, marks_writes=marks_writes))
@@ -230,21 +228,6 @@ def _not_forked(seen: Observation, pid: int) -> str:
     except OSError:  # it has just ended
         return ""
     return "" if own == next_own else f"the next child of {seen.who(pid)} would begin a new PID namespace"
-
-
-def _about_wiping(seen: Observation, mapped: Mapping[int, list[DetailedMapping]]) -> Iterator[Finding]:
-    """CRIU before 4.2 takes no note of this advice (criu/proc_parse.c, parse_vmflags)."""
-    if seen.criu >= _FIRST_CRIU_THAT_WIPES:
-        return
-    for pid, mappings in mapped.items():
-        if any("wf" in each.flags for each in mappings):
-            detail = (
-                f"{seen.who(pid)} has memory that its children are to find empty (MADV_WIPEONFORK): libraries have "
-                "keys and random numbers in it. CRIU before 4.2 does not restore that: children forked after a restore "
-                "get a copy"
-            )
-            remedy = "install CRIU 4.2 or later, or have such children run a program (execve)"
-            yield Finding("wipe-on-fork", Status.WARN, detail, remedy)
 
 
 def _settings() -> Settings:

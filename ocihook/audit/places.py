@@ -1,0 +1,69 @@
+"""Reads what belongs to a container and to none of its tasks: its mounts, and limits of cgroups that it has made.
+
+Formats: proc_pid_mountinfo(5), Documentation/admin-guide/cgroup-v2.rst.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ocihook.audit.state import Values
+from ocihook.linux.task_state import read_file
+
+MOUNT, CGROUP = "mount", "cgroup"
+_MOST_CGROUPS = 50  # below the container's own
+_MASKED = ("/proc/", "/sys/")  # what is mounted there hides files, and the runtime handler sees to it
+_PEERS = re.compile(r"shared|master|unbindable")
+_OPTIONS_OF = ("tmpfs", "proc", "mqueue", "devpts")  # file systems whose options are a container's own
+_NOT_OWN = re.compile(r"^(seclabel|inode\d+|lowerdir|.*dir=.*)$")
+# Files that a program writes and that CRIU does not (criu/cgroup-props.c); a cgroup has those of its controllers.
+CGROUP_FILES = (
+    "memory.max", "memory.high", "memory.low", "memory.min", "memory.swap.max", "memory.swap.high", "memory.zswap.max",
+    "memory.oom.group", "cpu.max", "cpu.max.burst", "cpu.weight", "cpu.idle", "cpu.uclamp.min", "cpu.uclamp.max",
+    "io.max", "io.weight", "io.latency", "io.prio.class", "pids.max", "cpuset.cpus", "cpuset.mems",
+    "cpuset.cpus.partition", "cgroup.max.depth", "cgroup.max.descendants", "hugetlb.2MB.max", "hugetlb.1GB.max",
+    "misc.max",
+)  # fmt: skip
+
+
+def read_mounts(pid: int, proc: str) -> Iterator[tuple[str, Values]]:
+    """Yield the mounts that a process sees, by their places; those over another at the same place with a number."""
+    met: dict[str, int] = {}
+    for line in read_file(f"{proc}/{pid}/mountinfo").decode(errors="replace").splitlines():
+        own, _, of_system = line.partition(" - ")
+        fields, system = own.split(" "), of_system.split(" ")
+        if len(fields) < 6 or len(system) < 3:
+            continue
+        place = fields[4]
+        if place.startswith(_MASKED):
+            continue
+        met[place] = met.get(place, 0) + 1
+        name = f"{MOUNT} {place}" if met[place] == 1 else f"{MOUNT} {place} #{met[place]}"
+        values = {"file system": system[0], "options": _sorted(fields[5])}
+        values["propagation"] = " ".join(sorted(set(_PEERS.findall(" ".join(fields[6:]))))) or "private"
+        if system[0] in _OPTIONS_OF:
+            values["file system options"] = _sorted(system[2])
+        yield name, values
+
+
+def _sorted(options: str) -> str:
+    return ",".join(sorted(word for word in options.split(",") if not _NOT_OWN.match(word)))
+
+
+def read_cgroups(directory: Path | None) -> Iterator[tuple[str, Values]]:
+    """Yield the limits of cgroups (v2) below one, by their paths from there.
+
+    Args:
+        directory: of the container's own; None: unknown.
+    """
+    if directory is None or not (directory / "cgroup.controllers").exists():
+        return
+    found = (Path(one) for one, _, _ in os.walk(directory) if Path(one) != directory)
+    for _, inner in zip(range(_MOST_CGROUPS), found, strict=False):
+        values = {}
+        for name in CGROUP_FILES:
+            with contextlib.suppress(OSError):
+                values[name] = (inner / name).read_text().strip()
+        yield f"{CGROUP} {inner.relative_to(directory)}", values
