@@ -26,6 +26,7 @@
 #include <sys/time.h>
 #include <sys/timerfd.h>
 #include <sys/wait.h>
+#include <sys/xattr.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -171,6 +172,9 @@ DO(epoll, return (epoll_fd = watched(EPOLLIN)) >= 0) LOOK(epoll, ({ struct epoll
 DO(epoll_once, struct epoll_event e; return (once_epoll_fd = watched(EPOLLIN | EPOLLONESHOT)) >= 0 && epoll_wait(once_epoll_fd, &e, 1, 0) == 1)
 LOOK(epoll_once, ({ char p[40], b[400] = ""; snprintf(p, sizeof p, "/proc/self/fdinfo/%d", once_epoll_fd); int f = open(p, O_RDONLY); need(read(f, b, 399) > 0, p); close(f); strstr(b, "events: 40000000") != NULL; }))
 
+DO(attributes, close(creat("/scratch/named", 0600)); return !setxattr("/scratch/named", "user.state", "kept", 4, 0) && !setxattr("/scratch", "user.state", "kept", 4, 0))
+LOOK(attributes, ({ char v[9]; getxattr("/scratch/named", "user.state", v, 9) == 4 && getxattr("/scratch", "user.state", v, 9) == 4; }))
+
 /* Processes and signals */
 static int ended_child, unusual_child;
 DO(waiting_signal, sigset_t s; sigemptyset(&s); sigaddset(&s, SIGUSR1); return !pthread_sigmask(SIG_BLOCK, &s, NULL) && !raise(SIGUSR1)) LOOK(waiting_signal, ({ sigset_t s; sigpending(&s); sigismember(&s, SIGUSR1); }))
@@ -231,7 +235,7 @@ static const struct { const char *name; int (*make)(void), (*look)(void); } STAT
     STATE(event_counter), STATE(semaphore), STATE(timer_descriptor), STATE(posix_timer), STATE(interval_timer), STATE(watch), STATE(watch_once),
     STATE(pipe_size), STATE(stream_options), STATE(datagram_options), STATE(locked), STATE(not_forked), STATE(not_dumped),
     STATE(append_mode), STATE(close_on_exec), STATE(input_signal), STATE(seals), STATE(write_hint), STATE(shared_file), STATE(large_counter),
-    STATE(expired_timer), STATE(epoll), STATE(epoll_once), STATE(waiting_signal), STATE(ended_child), STATE(unusual_child), STATE(memory_policy),
+    STATE(expired_timer), STATE(epoll), STATE(epoll_once), STATE(attributes), STATE(waiting_signal), STATE(ended_child), STATE(unusual_child), STATE(memory_policy),
     STATE(locked_on_use), STATE(wiped_on_fork), STATE(huge), STATE(not_huge), STATE(in_order), STATE(in_no_order), STATE(merged), STATE(grows_down),
     STATE(not_reserved), STATE(sealed), STATE(thread_personality), STATE(thread_waiting_signal),
     STATE(thread_affinity), STATE(thread_batch), STATE(thread_nice), STATE(thread_slice), STATE(thread_timer_slack), STATE(thread_io_priority),

@@ -43,7 +43,7 @@ SEEDS = range(40 if os.environ.get("OCIHOOK_NIGHTLY") else 2)
 
 def start(podman: Podman, name: str, wanted: Collection[str], *options: str) -> None:
     """Run the program in some states."""
-    command = ["run", "--detach", "--name", name, "--network", "none", "--pids-limit", "0"]
+    command = ["run", "--detach", "--name", name, "--network", "none", "--pids-limit", "0", "--tmpfs", "/scratch"]
     podman(*command, *UNCONFINED, *options, IMAGE, "/workload", *wanted)
     wait_for(f"{name} to count", lambda: podman.count(name)[0] > 2)
     assert podman.count(name)[1] == "ok"

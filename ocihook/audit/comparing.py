@@ -4,15 +4,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ocihook.audit.places import CGROUP, MOUNT
-from ocihook.audit.rows import FILE, LIMITED, MOUNTED, PROCESS, THREAD, Row
+from ocihook.audit.places import CGROUP, MOUNT, TMPFS_FILE
+from ocihook.audit.rows import FILE, LIMITED, MOUNTED, PLACED, PROCESS, THREAD, Row
 from ocihook.audit.state import ContainerState, ProcessState, Values
 from ocihook.errors import printable
 
 _MISSING = Row("process", "processes", is_right=False, criu="kept")
 _CLOSED = Row("descriptor", "descriptors", criu="kept")
 _UNMOUNTED = Row("mount", "mounts", criu="kept")
-_TABLES = (MOUNTED, LIMITED, THREAD, PROCESS, FILE)
+_OF_PLACES = {MOUNT: MOUNTED, CGROUP: LIMITED, TMPFS_FILE: PLACED}
+_TABLES = (MOUNTED, PLACED, LIMITED, THREAD, PROCESS, FILE)
 _SHOWN = 3  # tasks that a message names
 _TEXT = 60  # characters of a value in a message
 
@@ -64,11 +65,12 @@ def _all(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
 
 def _places(before: ContainerState, after: ContainerState) -> Iterator[Difference]:
     for name, old_values in before.places.items():
-        new_values = after.places.get(name)
+        kind = name.partition(" ")[0]
+        new_values = after.places.get(name, {} if kind == TMPFS_FILE else None)
         if new_values is not None:
-            for row, old, new in _rows(LIMITED if name.startswith(CGROUP) else MOUNTED, old_values, new_values, after):
+            for row, old, new in _rows(_OF_PLACES.get(kind, {}), old_values, new_values, after):
                 yield Difference(row, "", "", name, old, new)
-        elif name.startswith(MOUNT) and after.places:
+        elif kind == MOUNT and after.places:
             yield Difference(_UNMOUNTED, "", "", name, "", "missing")
 
 

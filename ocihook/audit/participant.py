@@ -134,7 +134,7 @@ def _put_back(found: Sequence[Difference], reader: Reader, pids: Sequence[int]) 
 def _target(one: Difference, tasks: Mapping[str, tuple[int, dict[str, int]]], reader: Reader) -> Target | None:
     """Return what has a piece of state here; None if there is nothing."""
     if not one.process:
-        return Target(cgroup=reader.inner_cgroup(one.name))
+        return Target(reader.init_pid, cgroup=reader.inner_cgroup(one.name), path=one.name.partition(" ")[2])
     pid, threads = tasks.get(one.process, (0, {}))
     tid = threads.get(one.thread, 0) if one.thread else pid
     return Target(pid, tid, int(one.file or -1)) if tid else None

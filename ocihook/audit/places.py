@@ -6,13 +6,16 @@ Formats: proc_pid_mountinfo(5), Documentation/admin-guide/cgroup-v2.rst.
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 from ocihook.audit.state import Values
+from ocihook.linux.attributes import read_attributes
 from ocihook.linux.task_state import read_file
 
-MOUNT, CGROUP = "mount", "cgroup"
+MOUNT, CGROUP, TMPFS_FILE = "mount", "cgroup", "file"
+_MOST_FILES = 500  # of all tmpfs of a container, whose attributes are looked at
 _MOST_CGROUPS = 50  # below the container's own
 _MASKED = ("/proc/", "/sys/")  # what is mounted there hides files, and the runtime handler sees to it
 _PEERS = re.compile(r"shared|master|unbindable")
@@ -46,6 +49,21 @@ def read_mounts(pid: int, proc: str) -> Iterator[tuple[str, Values]]:
         if system[0] in _OPTIONS_OF:
             values["file system options"] = _sorted(system[2])
         yield name, values
+
+
+def tmpfs_places(mounts: Mapping[str, Values]) -> Iterator[str]:
+    """Yield where whole file systems in memory are mounted, of what `read_mounts` has found, without what is behind."""
+    for name, values in mounts.items():
+        if values["file system"] == "tmpfs" and "#" not in name and f"{name} #2" not in mounts:
+            yield name.removeprefix(f"{MOUNT} ")
+
+
+def read_files(pid: int, mounts: Mapping[str, Values], proc: str) -> Iterator[tuple[str, Values]]:
+    """Yield the files of tmpfs that have extended attributes or ACLs, among so many as can be looked at."""
+    found = chain.from_iterable(read_attributes(pid, place, proc) for place in tmpfs_places(mounts))
+    for _, (path, text) in zip(range(_MOST_FILES), found, strict=False):
+        if text:
+            yield f"{TMPFS_FILE} {path}", {"attributes": text}
 
 
 def _sorted(options: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ocihook.audit.mapped import Allowance, read_mapped
 from ocihook.audit.opened import OpenFiles
-from ocihook.audit.places import CGROUP, read_cgroups, read_mounts
+from ocihook.audit.places import CGROUP, read_cgroups, read_files, read_mounts
 from ocihook.audit.state import ContainerState, ProcessState, Values
 from ocihook.errors import printable
 from ocihook.linux.task_state import (
@@ -72,7 +72,7 @@ class Reader:
             cgroup: the container's own, of v2; None: it has none.
             allowance: for the memory of its processes; None: what is right while they are stopped.
         """
-        self._init_pid, self._proc = init_pid, proc
+        self.init_pid, self._proc = init_pid, proc
         self._cpus = cpus or online_cpus()
         self._slice_ns = usual_slice_ns()
         self._known: dict[object, Values] = {}  # states that were met, by what was read
@@ -101,18 +101,23 @@ class Reader:
             if key and _ENDED not in statuses[pid]:
                 found[key] = self._process(pid, key, statuses[pid])
         others = sorted(statuses.keys() - own)
+        mounts = dict(read_mounts(self.init_pid, self._proc))
         return ContainerState(
             processes=found,
             left_out=tuple(f"{_name(statuses[pid])} (pid {pid})" for pid in others if statuses[pid]),
             cpus=self._cpus,
-            places=dict((*read_mounts(self._init_pid, self._proc), *read_cgroups(self._cgroup))),
+            places={
+                **mounts,
+                **dict(read_files(self.init_pid, mounts, self._proc)),
+                **dict(read_cgroups(self._cgroup)),
+            },
             unread_files=self._files.unread,
             unread_memory=tuple(self._unread),
         )
 
     def _descendants(self, statuses: Mapping[int, bytes]) -> set[int]:
         """Return the first process and those that descend from it."""
-        own, others = {self._init_pid}, statuses.keys() - {self._init_pid}
+        own, others = {self.init_pid}, statuses.keys() - {self.init_pid}
         parents = {pid: int(_last(statuses[pid], b"PPid:") or 0) for pid in others}
         while found := {pid for pid in others - own if parents[pid] in own}:
             own |= found
@@ -190,10 +195,10 @@ class Reader:
         user namespace.
         """
         if tid == pid:
-            may_leave = self._has_admin or pid == self._init_pid or _link(f"{self._proc}/{pid}/ns/user") != self._user
+            may_leave = self._has_admin or pid == self.init_pid or _link(f"{self._proc}/{pid}/ns/user") != self._user
             self._leader_may_leave = may_leave
             return _NAMESPACES if may_leave else ("user",)
-        return THREADS_NAMESPACES if self._leader_may_leave and (self._has_admin or pid != self._init_pid) else ()
+        return THREADS_NAMESPACES if self._leader_may_leave and (self._has_admin or pid != self.init_pid) else ()
 
     def _of_status(self, parts: tuple[bytes, ...]) -> dict[str, str]:
         values: dict[str, str] = {}

@@ -13,6 +13,7 @@ from ocihook.audit.mapped import FLAGS, KEY, NAME, POLICY
 from ocihook.audit.places import CGROUP_FILES
 from ocihook.audit.reading import ALL_CPUS
 from ocihook.audit.state import ContainerState
+from ocihook.linux.attributes import set_attributes
 from ocihook.linux.descriptors import copy_of
 from ocihook.linux.file_state import (
     add_count,
@@ -41,12 +42,13 @@ PutBack = Callable[["Target", str, str], None]  # given the value before and the
 
 
 class Target(NamedTuple):
-    """The task, descriptor or cgroup of a restored container that has a piece of state."""
+    """The task, descriptor, cgroup or file of a restored container that has a piece of state."""
 
     pid: int = 0
     tid: int = 0  # of a thread; else the pid
     fd: int = -1  # of a descriptor
     cgroup: Path | None = None
+    path: str = ""  # of a file, as the process has it
 
 
 class Row(NamedTuple):
@@ -137,6 +139,10 @@ def _limiting_cgroup(name: str) -> PutBack:
                 (target.cgroup / name).write_text(line)
 
     return limit
+
+
+def _set_attributes(target: Target, before: str, _after: str) -> None:
+    set_attributes(target.pid, target.path, before)
 
 
 def _is_still_same(before: str, after: str, _here: ContainerState) -> bool:
@@ -243,6 +249,7 @@ _MOUNT_ROWS = (
     Row("file system options", "options of file systems", criu="kept", seen="mountinfo"),
     Row("propagation", "propagation of mounts", criu="kept", seen="mountinfo"),
 )
+_PLACED_ROWS = (Row("attributes", "extended attributes and ACLs", _set_attributes, absent="", seen="xattr(7)"),)
 _CGROUP_ROWS = tuple(
     Row(name, f"limit of cgroups that it has made ({name})", _limiting_cgroup(name), seen="cgroup v2",
         criu="kept" if name in ("pids.max", "cpuset.cpus", "cpuset.mems", "cgroup.max.depth", "cgroup.max.descendants")
@@ -254,3 +261,4 @@ PROCESS: Mapping[str, Row] = {row.name: row for row in _PROCESS_ROWS}
 FILE: Mapping[str, Row] = {row.name: row for row in _FILE_ROWS}
 MOUNTED: Mapping[str, Row] = {row.name: row for row in _MOUNT_ROWS}
 LIMITED: Mapping[str, Row] = {row.name: row for row in _CGROUP_ROWS}
+PLACED: Mapping[str, Row] = {row.name: row for row in _PLACED_ROWS}

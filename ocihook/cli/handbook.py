@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from ocihook import config
-from ocihook.audit.rows import FILE, LIMITED, MOUNTED, PROCESS, THREAD, Row
+from ocihook.audit.rows import FILE, LIMITED, MOUNTED, PLACED, PROCESS, THREAD, Row
 from ocihook.cli.main import EXIT_STATUS, cli
 from ocihook.cli.manual import commands_of, settings_of
 from ocihook.criu.causes import catalogue
@@ -114,7 +114,14 @@ def _participants() -> str:
 def _audit() -> str:
     """Rows that differ in a name in brackets only are one line: what has it, in the order of the table."""
     rows: dict[tuple[str, str, str, str], None] = {}
-    tables = (("thread", THREAD), ("process", PROCESS), ("descriptor", FILE), ("mount", MOUNTED), ("cgroup", LIMITED))
+    tables = (
+        ("thread", THREAD),
+        ("process", PROCESS),
+        ("descriptor", FILE),
+        ("mount", MOUNTED),
+        ("file on a tmpfs", PLACED),
+        ("cgroup", LIMITED),
+    )
     for scope, found in tables:
         for row in found.values():
             outcome = "put back" if row.put_back else row.inherited or ("reported" if row.matters else "logged only")

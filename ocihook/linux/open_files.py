@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import re
+import select
 import stat
 import sys
 from collections.abc import Iterator
@@ -156,6 +157,19 @@ def open_files(pid: int) -> Iterator[OpenFile]:
             file = _file(pid, int(fd), f"/proc/{pid}/fd/{fd}")
             has_info = not stat.S_ISSOCK(file.mode)
             yield file._replace(info=_read(f"/proc/{pid}/fdinfo/{fd}")) if has_info else file
+
+
+def has_other_end(pid: int, fd: int) -> bool:
+    """Return whether any process has the other end of a pipe; False if it cannot be asked."""
+    with contextlib.suppress(OSError):
+        copy = copy_of(pid, fd)
+        try:
+            asked = select.poll()
+            asked.register(copy, 0)  # without an end there is POLLHUP or POLLERR, which need not be asked for
+            return not asked.poll(0)
+        finally:
+            os.close(copy)
+    return False
 
 
 def used_files(pid: int) -> dict[str, OpenFile]:

@@ -1,17 +1,23 @@
 """Checks of state that a dump takes and no restore brings back: the program runs on without it."""
 
+import os
+import re
 import signal
 from collections.abc import Iterator
 from itertools import groupby
 
 from ocihook.audit.comparing import named
 from ocihook.audit.foreseeing import foresee
+from ocihook.linux.open_files import has_other_end
+from ocihook.linux.task_state import read_file
 from ocihook.preflight.check import Check, before
 from ocihook.preflight.finding import Problem, warn
 from ocihook.preflight.observation import Observation
 
 _AGAIN = "have the application make it again after a restore, of which ocihook.io/resume-signal tells it"
 
+_STREAMS = (0, 1, 2)
+_TLS = re.compile(r"^TlsCurr\w+\s+(\d+)", re.MULTILINE)  # Documentation/networking/tls.rst
 _OF_THREAD = -1  # exit signal of what clone(2) has made with CLONE_PARENT, as the kernel shows some
 _MOST_CODE, _FIRST_REALTIME, _CORE = 0x7F, 32, 0x80
 
@@ -71,7 +77,40 @@ def _exit_code(seen: Observation) -> Iterator[Problem]:
             yield warn(detail, "have the parent wait for its children (waitpid(2)) before the dump")
 
 
+def _asynchronous(seen: Observation) -> Iterator[Problem]:
+    """The kernel does not show how many requests are in flight; CRIU does not wait for them (parasite_check_aios)."""
+    for process in seen.processes:
+        if "/[aio]" in process.maps:
+            detail = f"{seen.who(process.pid)} uses asynchronous I/O (io_setup): requests in flight at a dump never end"
+            yield warn(detail, "have the application wait for its requests before the dump (ocihook.io/quiesce-signal)")
+
+
+def _half_pipe(seen: Observation) -> Iterator[Problem]:
+    """CRIU makes a pipe anew, with the ends that it knows; those of the first process's streams its runtime makes."""
+    pipes = [file for file in seen.files if file.name.startswith("pipe:[")]
+    streams = {file.inode for file in pipes if file.pid == seen.init_pid and file.fd in _STREAMS}
+    modes: dict[int, set[int]] = {}
+    for file in pipes:
+        modes.setdefault(file.inode, set()).add(file.flags & os.O_ACCMODE)
+    for file in {one.inode: one for one in pipes}.values():
+        is_half = len(modes[file.inode]) == 1 and os.O_RDWR not in modes[file.inode]
+        if is_half and file.inode not in streams and has_other_end(file.pid, file.fd):
+            detail = f"{seen.who(file.pid)} has a pipe ({file.fd}) whose other end is outside: a restored one has none"
+            yield warn(detail, "have it use a Unix socket with a name, or only its standard streams, to talk to others")
+
+
+def _kernel_tls(seen: Observation) -> Iterator[Problem]:
+    text = read_file(f"/proc/{seen.init_pid}/net/tls_stat").decode()
+    counts = [int(value) for value in _TLS.findall(text)]
+    if seen.has_own("net") and any(counts):
+        detail = "its network has connections with TLS in the kernel: they are restored without it, so their peers fail"
+        yield warn(detail, "have the application do TLS by itself (no ktls in nginx, OpenSSL, NVMe)")
+
+
 CHECKS = (
+    Check(name="asynchronous-io", find=_asynchronous),
+    Check(name="half-pipe", find=_half_pipe),
+    Check(name="kernel-tls", find=_kernel_tls),
     Check(name="lost-state", find=_lost_state),
     Check(name="wipe-on-fork", find=_wiped, criu=before(4, 2)),
     Check(name="exit-signal", find=_exit_signal),

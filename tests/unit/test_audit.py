@@ -19,7 +19,7 @@ from ocihook.audit.inheriting import InheritedCall, inherited_calls, make_inheri
 from ocihook.audit.mapped import Allowance, read_mapped
 from ocihook.audit.participant import Audit, audit
 from ocihook.audit.reading import ALL_CPUS, Reader
-from ocihook.audit.rows import FILE, PROCESS, THREAD, Target
+from ocihook.audit.rows import FILE, PLACED, PROCESS, THREAD, Target
 from ocihook.audit.state import (
     STATE_NAME,
     ContainerState,
@@ -32,6 +32,7 @@ from ocihook.audit.state import (
 )
 from ocihook.config import Settings
 from ocihook.errors import IntegrityError, TraceError
+from ocihook.linux.attributes import read_attributes
 from ocihook.linux.patience import ENDLESS, Patience
 from ocihook.linux.procfs import Process
 from ocihook.linux.ptrace import find_call_instruction
@@ -368,6 +369,33 @@ def test_limits_of_inner_cgroups_are_put_back(proc: FakeProc, tmp_path: Path) ->
     assert (inner / "memory.max").read_text() == "4096"
     for name in ("cgroup ../x", "cgroup /x", "mount a"):
         assert reader.inner_cgroup(name) is None
+
+
+def test_attributes_of_files_in_memory_are_put_back(tmp_path: Path) -> None:
+    """Links are not followed: what they lead to is not the container's."""
+    me, directory = os.getpid(), tmp_path.resolve()
+    (directory / "in").mkdir()
+    (directory / "in/named").touch()
+    (directory / "out").symlink_to(directory / "in")
+    attribute = b"kept"
+    try:
+        os.setxattr(directory / "in/named", "user.state", attribute)
+    except OSError:
+        pytest.skip("this file system has no attributes")
+    wanted = f"user.state={attribute.hex()}"
+    found = dict(read_attributes(me, str(directory)))
+    assert found == {str(directory): "", f"{directory}/in": "", f"{directory}/in/named": wanted}
+    os.removexattr(directory / "in/named", "user.state")
+    row = PLACED["attributes"]
+    assert row.put_back is not None
+    row.put_back(Target(me, path=f"{directory}/in/named"), wanted, "")
+    assert os.getxattr(directory / "in/named", "user.state") == attribute
+    with pytest.raises(OSError, match=r"out|Not a directory"):
+        row.put_back(Target(me, path=f"{directory}/out/named"), wanted, "")
+    assert dict(read_attributes(me, f"{directory}/out")) == {}
+    before = ContainerState(places={"file /tmp/a": {"attributes": wanted}})
+    (lost,) = compare(before, ContainerState())
+    assert in_words([lost]) == [f"extended attributes and ACLs of file /tmp/a (was {wanted}, is empty)"]
 
 
 def test_waiting_signals_may_become_more() -> None:

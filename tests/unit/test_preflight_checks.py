@@ -18,7 +18,7 @@ from ocihook.config import Policy
 from ocihook.container.running import RunningContainer
 from ocihook.criu.files import CriuOptions
 from ocihook.errors import PreflightError
-from ocihook.linux.open_files import Mount, OpenFile
+from ocihook.linux.open_files import Mount, OpenFile, open_files
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process, Stat
 from ocihook.linux.ptrace import HeldThread
@@ -68,6 +68,14 @@ def with_socket(**changes: Any) -> Observation:
 def with_semaphore(number: int) -> ContainerState:
     files = {"3": {"kind": "[eventfd]", "[eventfd]": f"eventfd-semaphore:{number}"}}
     return ContainerState(processes={"1": ProcessState(name="job", files=files)})
+
+
+def with_memory(flag: str) -> ContainerState:
+    return ContainerState(processes={"1": ProcessState(name="job", own={flag: "1000-2000"})})
+
+
+def ended(status: int) -> ProcessSeen:
+    return process(8, stat=Stat("Z", 7, 7, 7, exit_code=status))
 
 
 def options(*names: str) -> CriuOptions:
@@ -244,6 +252,16 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (unix("/run/s", frozenset({"rw"})), "", None),
     (container(tasks=with_semaphore(1)), "lost-state", Status.WARN),
     (container(tasks=with_semaphore(0)), "", None),
+    (container(tasks=with_memory("wf")), "", None),
+    (container(tasks=with_memory("wf"), criu=(4, 1, 1)), "wipe-on-fork", Status.WARN),
+    (container(tasks=with_memory("sl")), "lost-state", Status.WARN),
+    (container(process(), process(8, stat=Stat("S", 7, 7, 7, exit_signal=12))), "exit-signal", Status.WARN),
+    (container(process(), ended(200 << 8)), "exit-status", Status.WARN),
+    (container(process(), ended(signal.SIGSEGV | 0x80)), "exit-status", Status.WARN),
+    (container(process(), ended(34)), "exit-status", Status.WARN),
+    (container(process(), ended(127 << 8)), "", None),
+    (container(process(), ended(signal.SIGKILL)), "", None),
+    (container(process(maps="7f0-7f1 rw-s 0 00:12 5 /[aio] (deleted)\n")), "asynchronous-io", Status.WARN),
     (with_file(name="/proc/pressure/memory"), "trigger", Status.WARN),
     (with_file(name="/sys/fs/cgroup/a/io.pressure"), "trigger", Status.WARN),
     (
@@ -429,3 +447,22 @@ def test_processes_that_have_ended_share_nothing() -> None:
         child.wait(10)
     assert {child.pid for child in children} <= set(seen.pids)
     assert (seen.sharing_memory, seen.sharing_directory) == ((), ())
+
+
+def test_a_pipe_whose_other_end_is_outside() -> None:
+    """One that has no other end any more stays as it is."""
+    reader, writer = os.pipe()
+    me = os.getpid()
+
+    def found(*numbers: int) -> list[Status]:
+        files = tuple(file for file in open_files(me) if file.fd in numbers)
+        findings = run(container(process(me, files=files), init_pid=me))
+        return [one.status for one in findings if one.check == "half-pipe"]
+
+    try:
+        assert found(reader) == [Status.WARN]
+        assert found(reader, writer) == []
+        os.close(writer)
+        assert found(reader) == []
+    finally:
+        os.close(reader)
