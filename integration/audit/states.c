@@ -157,12 +157,11 @@ DO(datagram_options, datagram_fd = socket(AF_INET, SOCK_DGRAM, 0); return option
 LOOK(datagram_options, has_option(datagram_fd, SOL_SOCKET, SO_TIMESTAMP, 1) && has_option(datagram_fd, IPPROTO_IP, IP_MULTICAST_TTL, 9) && has_option(datagram_fd, IPPROTO_IP, IP_RECVTTL, 1))
 
 static int kept_file(const char *path, int flags) { return open(path, O_RDWR | O_CREAT | flags, 0600); }
-static int appended_fd, closed_fd, signal_fds[2], sealed_fd, hinted_fd, copied_fd, large_fd, late_fd, epoll_fd, watched_fd, once_epoll_fd;
+static int appended_fd, closed_fd, signal_fds[2], sealed_fd, copied_fd, large_fd, late_fd, epoll_fd, watched_fd, once_epoll_fd;
 DO(append_mode, return (appended_fd = kept_file("/appended", O_APPEND | O_NONBLOCK)) >= 0) LOOK(append_mode, (fcntl(appended_fd, F_GETFL) & (O_APPEND | O_NONBLOCK)) == (O_APPEND | O_NONBLOCK))
 DO(close_on_exec, return (closed_fd = kept_file("/closed", O_CLOEXEC)) >= 0) LOOK(close_on_exec, fcntl(closed_fd, F_GETFD) == FD_CLOEXEC)
 DO(input_signal, return !pipe(signal_fds) && !fcntl(signal_fds[0], F_SETOWN, getpid()) && !fcntl(signal_fds[0], F_SETSIG, SIGURG)) LOOK(input_signal, fcntl(signal_fds[0], F_GETOWN) == getpid() && fcntl(signal_fds[0], F_GETSIG) == SIGURG)
 DO(seals, return (sealed_fd = memfd_create("sealed", MFD_ALLOW_SEALING)) >= 0 && !ftruncate(sealed_fd, 4096) && !fcntl(sealed_fd, F_ADD_SEALS, F_SEAL_GROW)) LOOK(seals, fcntl(sealed_fd, F_GET_SEALS) == F_SEAL_GROW)
-DO(write_hint, uint64_t hint = 2; return (hinted_fd = kept_file("/hinted", 0)) >= 0 && !fcntl(hinted_fd, 1036, &hint)) LOOK(write_hint, ({ uint64_t hint = 0; fcntl(hinted_fd, 1035, &hint); hint == 2; }))
 DO(shared_file, int fd = kept_file("/shared", 0); return (copied_fd = dup(fd)) >= 0) LOOK(shared_file, ({ off_t at = lseek(copied_fd - 1, 5, SEEK_CUR); at == lseek(copied_fd, 0, SEEK_CUR); }))
 DO(large_counter, uint64_t n = 5ULL << 33; return (large_fd = eventfd(0, EFD_NONBLOCK)) >= 0 && write(large_fd, &n, 8) == 8) LOOK(large_counter, ({ uint64_t n = 0; read(large_fd, &n, 8) == 8 && n == 5ULL << 33 && write(large_fd, &n, 8) == 8; }))
 DO(expired_timer, struct itimerspec t = { { 0, 0 }, { 1, 0 } }; uint64_t n; return (late_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK)) >= 0 && !timerfd_settime(late_fd, TFD_TIMER_ABSTIME, &t, NULL) && usleep(10000) == 0 && read(late_fd, &n, 8) == 8)
@@ -234,7 +233,7 @@ static const struct { const char *name; int (*make)(void), (*look)(void); } STAT
     STATE(subreaper), STATE(death_signal), STATE(no_huge_pages), STATE(keep_capabilities), STATE(thread_name), STATE(groups), STATE(no_groups),
     STATE(event_counter), STATE(semaphore), STATE(timer_descriptor), STATE(posix_timer), STATE(interval_timer), STATE(watch), STATE(watch_once),
     STATE(pipe_size), STATE(stream_options), STATE(datagram_options), STATE(locked), STATE(not_forked), STATE(not_dumped),
-    STATE(append_mode), STATE(close_on_exec), STATE(input_signal), STATE(seals), STATE(write_hint), STATE(shared_file), STATE(large_counter),
+    STATE(append_mode), STATE(close_on_exec), STATE(input_signal), STATE(seals), STATE(shared_file), STATE(large_counter),
     STATE(expired_timer), STATE(epoll), STATE(epoll_once), STATE(attributes), STATE(waiting_signal), STATE(ended_child), STATE(unusual_child), STATE(memory_policy),
     STATE(locked_on_use), STATE(wiped_on_fork), STATE(huge), STATE(not_huge), STATE(in_order), STATE(in_no_order), STATE(merged), STATE(grows_down),
     STATE(not_reserved), STATE(sealed), STATE(thread_personality), STATE(thread_waiting_signal),

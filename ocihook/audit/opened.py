@@ -23,6 +23,8 @@ _DETAILS = {
 }
 _COUNT = re.compile(r"^eventfd-count:\s+(\w+)", re.MULTILINE)
 _TICKS_WHEN_OFF = re.compile(r"^ticks: (\d+)\n(?:.*\n)*?it_value: \(0, 0\)\nit_interval: \(0, 0\)", re.MULTILINE)
+# To close a copy of another file may write it back, or wait for a server that is stopped (NFS, FUSE).
+_COPIED = ("socket", "pipe", "memfd")
 _MOST_TEXT = 4000  # characters of a value
 _MOST_INFO_BYTES = 1 << 16  # of a fdinfo, that is read at once
 _MOST_FILES = 1000  # that are looked at beyond their kind; a socket takes some 40 us
@@ -71,10 +73,11 @@ class OpenFiles:
         info = read_file(f"{self._proc}/{pid}/fdinfo/{fd}").decode(errors="replace")
         values |= {name: _fit(text) for name, text in read_info(info).items()}
         values |= _details(values["kind"], info)
-        with contextlib.suppress(OSError), copies.copy(fd) as copy:  # it may be no one's to copy
-            values |= read_copy(copy, "memfd" if link.startswith("/memfd:") else values["kind"])
-            if values["kind"] == "socket":
-                values |= self._socket(copy)
+        copied = "memfd" if link.startswith("/memfd:") else values["kind"]
+        if copied in _COPIED:
+            with contextlib.suppress(OSError), copies.copy(fd) as copy:  # it may be no one's to copy
+                values |= read_copy(copy, copied)
+                values |= self._socket(copy) if copied == "socket" else {}
         return values
 
     def _same(self, pid: int, fd: int, link: str, key: str) -> str:

@@ -17,6 +17,8 @@ from ocihook.linux.task_state import read_file
 MOUNT, CGROUP, TMPFS_FILE = "mount", "cgroup", "file"
 _MOST_FILES = 500  # of all tmpfs of a container, whose attributes are looked at
 _MOST_CGROUPS = 50  # below the container's own
+# To look a name up in others may wait for a server, which may be a stopped process of the container.
+_WITHOUT_SERVER = ("overlay", "tmpfs", "ramfs", "devtmpfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs")
 _MASKED = ("/proc/", "/sys/")  # what is mounted there hides files, and the runtime handler sees to it
 _PEERS = re.compile(r"shared|master|unbindable")
 _OPTIONS_OF = ("tmpfs", "proc", "mqueue", "devpts")  # file systems whose options are a container's own
@@ -53,9 +55,12 @@ def read_mounts(pid: int, proc: str) -> Iterator[tuple[str, Values]]:
 
 def tmpfs_places(mounts: Mapping[str, Values]) -> Iterator[str]:
     """Yield where whole file systems in memory are mounted, of what `read_mounts` has found, without what is behind."""
-    for name, values in mounts.items():
-        if values["file system"] == "tmpfs" and "#" not in name and f"{name} #2" not in mounts:
-            yield name.removeprefix(f"{MOUNT} ")
+    kinds = {name.removeprefix(f"{MOUNT} "): values["file system"] for name, values in mounts.items()}
+    for place, kind in kinds.items():
+        above = (str(one) for one in (Path(place), *Path(place).parents))
+        is_safe = all(kinds.get(f"{one} #2", kinds.get(one, kind)) in _WITHOUT_SERVER for one in above)
+        if kind == "tmpfs" and is_safe and " #" not in place and f"{place} #2" not in kinds:
+            yield place
 
 
 def read_files(pid: int, mounts: Mapping[str, Values], proc: str) -> Iterator[tuple[str, Values]]:

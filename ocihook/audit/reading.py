@@ -43,6 +43,7 @@ _CAP_SYS_ADMIN = 1 << 21  # linux/capability.h
 _SELINUX = "/sys/fs/selinux/enforce"
 _SELINUX_FILES = ("exec", "fscreate", "keycreate", "sockcreate")
 _OF_PROCESS, _OF_SESSION = ("oom_score_adj", "coredump_filter"), ("loginuid",)
+_PIDS = b"\nNSpid:\t"
 _ENDED, _ALONE = b"\nState:\tZ", b"\nThreads:\t1\n"
 _MOST_TEXT = 4000  # characters of a value
 # Processor time in which the memory of stopped processes is looked at, and how much one may have.
@@ -158,8 +159,8 @@ class Reader:
 
     @staticmethod
     def _pids_of(status: bytes) -> list[bytes]:
-        _, _, rest = status.partition(b"\nNSpid:\t")
-        return rest.partition(b"\n")[0].split(b"\t") if rest else []
+        start = status.find(_PIDS) + len(_PIDS)
+        return status[start : status.find(b"\n", start)].split(b"\t") if start >= len(_PIDS) else []
 
     def _key(self, status: bytes) -> str:
         return b"/".join(self._pids_of(status)[self._depth :]).decode()

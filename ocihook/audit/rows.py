@@ -23,7 +23,6 @@ from ocihook.linux.file_state import (
     set_flags,
     set_pipe_size,
     set_signal,
-    set_write_hint,
 )
 from ocihook.linux.socket_options import OPTIONS, set_option
 from ocihook.linux.task_state import (
@@ -132,9 +131,17 @@ def _disarm(copy: int, before: str, _after: str) -> None:
     disarm(copy)
 
 
+def _check_use(cgroup: Path, name: str, limit: str) -> None:
+    """Refuse a limit of memory that is less than what is in use: the kernel would kill for it."""
+    used = {"memory.max": "memory.current", "memory.swap.max": "memory.swap.current"}.get(name)
+    if used and limit != "max" and int((cgroup / used).read_text()) > int(limit):
+        raise ValueError("more is in use")
+
+
 def _limiting_cgroup(name: str) -> PutBack:
     def limit(target: Target, before: str, _after: str) -> None:
         if target.cgroup is not None:
+            _check_use(target.cgroup, name, before)
             for line in before.split("\n"):  # one write each, as the kernel takes them
                 (target.cgroup / name).write_text(line)
 
@@ -231,7 +238,6 @@ _FILE_ROWS = (
     Row("owner", "owner of files (F_SETOWN)", criu="kept", seen="fcntl(2)"),
     Row("pipe size", "size of pipes", _setting(set_pipe_size), criu="kept", seen="fcntl(2)"),
     Row("seals", "seals of memfds", _setting(add_seals), criu="kept", seen="fcntl(2)"),
-    Row("write hint", "hint on the life of a file's data (F_SET_RW_HINT)", _setting(set_write_hint), seen="fcntl(2)"),
     Row("count", "counter of eventfds", _on_copy(_count), criu="kept, of 32 bits", seen="fdinfo/"),
     Row("ticks", "timerfds that are off", _on_copy(_disarm), criu="kept unless its time was absolute", seen="fdinfo/"),
     Row("[eventpoll]", "what epoll watches", criu="kept but EPOLLONESHOT that has fired", seen="fdinfo/"),

@@ -8,7 +8,6 @@ import fcntl
 import os
 import re
 import struct
-import sys
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SETFL_BITS = os.O_APPEND | os.O_ASYNC | os.O_DIRECT | os.O_NOATIME | os.O_NONBLOCK
@@ -16,7 +15,6 @@ _NO_FLAGS = 0o100000 | os.O_LARGEFILE | os.O_CREAT | os.O_EXCL | os.O_NOCTTY | o
 _GETOWN_EX, _SETSIG, _GETSIG = 16, 10, 11
 _GETPIPE_SZ, _SETPIPE_SZ = 1032, 1031
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-_GET_RW_HINT, _SET_RW_HINT = 1035, 1036
 _OWNER = struct.Struct("=ii")  # struct f_owner_ex: type, pid
 _LOCK = struct.Struct("=hh4xqqi4x")  # struct flock of 64 bits: type, whence, start, length, pid
 _OFD_SETLK = 37
@@ -40,15 +38,13 @@ def read_copy(fd: int, kind: str) -> dict[str, str]:
 
     Args:
         fd: the copy.
-        kind: of the file: pipe, memfd, file or another.
+        kind: of the file: pipe, memfd or another.
     """
     found = {"signal": str(fcntl.fcntl(fd, _GETSIG)), "owner": _owner(fd)}
     if kind == "pipe":
         found["pipe size"] = str(fcntl.fcntl(fd, _GETPIPE_SZ))
     elif kind == "memfd":
         found["seals"] = str(fcntl.fcntl(fd, _GET_SEALS))
-    elif kind == "file":
-        found["write hint"] = str(int.from_bytes(fcntl.fcntl(fd, _GET_RW_HINT, bytes(8)), sys.byteorder))
     return found
 
 
@@ -77,11 +73,6 @@ def set_pipe_size(fd: int, value: str) -> None:
 def add_seals(fd: int, value: str) -> None:
     """Seal a memfd."""
     fcntl.fcntl(fd, _ADD_SEALS, int(value))
-
-
-def set_write_hint(fd: int, value: str) -> None:
-    """Say how long the data of a file lives."""
-    fcntl.fcntl(fd, _SET_RW_HINT, int(value).to_bytes(8, sys.byteorder))
 
 
 def lock(fd: int, value: str) -> None:

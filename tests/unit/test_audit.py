@@ -18,6 +18,7 @@ from ocihook.audit.foreseeing import foresee
 from ocihook.audit.inheriting import InheritedCall, inherited_calls, make_inherit
 from ocihook.audit.mapped import Allowance, read_mapped
 from ocihook.audit.participant import Audit, audit
+from ocihook.audit.places import tmpfs_places
 from ocihook.audit.reading import ALL_CPUS, Reader
 from ocihook.audit.rows import FILE, PLACED, PROCESS, THREAD, Target
 from ocihook.audit.state import (
@@ -242,7 +243,6 @@ def test_what_fcntl_shows_is_put_back(tmp_path: Path) -> None:
         changed = {
             ("flags", "file"): f"{int(before[numbers['file']]['flags'], 8) | os.O_APPEND:o}",
             ("locks", "file"): "FLOCK ADVISORY WRITE 0 EOF, OFDLCK ADVISORY WRITE 3 7",
-            ("write hint", "file"): "3",
             ("signal", "pipe"): "12",
             ("pipe size", "pipe"): str(1 << 17),
             ("seals", "memory"): "4",
@@ -352,12 +352,28 @@ def test_mounts_are_read_and_compared(proc: FakeProc) -> None:
     ]
 
 
+def test_no_server_is_asked_for_a_tmpfs() -> None:
+    """It may be a process of the container, which is stopped."""
+    kinds = {
+        "/": "overlay",
+        "/tmp": "tmpfs",
+        "/f": "fuse",
+        "/f/a": "tmpfs",
+        "/b": "fuse",
+        "/b #2": "tmpfs",
+        "/c": "tmpfs",
+    }
+    kinds |= {"/c #2": "tmpfs", "/d": "nfs4", "/d/e": "ext4", "/d/e/f": "tmpfs"}
+    mounts: Mapping[str, Values] = {f"mount {place}": {"file system": kind} for place, kind in kinds.items()}
+    assert list(tmpfs_places(mounts)) == ["/tmp"]
+
+
 def test_limits_of_inner_cgroups_are_put_back(proc: FakeProc, tmp_path: Path) -> None:
     inner = tmp_path / "cgroup" / "a" / "b"
     inner.mkdir(parents=True)
     (tmp_path / "cgroup/cgroup.controllers").write_text("memory\n")
     (inner / "memory.max").write_text("4096\n")
-    (inner / "memory.current").write_text("0\n")
+    (inner / "memory.current").write_text("4096\n")
     reader = Reader(INIT, "", str(proc.root), cgroup=tmp_path / "cgroup")
     before = reader.read([INIT])
     assert before.places["cgroup a/b"] == {"memory.max": "4096"}
@@ -367,6 +383,9 @@ def test_limits_of_inner_cgroups_are_put_back(proc: FakeProc, tmp_path: Path) ->
     assert found.row.put_back is not None
     found.row.put_back(Target(cgroup=reader.inner_cgroup(found.name)), found.before, found.after)
     assert (inner / "memory.max").read_text() == "4096"
+    (inner / "memory.current").write_text("4097\n")
+    with pytest.raises(ValueError, match="more is in use"):
+        found.row.put_back(Target(cgroup=inner), found.before, found.after)
     for name in ("cgroup ../x", "cgroup /x", "mount a"):
         assert reader.inner_cgroup(name) is None
 
