@@ -144,7 +144,7 @@ def test_what_exec_has_started_is_named(podman: Podman) -> None:
 def test_what_the_handler_resumes_keeps_it(make_handled: MakeHandled, states: Path, runtime: str) -> None:
     """It stands still until its engine starts it, in a cgroup that it may be moved to later."""
     podman = make_handled(runtime, program=states)
-    wanted = ("affinity", "thread_affinity", "thread_io_priority", "timer_slack", "coredump_filter", "personality")
+    wanted = ("personality", "affinity", "thread_affinity", "thread_io_priority", "timer_slack", "coredump_filter")
     notes = {"checkpoint_on_stop": "true", "restore_from": "latest"}
     podman.make("run", "job", *UNCONFINED, workload=wanted, **notes)
     podman.wait_to_count("job")

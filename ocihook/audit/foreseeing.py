@@ -18,15 +18,16 @@ _LOST_OF_MEMORY = ("lf", "sl", "sf", "um", "uw", "ui", KEY, POLICY)
 
 def foresee(state: ContainerState) -> Iterator[Difference]:
     """Yield what no CRIU restores and nothing puts back, with the value that it has after a restore."""
-    has_one_personality = len(personalities(state)) <= 1
+    found = personalities(state)
+    after = next(iter(found)) if len(found) == 1 else "0"
     for pid, process in state.processes.items():
         yield from _of_threads(pid, process)
         yield from _of_memory(pid, process)
         yield from _of_files(pid, process)
         for tid, values in process.threads.items():
-            value = values.get("personality", "0")
-            if not has_one_personality and value.strip("0"):
-                yield Difference(THREAD["personality"], pid, tid, process.name, value, "0")
+            value = values.get("personality", after)
+            if int(value, 16) != int(after, 16):
+                yield Difference(THREAD["personality"], pid, tid, process.name, value, after)
 
 
 def _of_memory(pid: str, process: ProcessState) -> Iterator[Difference]:

@@ -47,9 +47,8 @@ def inherited_calls(recorded: ContainerState, criu_groups: str) -> list[Inherite
 
 
 def personalities(state: ContainerState) -> set[str]:
-    """Return those that tasks have."""
-    threads = (values for process in state.processes.values() for values in process.threads.values())
-    return {values.get("personality", "0") for values in threads}
+    """Return those of first threads: CRIU makes other threads from these."""
+    return {process.threads.get(pid, {}).get("personality", "0") for pid, process in state.processes.items()}
 
 
 def make_inherit(criu_pid: int, recorded: ContainerState, patience: Patience) -> None:

@@ -185,7 +185,7 @@ _THREAD_ROWS = (
     ),
     Row("I/O priority", "I/O priority", _set_io_priority, seen="ioprio_get(2)"),
     Row("timer slack", "timer slack", _writing("timerslack_ns"), seen="timerslack_ns"),
-    Row("personality", "personality", seen="personality", inherited="put back if all tasks have the same"),
+    Row("personality", "personality", seen="personality", inherited="put back if all processes have the same"),
     Row("Uid", "user ids", is_right=True, criu="kept", seen=_STATUS),
     Row("Gid", "group ids", is_right=True, criu="kept", seen=_STATUS),
     Row("Groups", "supplementary groups", is_right=True, criu="kept unless there are none", seen=_STATUS,
