@@ -71,9 +71,7 @@ def _exit_code(seen: Observation) -> Iterator[Problem]:
         code, number = process.stat.exit_code >> 8, process.stat.exit_code & 0x7F
         is_lost = code > _MOST_CODE or number >= _FIRST_REALTIME or process.stat.exit_code & _CORE
         if process.is_zombie and is_lost:
-            detail = (
-                f"{seen.who(process.pid)} has ended, and its parent has not asked how: it gets another status later"
-            )
+            detail = f"{seen.who(process.pid)} has ended unwaited for: its parent gets another status after a restore"
             yield warn(detail, "have the parent wait for its children (waitpid(2)) before the dump")
 
 
