@@ -35,7 +35,6 @@ REPORTED = {
     "unusual_child": "gets SIGCHLD at its end after a restore",
     "memory_policy": "NUMA policy of memory",
     "locked_on_use": "memory that is locked when it is used",
-    "wiped_on_fork": "MADV_WIPEONFORK",
     "sealed": "sealed memory",
 }
 SEEDS = range(40 if os.environ.get("OCIHOOK_NIGHTLY") else 2)

@@ -49,7 +49,7 @@ NIGHTLY_ONLY = {
     *("waits_for_vfork", "stopped_by_signal", "stopped_by_terminal"),
 }
 # That ocihook puts back, where plain runc does not.
-PUT_BACK = {"affinity"}
+PUT_BACK = {"affinity", "wiped_memory"}
 # That CRIU keeps, and that do not disturb one another: they are dumped together.
 _TOGETHER = """
 program_that_is_deleted shared_descriptors shared_io_context shared_undo shared_descriptors_of_siblings zombie

@@ -159,6 +159,12 @@ def _joined(spans: Iterable[tuple[int, int]]) -> str:
     return " ".join(f"{start:x}-{end:x}" for start, end in rows)
 
 
+def parse_spans(text: str) -> list[tuple[int, int]]:
+    """Return the addresses of a value; the last one of a value that was cut short is left out."""
+    words = text.split()[: -1 if len(text) >= _MOST_TEXT else None]
+    return [(int(start, 16), int(end, 16)) for start, _, end in (word.partition("-") for word in words)]
+
+
 def _read(path: str, allowance: Allowance) -> bytes | None:
     """Return a file of /proc; None if it cannot be read, or takes too long."""
     parts = []

@@ -6,36 +6,58 @@ and none has run. Whatever goes wrong with the audit itself is logged: no dump a
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ocihook.audit.comparing import Difference, compare, in_words
 from ocihook.audit.inheriting import make_inherit
+from ocihook.audit.mapped import Allowance, parse_spans
 from ocihook.audit.reading import Reader
 from ocihook.audit.rows import Target
 from ocihook.audit.state import STATE_NAME, ContainerState, read_state, write_state
+from ocihook.criu.mappings import mark_wiped
+from ocihook.criu.version import parse_version
 from ocihook.errors import GivenUp, OcihookError, StateLost, plain
 from ocihook.linux.cgroup import allowed_cpus, unified_cgroup
 from ocihook.linux.procfs import descendants
+from ocihook.session.effect import Facts
 from ocihook.session.participant import Dump, Participant, Restore
 
 _FAULTS = (OcihookError, OSError, ValueError, LookupError, TypeError, OverflowError)
 
+_WRITES_WIPED = (4, 2)
+_FOR_WIPED_S, _MOST_WIPED_BYTES = 0.2, 8 << 30  # to look for it, while the container may run
 _SHOWN = 5  # processes that a message names
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WipedFacts(Facts):
+    """What CRIU before 4.2 does not write."""
+
+    wiped: Mapping[str, str] | None = None  # addresses of memory with MADV_WIPEONFORK, by pids in the container
 
 
 class Audit(Participant):
     """Records the state of all tasks; after a restore compares it, puts back what can be, and reports the rest."""
 
     def prepare(self, dump: Dump) -> None:
-        """Remove the note of an earlier dump into the same directory."""
+        """Remove the note of an earlier dump into the same directory; note the memory that CRIU will forget to wipe."""
         (dump.directory / STATE_NAME).unlink(missing_ok=True)
+        if dump.policy.mode != "off" and parse_version(dump.call().criu_version) < _WRITES_WIPED:
+            allowance = Allowance(_FOR_WIPED_S, _MOST_WIPED_BYTES)
+            try:
+                wiped = Reader(dump.init_pid, "").wiped(descendants(dump.init_pid), allowance)
+                dump.journal.note(WipedFacts(wiped=wiped))
+            except _FAULTS as error:
+                log.warning("container %s: its memory is not looked at: %s", dump.container, plain(error))
 
     def after_images(self, dump: Dump) -> str:
         """Record, once: where the stage starts over the manifest may have the note's checksum already."""
         if dump.policy.mode == "off" or (dump.directory / STATE_NAME).exists():
             return ""
         dump.patience.check()
+        _mark_wiped(dump)
         try:
             with dump.journal.phase("record tasks") as phase:
                 state = _read_container(dump)
@@ -68,6 +90,14 @@ class Audit(Participant):
         except _FAULTS as error:
             container = restore.journal.container
             log.warning("container %s: the state of its tasks is not compared: %s", container, plain(error))
+
+
+def _mark_wiped(dump: Dump) -> None:
+    for key, spans in (dump.journal.facts(WipedFacts).wiped or {}).items():
+        try:
+            mark_wiped(dump.directory, int(key), parse_spans(spans))
+        except _FAULTS as error:
+            log.warning("container %s: MADV_WIPEONFORK of process %s is lost: %s", dump.container, key, plain(error))
 
 
 def _read_container(dump: Dump) -> ContainerState:

@@ -124,6 +124,16 @@ class Reader:
             own |= found
         return own & statuses.keys()
 
+    def wiped(self, pids: Iterable[int], allowance: Allowance) -> dict[str, str]:
+        """Return what memory is empty in children, by what processes are called in the container."""
+        found = {}
+        for pid in pids:
+            status = self._status(pid)
+            mapped = read_mapped(f"{self._proc}/{pid}", status, allowance) or {}
+            if spans := mapped.get("wf"):
+                found[self._key(status)] = spans
+        return found
+
     def tasks(self, pids: Iterable[int]) -> dict[str, tuple[int, dict[str, int]]]:
         """Return the pid of each process, and the ids of its threads, by what they are called in the container."""
         found = {}

@@ -223,7 +223,8 @@ _PROCESS_ROWS = (
     Row("POSIX timers", "POSIX timers", criu="kept", seen="timers"),
     *(Row(f"SELinux {name}", f"SELinux label ({name})", criu="lost", seen=f"attr/{name}")
       for name in ("exec", "fscreate", "keycreate", "sockcreate")),
-    *(Row(name, what, criu=_CRIU_ON_MEMORY.get(name, "kept"), seen="smaps", matters=name != "dp")
+    *(Row(name, what, criu=_CRIU_ON_MEMORY.get(name, "kept"), seen="smaps", matters=name != "dp",
+          inherited="put back by its image" if name == "wf" else "")
       for name, what in FLAGS.items()),
     Row(KEY, "protection keys of memory", seen="smaps"),
     Row(POLICY, "NUMA policy of memory", seen="numa_maps"),

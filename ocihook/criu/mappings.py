@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 from ocihook.criu.images import COMMON_MAGIC, messages, parse_processes, read_bounded
 from ocihook.errors import ImageError
+from ocihook.linux.files import replace_file
 
 MM_NAME = re.compile(r"mm-([0-9]{1,10})\.img")
 _MM_MAGIC = 0x57492820  # criu/include/magic.h
+_MAGICS = (COMMON_MAGIC, _MM_MAGIC)
 # criu/include/image.h: AREA_REGULAR, AREA_HEAP, ANON_PRIVATE. An area with any other status is not plain memory.
 _REGULAR, _HEAP, _ANON_PRIVATE = 1 << 0, 1 << 5, 1 << 9
 _READ_WRITE = 0x1 | 0x2  # PROT_READ, PROT_WRITE
 # mmap(2): MAP_PRIVATE, MAP_ANONYMOUS; neither locked, nor growing down, nor of huge pages.
 _PRIVATE_ANONYMOUS, _NO_RESERVE = 0x02 | 0x20, 0x4000  # the last one makes no difference
+_WIPE_ON_FORK = 18  # madvise(2)
 _MAX_MM_BYTES = 32 << 20  # 65530 areas, as the kernel allows by default, take 4 MiB
 
 
@@ -69,6 +72,29 @@ def read_address_spaces(directory: Path) -> Mapping[int, AddressSpace]:
         if number := MM_NAME.fullmatch(path.name):
             found[int(number[1])] = parse_address_space(read_bounded(path, _MAX_MM_BYTES), path.name)
     return found
+
+
+def mark_wiped(directory: Path, pid: int, spans: Iterable[tuple[int, int]]) -> None:
+    """Have CRIU set MADV_WIPEONFORK, as an image of CRIU 4.2 says it; earlier ones restore that, and do not write it.
+
+    Args:
+        directory: the image set.
+        pid: CRIU's, of the process.
+        spans: addresses of the memory.
+
+    Raises:
+        ImageError: if the image is damaged.
+        OSError: from the file system.
+    """
+    path, wiped = directory / f"mm-{pid}.img", list(spans)
+    data = read_bounded(path, _MAX_MM_BYTES)
+    (mm,) = messages(data, path.name, _MAGICS, ("mm_entry", "mm_entry"), limit_bytes=_MAX_MM_BYTES)
+    for area in mm.vmas:  # type: ignore[attr-defined]
+        if any(start <= area.start and area.end <= end for start, end in wiped):
+            area.madv |= 1 << _WIPE_ON_FORK
+    body = mm.SerializeToString()
+    head = b"".join(number.to_bytes(4, "little") for number in (*_MAGICS, len(body)))
+    replace_file(path, head + body, mode=path.stat().st_mode & 0o777, durable=False)
 
 
 def check_mapped(directory: Path, regions: Iterable[tuple[int, int, int]]) -> None:

@@ -10,7 +10,7 @@ from ocihook.audit.comparing import named
 from ocihook.audit.foreseeing import foresee
 from ocihook.linux.open_files import has_other_end
 from ocihook.linux.task_state import read_file
-from ocihook.preflight.check import Check, before
+from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, warn
 from ocihook.preflight.observation import Observation
 
@@ -41,18 +41,6 @@ def _listener(seen: Observation) -> Iterator[Problem]:
     if isinstance(seccomp, dict) and seccomp.get("listenerPath"):
         detail = "an agent outside answers some of its system calls (seccomp's listenerPath); after a restore they fail"
         yield warn(detail, "run it with a seccomp profile without SCMP_ACT_NOTIFY")
-
-
-def _wiped(seen: Observation) -> Iterator[Problem]:
-    """CRIU before 4.2 takes no note of this advice (criu/proc_parse.c, parse_vmflags)."""
-    for pid, process in seen.tasks.processes.items():
-        if process.own.get("wf"):
-            detail = (
-                f"{process.name} {pid} has memory that its children are to find empty (MADV_WIPEONFORK): libraries "
-                "have keys and random numbers in it. CRIU before 4.2 does not restore that: children forked after a "
-                "restore get a copy"
-            )
-            yield warn(detail, "install CRIU 4.2 or later, or have such children run a program (execve)")
 
 
 def _exit_signal(seen: Observation) -> Iterator[Problem]:
@@ -110,7 +98,6 @@ CHECKS = (
     Check(name="half-pipe", find=_half_pipe),
     Check(name="kernel-tls", find=_kernel_tls),
     Check(name="lost-state", find=_lost_state),
-    Check(name="wipe-on-fork", find=_wiped, criu=before(4, 2)),
     Check(name="exit-signal", find=_exit_signal),
     Check(name="exit-status", find=_exit_code),
     Check(name="trigger", find=_trigger),

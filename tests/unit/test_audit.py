@@ -17,7 +17,7 @@ from ocihook.audit.comparing import compare, in_words
 from ocihook.audit.foreseeing import foresee
 from ocihook.audit.inheriting import InheritedCall, inherited_calls, make_inherit
 from ocihook.audit.mapped import Allowance, read_mapped
-from ocihook.audit.participant import Audit, audit
+from ocihook.audit.participant import Audit, WipedFacts, audit
 from ocihook.audit.places import tmpfs_places
 from ocihook.audit.reading import ALL_CPUS, Reader
 from ocihook.audit.rows import FILE, PLACED, PROCESS, THREAD, Target
@@ -32,6 +32,7 @@ from ocihook.audit.state import (
     write_state,
 )
 from ocihook.config import Settings
+from ocihook.criu.proto import message_class
 from ocihook.errors import IntegrityError, TraceError
 from ocihook.linux.attributes import read_attributes
 from ocihook.linux.patience import ENDLESS, Patience
@@ -42,7 +43,8 @@ from ocihook.linux.task_state import parse_cpus, parse_limits, read_file
 from ocihook.model import ContainerRef
 from ocihook.packs.frame import encode_frame
 from ocihook.session.journal import Journal
-from ocihook.session.participant import Dump, Restore
+from ocihook.session.participant import CallFacts, Dump, Restore
+from tests.fakes.images import make_address_space
 
 INIT, CHILD, THREAD_OF_CHILD, GONE = 4_200_001, 4_200_002, 4_200_003, 4_200_004  # above any pid_max
 STATUS = """Name:\t{name}
@@ -680,3 +682,27 @@ def test_a_damaged_note_fails_no_restore(tmp_path: Path, sleeper: Process, caplo
         Audit().about_to_run(restore)
     assert "is not compared: the tasks does not begin as one" in caplog.text
     assert restore.remark == ""
+
+
+@pytest.mark.parametrize(("criu", "marked"), [("4.1.1", [0, 1 << 18, 0]), ("4.2", [0, 0, 0])])
+def test_memory_that_children_find_empty_is_in_the_image(
+    sleeper: Process, tmp_path: Path, criu: str, marked: list[int]
+) -> None:
+    """CRIU before 4.2 restores the advice and does not write it."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/smaps").write_bytes(SMAPS)
+    (tmp_path / "1/status").write_text("Name:\tjob\nPPid:\t0\nNSpid:\t7\nVmRSS:\t 100 kB\n")
+    assert Reader(1, "", str(tmp_path)).wiped([1], Allowance(60, 1 << 20)) == {"7": "1000-4000"}
+    journal = journal_of(tmp_path)
+    journal.note(CallFacts(verb="dump", criu_version=criu))
+    dump = Dump(journal, ENDLESS, journal.criu.pid, sleeper.pid, str(tmp_path), tmp_path)
+    Audit().prepare(dump)
+    assert journal.knows(WipedFacts) == (criu == "4.1.1")
+    if criu == "4.1.1":
+        journal.note(WipedFacts(wiped={"7": "1000-4000", "8": "0-1"}))  # the last one has no image
+    make_address_space(tmp_path, 7, [(0, 0x1000), (0x1000, 0x3000), (0x3000, 0x5000)])
+    Audit().after_images(dump)
+    data = (tmp_path / "mm-7.img").read_bytes()
+    mm = message_class("mm_entry").FromString(data[12:])
+    assert [area.madv for area in mm.vmas] == marked  # type: ignore[attr-defined]
+    assert (tmp_path / STATE_NAME).exists()

@@ -253,7 +253,6 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(tasks=with_semaphore(1)), "lost-state", Status.WARN),
     (container(tasks=with_semaphore(0)), "", None),
     (container(tasks=with_memory("wf")), "", None),
-    (container(tasks=with_memory("wf"), criu=(4, 1, 1)), "wipe-on-fork", Status.WARN),
     (container(tasks=with_memory("sl")), "lost-state", Status.WARN),
     (container(process(), process(8, stat=Stat("S", 7, 7, 7, exit_signal=12))), "exit-signal", Status.WARN),
     (container(process(), ended(200 << 8)), "exit-status", Status.WARN),
