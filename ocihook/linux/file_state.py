@@ -89,7 +89,7 @@ def add_count(fd: int, count: int) -> None:
     """Add to the counter of an eventfd; less than 0 cannot be."""
     if count < 0:
         raise ValueError("a counter cannot be made smaller without its readers")
-    os.eventfd_write(fd, count)  # waits: no, it has room for what was in it
+    os.eventfd_write(fd, count)  # it has room for what was in it
 
 
 def disarm(fd: int) -> None:
