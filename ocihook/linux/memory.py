@@ -68,6 +68,19 @@ def resident_bytes(init_pid: int) -> int:
     return pages * _PAGE_BYTES
 
 
+def own_bytes(pid: int) -> int:
+    """Return how much memory of a process's own CRIU would write: without a file, in memory or swapped out.
+
+    Memory shared through tmpfs counts by its file, and pages of zeros that were never written do not count.
+
+    Raises:
+        OSError: if it has exited, or may not be read.
+    """
+    lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    sizes = {name: int(size) << 10 for name, size, *_ in lines}
+    return sum(sizes.get(name, 0) for name in ("Anonymous:", "Swap:", "Private_Hugetlb:"))
+
+
 class Span(NamedTuple):
     """Addresses from `start` up to, not including, `end`."""
 

@@ -1,5 +1,6 @@
 """Each thing that would break a checkpoint is found, and comes with a remedy."""
 
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from ocihook.criu.version import Program
 from ocihook.gpu import library, preflight
 from ocihook.gpu.driver import CudaState
 from ocihook.gpu.signs import Signs
+from ocihook.linux.open_files import mapped_files, open_files
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
 from ocihook.node import install
@@ -24,7 +26,7 @@ from ocihook.node.doctor.left_locks import LeftLock
 from ocihook.node.doctor.run import check_node, repair, run_check
 from ocihook.node.install import apply_install, plan_install
 from ocihook.preflight.finding import Finding, Repair, Status
-from ocihook.preflight.observation import Observation
+from ocihook.preflight.observation import Observation, ProcessSeen
 from ocihook.session.journal import Journal
 from ocihook.stages.recover import recover
 
@@ -771,3 +773,32 @@ def test_options_that_criu_would_have(
     assert (set(options.names), options.ghost_limit_bytes) == (names, limit_bytes)
     assert options.file == str(tmp_path / "runc.conf")
     assert criu_files.options_for("").names == set()  # a `criu dump` by hand does not read it
+
+
+def test_memory_counts_as_criu_writes_it() -> None:
+    """What is shared counts once, and what files have counts not at all."""
+    shared = os.memfd_create("shared")
+    os.truncate(shared, 8 << 20)
+    with mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE) as own, mmap.mmap(shared, 8 << 20) as once:
+        before = container.needed_bytes(observe(os.getpid()))
+        for memory in (own, once):
+            memory[:] = bytes(len(memory))
+        grown = container.needed_bytes(observe(os.getpid())) - before
+    os.close(shared)
+    assert 24 << 20 <= grown < 26 << 20
+
+
+def observe(pid: int) -> Observation:
+    return Observation(init_pid=pid, processes=(ProcessSeen(pid=pid, files=(*open_files(pid), *mapped_files(pid))),))
+
+
+@pytest.mark.parametrize(
+    ("places", "status"),
+    [(("/",), Status.OK), (("/proc",), Status.FAIL), (("/", "/proc"), Status.WARN), (("/missing",), Status.OK)],
+)
+def test_room_for_a_dump(monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...], status: Status) -> None:
+    """/proc has no space. Where only one of several places does, it depends on the way of the dump."""
+    monkeypatch.setattr(container, "image_set_places", lambda _engine: places)
+    (finding,) = container.check_size(observe(os.getpid()))
+    assert finding.status is status
+    assert finding.check == ("size" if status is Status.OK else "no-space")

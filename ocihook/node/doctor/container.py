@@ -1,5 +1,6 @@
 """Checks of a container's surroundings: its policy, network, GPUs and size."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from ocihook.errors import ConfigError, IdentificationError, OcihookError
 from ocihook.gpu.driver import CudaDriver, CudaState, has_driver, no_driver
 from ocihook.gpu.preflight import Situation, refusals
 from ocihook.gpu.processes import find_gpu_processes, states
+from ocihook.linux.memory import own_bytes
 from ocihook.linux.patience import ENDLESS
 from ocihook.linux.procfs import Process
+from ocihook.memory.clean_pages import is_asked_to_track
 from ocihook.node.doctor.left_locks import left_locks
 from ocihook.node.doctor.machine import about_locks, image_set_places
 from ocihook.preflight.finding import Finding, Repair, Status
@@ -60,26 +63,41 @@ def _check_gpu(seen: Observation) -> Iterator[Finding]:
         yield Finding("gpu", Status.OK, detail)
 
 
-def _check_size(seen: Observation) -> Iterator[Finding]:
-    """CRIU writes what is resident; the engine then archives it."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    resident = 0
+def check_size(seen: Observation) -> Iterator[Finding]:
+    """CRIU writes memory as it is; ocihook compresses it afterwards, or where CRIU does not write it."""
+    need = needed_bytes(seen)
+    detail = f"{len(seen.pids)} processes with {need // _MIB} MiB of memory"
+    free = {place: _free_bytes(place) for place in _places(seen) if Path(place).exists()}
+    lacking = [place for place, free_bytes in free.items() if free_bytes < need]
+    if not lacking:
+        yield Finding("size", Status.OK, detail)
+        return
+    status = Status.FAIL if len(lacking) == len(free) else Status.WARN
+    named = ", ".join(f"{place} has {free[place] // _MIB} MiB free" for place in lacking)
+    yield Finding("no-space", status, f"{detail}; {named}", f"free space in {' and '.join(lacking)}")
+
+
+def needed_bytes(seen: Observation) -> int:
+    """Return how much memory a dump writes: each process's own, and once each deleted or nameless file in use."""
+    files = {(file.device, file.inode): file.stored_bytes for file in seen.files if file.is_deleted and file.is_regular}
+    own = 0
     for pid in seen.pids:
-        try:
-            fields = Path(f"/proc/{pid}/statm").read_text().split()
-        except OSError:
-            continue
-        resident += (int(fields[1]) - int(fields[2])) * page_bytes  # without what is files'
-    detail = f"{len(seen.pids)} processes with {resident // _MIB} MiB of memory"
-    for place in image_set_places(seen.engine):
-        if not Path(place).exists():
-            continue
-        state = os.statvfs(place)
-        if resident > state.f_bavail * state.f_frsize:
-            free = state.f_bavail * state.f_frsize // _MIB
-            yield Finding("no-space", Status.FAIL, f"{detail}; {place} has {free} MiB free", f"free space in {place}")
-            return
-    yield Finding("size", Status.OK, detail)
+        with contextlib.suppress(OSError):  # it has exited
+            own += own_bytes(pid)
+    return own + sum(files.values())
+
+
+def _places(seen: Observation) -> tuple[str, ...]:
+    """Return where memory may be written: the engine decides, or ocihook, which reads it into the store."""
+    with contextlib.suppress(IdentificationError):  # reported by the check of the policy
+        if seen.policy().mode == "store" and is_asked_to_track(seen.options):
+            return (*image_set_places(seen.engine), _settings().store_dir)
+    return image_set_places(seen.engine)
+
+
+def _free_bytes(place: str) -> int:
+    state = os.statvfs(place)
+    return state.f_bavail * state.f_frsize
 
 
 def _check_policy(seen: Observation) -> Iterator[Finding]:
@@ -113,7 +131,7 @@ def _settings() -> Settings:
 
 # A dump decides these by itself, where it knows more: policy (stages/dump.py), GPUs (gpu/dump.py).
 CHECKS: tuple[Callable[[Observation], Iterator[Finding]], ...] = (
-    _check_size,
+    check_size,
     _check_policy,
     _check_network,
     _check_gpu,
