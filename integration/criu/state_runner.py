@@ -141,7 +141,7 @@ class Container:
         config = json.loads((self.directory / "config.json").read_text())
         seen = RunningContainer(self.id, "runc", state["pid"], str(self.directory), {}, config)
         observed = predict(state["pid"], seen)
-        found = [*checks.run(observed), *check_host_memory(observed, marks_writes=False)]
+        found = [*checks.run(observed, checks.CHECKS), *check_host_memory(observed, marks_writes=False)]
         return [{"check": f.check, "status": str(f.status), "detail": f.detail, "remedy": f.remedy} for f in found]
 
     def end(self) -> None:
@@ -185,6 +185,7 @@ def become(container: Container, options: list[str]) -> dict[str, Any]:
     if not any(count for count, _ in before.values()):
         return became
     became["dumped"] = container.dump(*options)
+    before = container.said()  # that a look before the dump is not taken for one after it
     if not became["dumped"]:
         lives = {} if container.has_hung else _moves(container, before)
         return became | {"log": container.log("dump"), "lives": lives}

@@ -11,6 +11,7 @@
 #include <linux/aio_abi.h>
 #include <linux/bpf.h>
 #include <linux/capability.h>
+#include <linux/errqueue.h>
 #include <linux/io_uring.h>
 #include <linux/perf_event.h>
 #include <linux/securebits.h>
@@ -49,7 +50,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PAGE = 4096, LONG = 100000, PERIOD_US = 50000, MOST = 200, FAR_S = 1000000 };
+enum { PAGE = 4096, LONG = 100000, PERIOD_US = 50000, MOST = 300, FAR_S = 1000000 };
 
 typedef int (*Look)(void); /* whether the state is still there */
 
@@ -1749,87 +1750,7 @@ static Look closed_queue(void) /* not open in any process, but there */
     return yes;
 }
 
-/* ---- sockets ---- */
-
-static void lo_up(void)
-{
-    struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
-    int sock = socket(AF_INET, SOCK_DGRAM, 0);
-    ioctl(sock, SIOCSIFFLAGS, &request);
-    close(sock);
-}
-static Look bound_elsewhere(int option)
-{
-    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(7001), .sin_addr.s_addr = inet_addr("10.1.2.3")};
-    lo_up();
-    fd = socket(AF_INET, SOCK_STREAM, 0);
-    need(!setsockopt(fd, IPPROTO_IP, option, &(int){1}, sizeof(int)), "option");
-    need(!bind(fd, (struct sockaddr *)&to, sizeof to) && !listen(fd, 1), "bind");
-    return is_open;
-}
-static Look bound_freely(void) { return bound_elsewhere(15 /* IP_FREEBIND */); }
-static Look bound_transparently(void) { return bound_elsewhere(19 /* IP_TRANSPARENT */); }
-static Look bound_freely_6(void)
-{
-    struct sockaddr_in6 to = {.sin6_family = AF_INET6, .sin6_port = htons(7001)};
-    inet_pton(AF_INET6, "fd77::9", &to.sin6_addr);
-    lo_up();
-    fd = socket(AF_INET6, SOCK_STREAM, 0);
-    need(!setsockopt(fd, IPPROTO_IPV6, 78 /* IPV6_FREEBIND */, &(int){1}, sizeof(int)), "option");
-    need(!bind(fd, (struct sockaddr *)&to, sizeof to) && !listen(fd, 1), "bind");
-    return is_open;
-}
-static Look sends_to_all(void)
-{
-    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(7002), .sin_addr.s_addr = inet_addr("127.255.255.255")};
-    lo_up();
-    fd = socket(AF_INET, SOCK_DGRAM, 0);
-    need(!setsockopt(fd, SOL_SOCKET, SO_BROADCAST, &(int){1}, sizeof(int)), "SO_BROADCAST");
-    need(!connect(fd, (struct sockaddr *)&to, sizeof to), "connect");
-    return is_open;
-}
-static Look link_local(int is_connected)
-{
-    struct sockaddr_in6 to = {.sin6_family = AF_INET6, .sin6_port = htons(7003), .sin6_scope_id = if_nametoindex("eth0")};
-    inet_pton(AF_INET6, is_connected ? "fe80::1234" : "fe80::77", &to.sin6_addr);
-    lo_up();
-    fd = socket(AF_INET6, SOCK_DGRAM, 0);
-    need(!(is_connected ? connect : bind)(fd, (struct sockaddr *)&to, sizeof to), "fe80::");
-    return is_open;
-}
-static Look sends_to_link_local(void) { return link_local(1); }
-static Look bound_to_link_local(void) { return link_local(0); }
-static Look unix_at(const char *path)
-{
-    struct sockaddr_un at = {.sun_family = AF_UNIX};
-    snprintf(at.sun_path, sizeof at.sun_path, "%s", path);
-    fd = socket(AF_UNIX, SOCK_STREAM, 0);
-    need(!bind(fd, (struct sockaddr *)&at, sizeof at) && !listen(fd, 1), path);
-    return is_open;
-}
-static Look socket_of_a_file(void) { return unix_at(below("socket")); }
-static Look socket_of_a_deleted_file(void)
-{
-    unix_at(below("socket"));
-    need(!unlink(below("socket")), "unlink");
-    return is_open;
-}
-static Look socket_of_a_deleted_directory(void)
-{
-    need(!mkdir(below("inner"), 0700), "mkdir");
-    unix_at(below("inner/socket"));
-    need(!unlink(below("inner/socket")) && !rmdir(below("inner")), "rmdir");
-    return is_open;
-}
-static Look socket_on_read_only(int flags)
-{
-    make_tmpfs(here);
-    unix_at(below("socket"));
-    need(!mount(NULL, here, NULL, MS_REMOUNT | (unsigned long)flags | MS_RDONLY, NULL), "remount");
-    return is_open;
-}
-static Look socket_on_read_only_mount(void) { return socket_on_read_only(MS_BIND); }
-static Look socket_on_read_only_file_system(void) { return socket_on_read_only(0); }
+#include "states_sockets.c"
 
 static const struct { const char *name; Look (*make)(void); } STATES[] = {
 #define ROW(name) {#name, name}
@@ -1881,7 +1802,12 @@ static const struct { const char *name; Look (*make)(void); } STATES[] = {
     ROW(mark_of_removed_segment), ROW(semaphore), ROW(open_queue), ROW(closed_queue), ROW(bound_freely),
     ROW(bound_transparently), ROW(bound_freely_6), ROW(sends_to_all), ROW(sends_to_link_local), ROW(bound_to_link_local),
     ROW(socket_of_a_file), ROW(socket_of_a_deleted_file), ROW(socket_of_a_deleted_directory),
-    ROW(socket_on_read_only_mount), ROW(socket_on_read_only_file_system),
+    ROW(socket_on_read_only_mount), ROW(socket_on_read_only_file_system), ROW(socket_of_a_lost_network),
+    ROW(unread_datagram), ROW(groups_without_port), ROW(zero_copy), ROW(file_on_its_way), ROW(memfd_on_its_way),
+    ROW(user_faults_on_their_way), ROW(terminal_on_its_way), ROW(pidfd_on_its_way), ROW(pipe_of_exec), ROW(ended_pipe), ROW(broken_pipe),
+    ROW(large_pipe), ROW(full_pipe), ROW(terminal_of_its_own), ROW(terminal_by_name_only), ROW(no_descriptor_left), ROW(one_descriptor_left),
+    ROW(first_process_with_one_descriptor), ROW(first_process_with_two_descriptors), ROW(polling_asynchronously), ROW(two_descriptors_left), ROW(three_descriptors_left), ROW(first_process_with_three_descriptors), ROW(first_process_with_four_descriptors),
+    ROW(half_open_connection), ROW(urgent_byte), ROW(zero_length_datagram), ROW(unbound_netlink), ROW(packet_socket), ROW(raw_socket), ROW(abstract_socket), ROW(large_eventfd), ROW(thread_elsewhere), ROW(network_of_a_thread),
 };
 
 static void keep(const char *name)
@@ -1911,8 +1837,12 @@ static void say(int count, char **names)
 
 int main(int argc, char **argv)
 {
-    if (argc > 1 && !strcmp(argv[1], "pause"))
+    int ends[2];
+    if (argc > 1 && !strcmp(argv[1], "pause")) {
+        if (argc > 2)
+            pipe(ends); /* descriptors 3 and 4, which states open */
         stay();
+    }
     results = mmap(NULL, sizeof *results * MOST, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     int *all_told = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     mkdir("/made", 0755);

@@ -30,14 +30,17 @@ SOURCE = HERE / "states.c"
 IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
 _TIMEOUT_S = 1500
 _OWN_ETC = "mount -t tmpfs tmpfs /run\nmkdir -p /etc/criu\nmount -t tmpfs tmpfs /etc/criu"
-_LINK = ("ip link set lo up", "ip link add eth0 type veth peer name eth1", "ip link set eth0 up", "ip link set eth1 up")
+_LINK = (
+    *("ip link set lo up", "ip link add eth0 type veth peer name eth1", "ip link set eth0 up", "ip link set eth1 up"),
+    "ip address add fe80::77/64 dev eth0 nodad",
+)
 
 STATES = re.findall(r"ROW\((\w+)\)", SOURCE.read_text().partition("#define ROW")[2].partition("\n")[2])
-NEED_EXEC = {"exec_runs", "proc_of_exec", "pidfd_of_exec", "owner_outside"}
+NEED_EXEC = {"pipe_of_exec", "exec_runs", "proc_of_exec", "pidfd_of_exec", "owner_outside"}
 # That a machine may not be able to make: it has no huge pages, protection keys, alarm clocks, IPv6.
-NOT_EVERYWHERE = {"huge_pages", "memory_with_key", "timer_of_alarm_clock", "bound_to_link_local"}
+NOT_EVERYWHERE = {"huge_pages", "memory_with_key", "timer_of_alarm_clock"}
 # What the kernel does not show of a process: docs/troubleshooting.md has these.
-NOT_SHOWN = {"guard_pages", "ambient_without_raise", "sealed_unreadable_memory", "stopped_by_terminal"}
+NOT_SHOWN = {"ambient_without_raise", "sealed_unreadable_memory", "stopped_by_terminal"}
 # That work with an option of CRIU, which their remedy names.
 NEED_OPTIONS = {
     *("deleted_large_file", "file_of_another_name", "replaced_file", "watch_of_overlay"),
@@ -49,7 +52,7 @@ NIGHTLY_ONLY = {
     *("waits_for_vfork", "stopped_by_signal", "stopped_by_terminal"),
 }
 # That ocihook puts back, where plain runc does not.
-PUT_BACK = {"affinity", "wiped_memory"}
+PUT_BACK = {"affinity", "wiped_memory", "large_eventfd"}
 # That CRIU keeps, and that do not disturb one another: they are dumped together.
 _TOGETHER = """
 program_that_is_deleted shared_descriptors shared_io_context shared_undo shared_descriptors_of_siblings zombie
@@ -69,8 +72,11 @@ memfd_with_seals shared_anonymous zero_device future_sealed_memfd executable_mem
 much_reserved growing_down timer_of_monotonic timer_of_boottime timer timer_of_large_id timers_of_process_clocks
 timer_of_tai timer_of_another_process timer_for_a_thread pidfd_of_itself pidfd_of_a_dead_child pidfd_of_a_zombie
 message shared_segment removed_segment semaphore socket_of_a_file socket_of_a_deleted_file
-socket_of_a_deleted_directory
+socket_of_a_deleted_directory abstract_socket unbound_netlink file_on_its_way memfd_on_its_way pidfd_on_its_way
+ended_pipe broken_pipe large_pipe full_pipe terminal_of_its_own terminal_by_name_only three_descriptors_left
 """
+# That need the option tcp-established, and CRIU 4.2 on this kernel: whether they are kept.
+_CONNECTIONS = {"half_open_connection": True, "urgent_byte": False, "zero_copy": False}
 
 
 class Node:
@@ -151,6 +157,17 @@ def test_a_link_is_gone_where_the_container_was_left_running(
     explanation = explain(one["log"])
     assert explanation is not None
     assert explanation.name == "link-gone"
+
+
+def test_what_connections_keep(became: tuple[Node, Mapping[str, dict[str, Any]]]) -> None:
+    if became[0].name != "4.2":
+        pytest.skip("this CRIU dumps no Internet socket on Linux 6.16 and later")
+    with configured(became[0], "tcp-established"):
+        found = became[0].run([{"names": [name]} for name in _CONNECTIONS])
+    for one, (name, is_kept) in zip(found, _CONNECTIONS.items(), strict=True):
+        assert one["kept"] == {name: "ok" if is_kept else "lost"}, one
+        warned = {f["check"] for f in one["predicted"] if f["status"] == "warn"}
+        assert warned == (set() if is_kept else {"connection-state"}), one
 
 
 def test_remedies_that_are_options_work(became: tuple[Node, Mapping[str, dict[str, Any]]]) -> None:

@@ -39,6 +39,7 @@ from ocihook.criu.images import (
     read_pagemaps,
 )
 from ocihook.criu.mappings import MM_NAME, AddressSpace, parse_address_space
+from ocihook.criu.needs import is_wanted
 from ocihook.criu.socket_images import FILES_NAME, FilesImage, InetSocket
 from ocihook.errors import (
     ArchiveKindError,
@@ -77,6 +78,7 @@ from ocihook.store.verify import verify_checkpoint
 _STORE = Store.of(Settings())
 _COPY_BYTES = 1 << 20  # whole pages
 _MAX_SMALL_BYTES = 64 << 20  # far above any pagemap or list of processes; a limit for hostile ones
+_MAX_KEPT_BYTES = 256 << 20
 _COMPRESSED_MARGIN_BYTES = 1 << 20
 _PAGEMAP_NAME = re.compile(r"pagemap-[A-Za-z0-9-]{1,40}\.img")
 _OF_PROCESS = re.compile(r"pagemap-([0-9]{1,10})\.img")
@@ -102,6 +104,7 @@ class Inspection(NamedTuple):
     sockets: list[InetSocket]
     ways: Sequence[Way]  # how the memory of processes comes back in a restore
     network: bytes | None  # the note about the network, if there is one (net/note.py)
+    images: Mapping[str, bytes]  # that say what a restore needs (criu/needs.py)
 
 
 def list_archives(paths: list[Path]) -> list[tuple[Path, ArchiveFacts | OcihookError | OSError]]:
@@ -180,19 +183,28 @@ def inspect_archive(path: Path) -> Inspection:
     pagemaps: dict[str, Pagemap] = {}
     private: dict[int, bytes] = {}  # pagemaps of processes
     spaces: dict[int, AddressSpace] = {}
+    small: dict[str, bytes] = {}
+
+    def keep(name: str, content: bytes) -> bytes:
+        """Keep an image that says what a restore needs, unless a hostile archive has too much of them."""
+        if is_wanted(name) and sum(map(len, small.values())) + len(content) <= _MAX_KEPT_BYTES:
+            small[name] = content
+        return content
 
     def visit(member: Member) -> None:
         name = member.image_name or ("stats-dump" if member.name == "stats-dump" else "")
         if name in readers:
             limit_bytes, read = readers[name]
-            found[name] = read(member.content(limit_bytes))
+            found[name] = read(keep(name, member.content(limit_bytes)))
         elif _PAGEMAP_NAME.fullmatch(name):
             content = member.content(_MAX_SMALL_BYTES)
             pagemaps[name] = parse_pagemap(content, name)
             if number := _OF_PROCESS.fullmatch(name):
                 private[int(number[1])] = content
         elif number := MM_NAME.fullmatch(name):
-            spaces[int(number[1])] = parse_address_space(member.content(_MAX_SMALL_BYTES), name)
+            spaces[int(number[1])] = parse_address_space(keep(name, member.content(_MAX_SMALL_BYTES)), name)
+        elif is_wanted(name):
+            keep(name, member.content(_MAX_SMALL_BYTES))
 
     facts = read_facts(path, visit)
     memory = {name: pagemap.present_bytes for name, pagemap in pagemaps.items()}
@@ -209,7 +221,9 @@ def inspect_archive(path: Path) -> Inspection:
         pages_names,
     )
     ways = find_ways(images, packed=set(pages_names) - facts.sizes.keys())
-    return Inspection(facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size, sockets, ways, network)
+    return Inspection(
+        facts, manifest, processes, pagemaps, stats, thin, path.stat().st_size, sockets, ways, network, small
+    )
 
 
 def read_thin_archive(path: Path) -> Thin:

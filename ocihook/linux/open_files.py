@@ -198,6 +198,16 @@ def _info(link: str) -> str:
         os.close(fd)
 
 
+def describe_file(pid: int, fd: int) -> OpenFile:
+    """Return an open descriptor of this process as one of another process that has no number there.
+
+    Raises:
+        OSError: if it is not open.
+    """
+    file = _file(pid, -1, f"/proc/self/fd/{fd}")
+    return file if stat.S_ISSOCK(file.mode) else file._replace(info=_read(f"/proc/self/fdinfo/{fd}"))
+
+
 def mapped_files(pid: int, maps: str) -> Iterator[OpenFile]:
     """Yield the files that a process has mapped whose names were removed, each once; without root, none.
 
@@ -285,6 +295,15 @@ def _unescape(text: str) -> str:
 
 def resolve_inside(pid: int, path: str) -> str:
     """Return where an absolute path leads in the root of a process, its links followed as the process would."""
+    return _resolve(f"/proc/{pid}/root", path)
+
+
+def resolve_below(root: Path, path: str) -> Path:
+    """Return where a path leads in another root directory, its links followed as a process there would."""
+    return root / _resolve(str(root), path).lstrip("/")
+
+
+def _resolve(root: str, path: str) -> str:
     left, done, links = path.split("/"), "", 0
     while left:
         name, *left = left
@@ -294,7 +313,7 @@ def resolve_inside(pid: int, path: str) -> str:
             done = done.rpartition("/")[0]
             continue
         try:
-            target = os.readlink(f"/proc/{pid}/root{done}/{name}")
+            target = os.readlink(f"{root}{done}/{name}")
         except OSError:  # no link
             done = f"{done}/{name}"
             continue

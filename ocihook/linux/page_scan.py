@@ -5,6 +5,7 @@ mask that CRIU itself uses (criu/pagemap-cache.c): present or swapped, neither a
 threads have below their stacks (MADV_GUARD_INSTALL, since Linux 6.13), cannot be read, and newer kernels say so.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -64,6 +65,26 @@ def scan_dirty(pid: int) -> list[Span]:
         OSError: if it is gone, or PAGEMAP_SCAN of the kernel does not know of them.
     """
     return _scan_all(pid, _SOFT_DIRTY)
+
+
+def has_guard_pages(pid: int) -> bool:
+    """Return whether a process has guard pages in private memory; False if this kernel does not show them."""
+    if not _unwanted() & _GUARD:
+        return False
+    with contextlib.suppress(OSError):  # it has exited
+        fd = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return any(_has_guard(fd, span) for span in private_spans(pid))
+        finally:
+            os.close(fd)
+    return False
+
+
+def _has_guard(fd: int, span: Span) -> bool:
+    found = (ctypes.c_uint64 * _RUN_NUMBERS)()
+    where = (span.start, span.end, 0, ctypes.addressof(found), 1, 0)
+    argument = bytearray(_ARGUMENT.pack(_ARGUMENT.size, 0, *where, 0, _GUARD, 0, _GUARD))
+    return bool(fcntl.ioctl(fd, _PAGEMAP_SCAN, argument))
 
 
 def _scan_all(pid: int, categories: int) -> list[Span]:

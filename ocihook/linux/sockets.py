@@ -3,12 +3,15 @@
 A socket is queried through a copy of its descriptor (pidfd_getfd(2)), which changes nothing for its owner.
 """
 
+import array
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import socket
 import struct
+import termios
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,6 +24,9 @@ _SOCKET = re.compile(r"socket:\[([0-9]+)\]")
 _IP = (socket.AF_INET, socket.AF_INET6)
 
 _UDP_CORK = 1  # linux/udp.h
+_TCP_ULP = 31  # linux/tcp.h; of its name at most 16 bytes
+_SO_ZEROCOPY = 60  # asm-generic/socket.h
+_SIOCGSKNS = 0x894C  # linux/sockios.h
 _BOUND_ANYWHERE = (15, 19)  # linux/in.h: IP_FREEBIND, IP_TRANSPARENT
 _MPTCP = 262  # IPPROTO_MPTCP; Python has it from 3.12 on
 
@@ -40,6 +46,11 @@ class Socket(NamedTuple):
     is_corked: bool = False  # UDP: it delays what is sent
     is_bound_anywhere: bool = False  # IPv4: to an address that need not be there (IP_FREEBIND, IP_TRANSPARENT)
     broadcasts_to: str = ""  # UDP over IPv4: where it is connected, if it may send to all (SO_BROADCAST)
+    network: str = ""  # its network namespace, as /proc names it; "" if it is unknown
+    unread_bytes: int = 0  # of datagrams and packets: in the first one
+    upper: str = ""  # TCP: the protocol of the kernel above it (TCP_ULP), as "tls"
+    is_zero_copy: bool = False  # TCP: it may send without a copy (SO_ZEROCOPY)
+    has_urgent: bool = False  # TCP: an urgent byte is unread
 
     @property
     def is_multipath(self) -> bool:
@@ -123,9 +134,53 @@ def describe(pid: int, inode: int, sock: socket.socket) -> Socket:
     is_corked = is_udp and sock.getsockopt(socket.IPPROTO_UDP, _UDP_CORK) != 0
     is_anywhere = family == socket.AF_INET and any(sock.getsockopt(socket.IPPROTO_IP, o) for o in _BOUND_ANYWHERE)
     to = _broadcasts_to(sock) if is_udp and family == socket.AF_INET else ""
-    return Socket(
+    seen = Socket(
         pid, inode, family, kind, protocol, is_listening, is_connected, waiting, address, is_corked, is_anywhere, to
     )
+    seen = seen._replace(network=_network_of(sock))
+    if is_connected:
+        return seen._replace(upper=_upper(sock), is_zero_copy=_is_zero_copy(sock), has_urgent=_has_urgent(sock))
+    return seen._replace(unread_bytes=_unread(sock)) if _holds_packets(seen) else seen
+
+
+def _network_of(sock: socket.socket) -> str:
+    with contextlib.suppress(OSError):  # an older kernel
+        fd = fcntl.ioctl(sock, _SIOCGSKNS)
+        try:
+            return f"net:[{os.fstat(fd).st_ino}]"
+        finally:
+            os.close(fd)
+    return ""
+
+
+def _upper(sock: socket.socket) -> str:
+    with contextlib.suppress(OSError):  # an older kernel
+        return sock.getsockopt(socket.IPPROTO_TCP, _TCP_ULP, 16).rstrip(b"\0").decode(errors="replace")
+    return ""
+
+
+def _is_zero_copy(sock: socket.socket) -> bool:
+    with contextlib.suppress(OSError):  # an older kernel
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_ZEROCOPY) != 0
+    return False
+
+
+def _has_urgent(sock: socket.socket) -> bool:
+    with contextlib.suppress(OSError):  # there is none
+        return bool(sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT))  # waits: no (MSG_DONTWAIT)
+    return False
+
+
+def _holds_packets(seen: Socket) -> bool:
+    """Return whether it queues datagrams or packets that CRIU leaves out; those of Unix sockets it dumps."""
+    return (seen.family in _IP and seen.protocol not in (socket.IPPROTO_TCP, _MPTCP)) or seen.family == socket.AF_PACKET
+
+
+def _unread(sock: socket.socket) -> int:
+    unread = array.array("i", [0])
+    with contextlib.suppress(OSError):  # of a kind that does not know it
+        fcntl.ioctl(sock, termios.FIONREAD, unread)
+    return unread[0]
 
 
 def _broadcasts_to(sock: socket.socket) -> str:

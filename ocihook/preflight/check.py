@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from ocihook.criu.files import CriuOptions
 from ocihook.errors import plain
 from ocihook.preflight.finding import Finding, Problem, Status
-from ocihook.preflight.observation import Observation
 
 Version = tuple[int, ...]
 
@@ -40,18 +40,33 @@ def since(*version: int) -> Versions:
     return Versions(since=version)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One row: a condition of a container under which a dump or restore fails, or loses something."""
+class Seen(Protocol):
+    """What checks look at: a container (observation.py), or a checkpoint on its node (target.py)."""
+
+    @property
+    def criu(self) -> Version:
+        """Version of the CRIU; () if it is unknown."""
+
+    @property
+    def options(self) -> CriuOptions:
+        """Of that CRIU."""
+
+
+SeenT = TypeVar("SeenT", bound=Seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Generic[SeenT]):
+    """One row: a condition under which a dump or restore fails, or loses something."""
 
     name: str  # as criu/explain.py names the failure
-    find: Callable[[Observation], Iterable[Problem]]
+    find: Callable[[SeenT], Iterable[Problem]]
     criu: Versions = ALL_VERSIONS  # for which it holds
     unless: Collection[str] = ()  # options of CRIU: with one of them it does not hold
     only_with: Collection[str] = ()  # options of CRIU: it holds only with one of them
     is_final: bool = False  # the policy `preflight = "warn"` does not overrule it
 
-    def holds(self, seen: Observation) -> bool:
+    def holds(self, seen: SeenT) -> bool:
         """Return whether it holds for the CRIU and the options of a dump; for a CRIU of unknown version it may."""
         if not self.criu.is_all and seen.criu and not self.criu.has(seen.criu):
             return False
@@ -59,7 +74,7 @@ class Check:
             return False
         return not self.only_with or seen.options.has(*self.only_with)
 
-    def findings(self, seen: Observation) -> Iterator[Finding]:
+    def findings(self, seen: SeenT) -> Iterator[Finding]:
         """Yield the findings of a row that holds; what cannot be read is a warning."""
         is_certain = self.criu.is_all or bool(seen.criu)
         try:

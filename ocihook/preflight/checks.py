@@ -21,11 +21,11 @@ from ocihook.preflight import (
     unread,
     volumes,
 )
-from ocihook.preflight.check import Check
+from ocihook.preflight.check import Check, SeenT
 from ocihook.preflight.finding import Finding, Status
 from ocihook.preflight.observation import Observation
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Check[Observation], ...] = (
     *memory.CHECKS,
     *mounts.CHECKS,
     *files.CHECKS,
@@ -45,16 +45,16 @@ _PAUSE_S = 0.05
 _NAMED = 3  # findings of one check
 
 
-def run(seen: Observation, checks: Iterable[Check] = CHECKS) -> list[Finding]:
-    """Return the findings of those checks that hold for the CRIU and the options of the dump."""
+def run(seen: SeenT, checks: Iterable[Check[SeenT]]) -> list[Finding]:
+    """Return the findings of those checks that hold for the CRIU and the options of the dump or restore."""
     return [finding for check in checks if check.holds(seen) for finding in check.findings(seen)]
 
 
-def lasting(observe: Callable[[], Observation], patience: Patience, checks: Iterable[Check] = CHECKS) -> list[Finding]:
-    """Return the findings of a container that may run: a failure that passes, as a lock held briefly, is a warning.
+def lasting(observe: Callable[[], SeenT], patience: Patience, checks: Iterable[Check[SeenT]]) -> list[Finding]:
+    """Return the findings of what may change: a failure that passes, as a lock held briefly, is a warning.
 
     Args:
-        observe: reads the container.
+        observe: reads the container, or the node.
         patience: between two looks; one look is enough if nothing fails.
         checks: the rows.
     """

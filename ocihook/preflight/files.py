@@ -21,7 +21,8 @@ _PIDFD = f"{_ANONYMOUS}[pidfd]"
 # Kinds that CRIU dumps (criu/files.c); the names are the kernel's.
 _DUMPED_KINDS = ("[eventfd]", "[eventpoll]", "[timerfd]", "[signalfd]", "inotify", "[fanotify]", "bpf-map", "[pidfd]")
 _CLOSE = "have the application close it before the dump"
-_MEMORY_MAJOR, _TTY_MAJORS, _MISC_MAJOR, _NVIDIA_MAJOR = 1, (4, 5, *range(136, 144)), 10, 195
+_MEMORY_MAJOR, _MISC_MAJOR, _NVIDIA_MAJOR = 1, 10, 195
+TTY_MAJORS = (4, 5, *range(136, 144))
 _TUN_MINOR, _AUTOFS_MINOR = 200, 235  # the only ones of _MISC_MAJOR that CRIU dumps (criu/files.c, get_misc_dev_ops)
 _KFD = "/dev/kfd"
 _OTHERS_CHECKS = ("/dev/nvidia", "/dev/infiniband/")  # gpu/preflight.py, memory.py
@@ -45,7 +46,8 @@ def _anonymous_file(seen: Observation) -> Iterator[Problem]:
     for file in seen.files:
         kind = file.name.removeprefix(_ANONYMOUS)
         if file.name.startswith(_ANONYMOUS) and file.name != _IO_URING and kind not in _DUMPED_KINDS:
-            detail = f"{seen.who(file.pid)} has {kind.strip('[]')} open (descriptor {file.fd}), which CRIU cannot dump"
+            number = f" (descriptor {file.fd})" if file.fd >= 0 else ""
+            detail = f"{seen.who(file.pid)} has {kind.strip('[]')} open{number}, which CRIU cannot dump"
             yield fail(detail, _CLOSE)
 
 
@@ -78,7 +80,7 @@ def _device(seen: Observation) -> Iterator[Problem]:
             yield warn(f"{who} uses an AMD GPU ({_KFD})", remedy)
         elif major == _MISC_MAJOR and minor in (_TUN_MINOR, _AUTOFS_MINOR):
             continue
-        elif major not in (_MEMORY_MAJOR, *_TTY_MAJORS):
+        elif major not in (_MEMORY_MAJOR, *TTY_MAJORS):
             detail = f"{who} has {file.name} open, which CRIU cannot dump"
             yield fail(detail, "have the application close it, or run it without that device")
 

@@ -1,7 +1,6 @@
 """Checks of state that a dump takes and no restore brings back: the program runs on without it."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from itertools import groupby
@@ -9,7 +8,6 @@ from itertools import groupby
 from ocihook.audit.comparing import named
 from ocihook.audit.foreseeing import foresee
 from ocihook.linux.open_files import has_other_end
-from ocihook.linux.task_state import read_file
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, warn
 from ocihook.preflight.observation import Observation
@@ -17,7 +15,6 @@ from ocihook.preflight.observation import Observation
 _AGAIN = "have the application make it again after a restore, of which ocihook.io/resume-signal tells it"
 
 _STREAMS = (0, 1, 2)
-_TLS = re.compile(r"^TlsCurr\w+\s+(\d+)", re.MULTILINE)  # Documentation/networking/tls.rst
 _OF_THREAD = -1  # exit signal of what clone(2) has made with CLONE_PARENT, as the kernel shows some
 _MOST_CODE, _FIRST_REALTIME, _CORE = 0x7F, 32, 0x80
 
@@ -85,18 +82,9 @@ def _half_pipe(seen: Observation) -> Iterator[Problem]:
             yield warn(detail, "have it use a Unix socket with a name, or only its standard streams, to talk to others")
 
 
-def _kernel_tls(seen: Observation) -> Iterator[Problem]:
-    text = read_file(f"/proc/{seen.init_pid}/net/tls_stat").decode()
-    counts = [int(value) for value in _TLS.findall(text)]
-    if seen.has_own("net") and any(counts):
-        detail = "its network has connections with TLS in the kernel: they are restored without it, so their peers fail"
-        yield warn(detail, "have the application do TLS by itself (no ktls in nginx, OpenSSL, NVMe)")
-
-
 CHECKS = (
     Check(name="asynchronous-io", find=_asynchronous),
     Check(name="half-pipe", find=_half_pipe),
-    Check(name="kernel-tls", find=_kernel_tls),
     Check(name="lost-state", find=_lost_state),
     Check(name="exit-signal", find=_exit_signal),
     Check(name="exit-status", find=_exit_code),

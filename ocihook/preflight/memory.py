@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from ocihook.preflight.check import Check
+from ocihook.linux.page_scan import has_guard_pages
+from ocihook.preflight.check import Check, before
 from ocihook.preflight.finding import Problem, fail, warn
 from ocihook.preflight.observation import Observation
 
@@ -51,6 +52,13 @@ def _uprobes_in_images(seen: Observation) -> Iterator[Problem]:
         yield warn(detail, "end the probe (bpftrace, eBPF monitoring, perf) before a dump")
 
 
+def _guard_pages(seen: Observation) -> Iterator[Problem]:
+    for process in seen.processes:
+        if not process.is_zombie and has_guard_pages(process.pid):
+            detail = f"{seen.who(process.pid)} has guard pages (MADV_GUARD_INSTALL, as stacks of glibc 2.42)"
+            yield fail(f"{detail}, which CRIU before 4.2 cannot read", "install CRIU 4.2 or later")
+
+
 def _rdma(seen: Observation) -> Iterator[Problem]:
     for process in seen.processes:
         is_open = any(file.name.startswith(_RDMA) for file in process.files)
@@ -65,4 +73,5 @@ CHECKS = (
     Check(name="uprobes", find=_uprobes, unless=("allow-uprobes",)),
     Check(name="uprobes", find=_uprobes_in_images, only_with=("allow-uprobes",)),
     Check(name="rdma", find=_rdma),
+    Check(name="guard-pages", find=_guard_pages, criu=before(4, 2)),
 )

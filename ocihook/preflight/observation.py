@@ -5,6 +5,7 @@ It is plain data, so tests make one without a container. A process that ends mea
 
 import contextlib
 import os
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -70,6 +71,7 @@ class ProcessSeen:
     queues: Mapping[int, Queue] = field(default_factory=dict)  # of its Unix and netlink sockets, by inode
     mounts: Sequence[Mount] = ()  # that it sees
     maps: str = ""  # proc_pid_maps(5)
+    limits: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # soft and hard, by RLIMIT_...; as far as known
 
     @property
     def leader(self) -> Task:
@@ -315,7 +317,14 @@ def _read(pid: int, mounted: dict[str, list[Mount]]) -> ProcessSeen | None:
         queues=waiting,
         mounts=mounted[where],
         maps=maps,
+        limits=_limits(pid),
     )
+
+
+def _limits(pid: int) -> Mapping[int, tuple[int, int]]:
+    with contextlib.suppress(OSError):  # it has exited, or may not be read
+        return {kind: resource.prlimit(pid, kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
+    return {}
 
 
 def _link(path: str) -> str:

@@ -82,10 +82,20 @@ def _has_session_outside(process: ProcessSeen) -> bool:
 
 
 def _session_leader(seen: Observation) -> Iterator[Problem]:
-    for process in _living(seen):
+    for process in seen.processes:
         if _has_session_outside(process) and "pid" not in _nested_kinds(seen, process):
             detail = f"{seen.who(process.pid)} belongs to a session outside its PID namespace"
-            yield fail(detail, "start it with setsid")
+            if process.is_zombie:
+                parent = process.stat.parent
+                detail = f"{detail}, has exited, and {seen.who(parent)} has not waited for it"
+                yield fail(detail, "run an init that waits for its children (podman run --init)")
+            else:
+                yield fail(detail, "start it with setsid")
+
+
+def _no_first_process(seen: Observation) -> Iterator[Problem]:
+    if seen.init.is_zombie and all(task.stat.state in ("Z", "X") for task in seen.init.threads):
+        yield fail(f"{seen.who(seen.init_pid)}, the container's first process, has exited", "start the container again")
 
 
 def _session_of_a_process(seen: Observation) -> Iterator[Problem]:
@@ -126,6 +136,7 @@ CHECKS = (
     Check(name="traced", find=_traced),
     Check(name="pending-sigtrap", find=_pending_sigtrap),
     Check(name="stopped", find=_stopped),
+    Check(name="no-first-process", find=_no_first_process),
     Check(name="session-leader", find=_session_leader),
     Check(name="session-leader", find=_session_of_a_process, unless=("shell-job",)),
     Check(name="pid-taken", find=_pid_taken),

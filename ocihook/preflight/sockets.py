@@ -1,5 +1,6 @@
 """Checks of sockets: kinds and states that CRIU cannot dump, and the fate of each connection."""
 
+import contextlib
 import platform
 import socket
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from pathlib import Path
 from ocihook.errors import OcihookError
 from ocihook.linux.sockets import Socket
 from ocihook.net.namespace import NetNamespace
-from ocihook.net.netlink import MPTCP, UnixSocket
+from ocihook.net.netlink import MPTCP, InetSocket, UnixSocket
 from ocihook.net.policy import IN_WORDS, Fate, fate, parse
+from ocihook.net.survey import Survey
 from ocihook.preflight.check import Check, before
 from ocihook.preflight.finding import Problem, Repair, Status, fail, warn
 from ocihook.preflight.observation import Observation, ProcessSeen
@@ -172,6 +174,54 @@ def _is_read_only(process: ProcessSeen, path: str) -> bool:
     return bool(above) and "ro" in max(above, key=lambda mount: len(mount.place)).options
 
 
+def _lost_network(seen: Observation) -> Iterator[Problem]:
+    """CRIU lists the sockets of the network namespaces in which a process of the container is."""
+    joined = {process.namespaces.get("net") for process in seen.processes}
+    for sock in seen.sockets:
+        if sock.network and sock.network not in joined:
+            detail = f"{seen.who(sock.pid)} has a socket of a network ({sock.network}) in which no process of it is"
+            yield fail(f"{detail}: CRIU cannot dump that", _CLOSE)
+
+
+def _unread_datagrams(seen: Observation) -> Iterator[Problem]:
+    for sock in seen.sockets:
+        if sock.unread_bytes:
+            kind = "packets" if sock.family == socket.AF_PACKET else "datagrams"
+            detail = f"{seen.who(sock.pid)} has unread {kind} in a socket ({sock.address or 'not bound'})"
+            yield warn(f"{detail}, which CRIU drops", "have the application read them, or its peers send again")
+
+
+def _kept_connections(seen: Observation) -> Iterator[Socket]:
+    """Yield the connections that a restore keeps: of a container the policy decides."""
+    special = [sock for sock in _tcp(seen) if sock.upper or sock.is_zero_copy or sock.has_urgent]
+    survey = seen.survey() if special and seen.container else None
+    ended = set() if survey is None else {one.inode for one, decided in _fates(seen, survey) if decided is Fate.CLOSED}
+    return (sock for sock in special if sock.inode not in ended)
+
+
+def _kernel_tls(seen: Observation) -> Iterator[Problem]:
+    for sock in _kept_connections(seen):
+        if sock.upper == "tls":
+            detail = f"{seen.who(sock.pid)} has a connection that the kernel encrypts (kTLS)"
+            yield fail(
+                f"{detail}: a restore has it without its keys",
+                "turn kTLS off in the application (KTLS in OpenSSL's Options, ssl_conf_command of nginx), or close it",
+            )
+
+
+def _connection_state(seen: Observation) -> Iterator[Problem]:
+    for sock in _kept_connections(seen):
+        if sock.has_urgent:
+            detail = f"{seen.who(sock.pid)} has an unread urgent byte (MSG_OOB) in a connection: a restore loses it"
+            yield warn(detail, "have the application read it before the dump")
+        if sock.is_zero_copy:
+            detail = f"{seen.who(sock.pid)} has a connection that sends without copies (SO_ZEROCOPY)"
+            yield warn(
+                f"{detail}: after a restore its notifications count from 0 again, and those of before are lost",
+                "have the application send without MSG_ZEROCOPY, or connect anew after a restore",
+            )
+
+
 def _is_everywhere(address: str) -> bool:
     """Return whether each network has an address: that of all interfaces, and those of the loopback device."""
     return ip_address(address).is_unspecified or ip_address(address).is_loopback
@@ -183,16 +233,17 @@ def _connection(seen: Observation) -> Iterator[Problem]:
     A dump refuses by itself what the policy does not want (net/dump.py), for then it knows the members of a gang.
     """
     survey = seen.survey() if seen.container else None
-    if survey is None:
-        return
-    try:
-        policy = parse(seen.policy().tcp, "tcp")
-    except OcihookError:  # reported by the check of the policy
-        return
-    for sock in survey.connections:
-        decided = fate(sock, policy, survey.own)
+    for sock, decided in _fates(seen, survey) if survey else ():
         remedy = "set ocihook.io/tcp to the fate that it shall have" if decided in _STATUS else ""
         yield Problem(_STATUS.get(decided, Status.OK), f"{sock} {IN_WORDS[decided]}", remedy)
+
+
+def _fates(seen: Observation, survey: Survey) -> Iterator[tuple[InetSocket, Fate]]:
+    """Yield each connection of a container and what the policy makes of it; none if the policy is wrong."""
+    with contextlib.suppress(OcihookError):  # reported by the check of the policy
+        policy = parse(seen.policy().tcp, "tcp")
+        for sock in survey.connections:
+            yield sock, fate(sock, policy, survey.own)
 
 
 def _unix_of(seen: Observation) -> Iterator[tuple[Socket, UnixSocket]]:
@@ -254,6 +305,10 @@ CHECKS = (
     Check(name="address-gone", find=_never_there),
     Check(name="udp-broadcast", find=_udp_broadcast),
     Check(name="socket-place", find=_socket_place),
+    Check(name="lost-namespace", find=_lost_network),
+    Check(name="unread-datagrams", find=_unread_datagrams),
+    Check(name="kernel-tls", find=_kernel_tls, only_with=("tcp-established",), unless=("tcp-close",)),
+    Check(name="connection-state", find=_connection_state, only_with=("tcp-established",), unless=("tcp-close",)),
     Check(name="unix-in-flight", find=_unix_in_flight),
     Check(name="unix-peer", find=_unix_peer),
     Check(name="unix-external", find=_unix_external, unless=("ext-unix-sk",)),

@@ -21,6 +21,8 @@ _CAP_SYS_RESOURCE = 24  # linux/capability.h
 _LINE_BYTES = 4096  # of a file of /proc that CRIU can read (criu/bfd.c)
 _FIRST_REAL_TIME = 32  # signal
 _NOTIFIED = re.compile(r"^notify: \w+/tid\.(\d+)", re.MULTILINE)  # proc_pid_timers(5)
+_DESCRIPTORS = 3  # that CRIU needs in a process, tried with 4.1.1 and 4.2; one more in the first
+_UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 _PARASITE_BYTES = (1 << 16, 1 << 20)  # of addresses, that CRIU needs in a process: at least, and as a rule at most
 
 
@@ -171,15 +173,25 @@ def _timers(pid: int) -> str:
 
 def _address_space(seen: Observation) -> Iterator[Problem]:
     for process in _living(seen):
-        try:
-            limit, _ = resource.prlimit(process.pid, resource.RLIMIT_AS)
-        except OSError:  # it has gone, or may not be read
-            continue
+        limit, _ = process.limits.get(resource.RLIMIT_AS, _UNLIMITED)
         room = limit - (int((process.status.get("VmSize", "0").split() or ["0"])[0]) << 10)
         if limit != resource.RLIM_INFINITY and room < _PARASITE_BYTES[1]:
             detail = f"{seen.who(process.pid)} has few addresses left (RLIMIT_AS), and CRIU needs some in it"
             remedy = f"prlimit --pid {process.pid} --as={limit - room + 2 * _PARASITE_BYTES[1]}"
             yield (fail if room < _PARASITE_BYTES[0] else warn)(detail, remedy)
+
+
+def _few_descriptors(seen: Observation) -> Iterator[Problem]:
+    """CRIU opens some in each process: a socket, /proc, pipes; in the first one of /proc, too."""
+    for process in _living(seen):
+        limit, most = process.limits.get(resource.RLIMIT_NOFILE, _UNLIMITED)
+        used = sum(0 <= file.fd < limit for file in process.files)
+        need = _DESCRIPTORS + (process.pid == seen.init_pid)
+        if limit != resource.RLIM_INFINITY and limit - used < need:
+            detail = f"{seen.who(process.pid)} has {used} of {limit} descriptors in use (RLIMIT_NOFILE)"
+            raised = used + 2 * need
+            remedy = f"prlimit --pid {process.pid} --nofile={raised}:{max(most, raised)}"
+            yield fail(f"{detail}; CRIU needs {need} more in it", remedy)
 
 
 def _exec(seen: Observation) -> Iterator[Problem]:
@@ -206,5 +218,6 @@ CHECKS = (
     Check(name="pending-signals", find=_pending_signals),
     Check(name="timer-thread", find=_timer_thread),
     Check(name="address-space", find=_address_space),
+    Check(name="few-descriptors", find=_few_descriptors),
     Check(name="exec", find=_exec),
 )

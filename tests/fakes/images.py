@@ -22,6 +22,8 @@ _PRESENT = 4
 _MAGICS = {
     "mm": struct.pack("<II", 0x54564319, 0x57492820),
     "pagemap": struct.pack("<II", 0x54564319, 0x56084025),
+    "core": struct.pack("<II", 0x54564319, 0x55053847),
+    "inventory": struct.pack("<I", 0x58313116),
     "pstree": struct.pack("<II", 0x54564319, 0x50273030),
     "stats": struct.pack("<II", 0x55105940, 0x57093306),
 }
@@ -70,7 +72,7 @@ def make_image_set(directory: Path, memory: Mapping[int, bytes | Path]) -> None:
     directory.mkdir(exist_ok=True)
     processes = b"".join(_message("pstree_entry", pid=pid, ppid=0, pgid=pid, sid=pid, threads=[pid]) for pid in memory)
     (directory / "pstree.img").write_bytes(_MAGICS["pstree"] + processes)
-    (directory / "inventory.img").write_bytes(b"\x16\x31\x31\x58 not read here")
+    (directory / "inventory.img").write_bytes(_MAGICS["inventory"] + _message("inventory_entry", img_version=1))
     (directory / "descriptors.json").write_text("[]")
     for pages_id, (pid, content) in enumerate(memory.items(), 1):
         pages = (content.stat().st_size if isinstance(content, Path) else len(content)) // PAGE_BYTES
@@ -88,7 +90,7 @@ def make_image_set(directory: Path, memory: Mapping[int, bytes | Path]) -> None:
             image.hardlink_to(content)
         else:
             image.write_bytes(content)
-        (directory / f"core-{pid}.img").write_bytes(b"core of %d" % pid)
+        (directory / f"core-{pid}.img").write_bytes(_MAGICS["core"] + _message("core_entry"))
 
 
 def make_address_space(directory: Path, pid: int, areas: Sequence[tuple[int, int]]) -> None:

@@ -789,7 +789,12 @@ def test_memory_counts_as_criu_writes_it() -> None:
 
 
 def observe(pid: int) -> Observation:
-    return Observation(init_pid=pid, processes=(ProcessSeen(pid=pid, files=(*open_files(pid), *mapped_files(pid))),))
+    return Observation(
+        init_pid=pid,
+        processes=(
+            ProcessSeen(pid=pid, files=(*open_files(pid), *mapped_files(pid, Path(f"/proc/{pid}/maps").read_text()))),
+        ),
+    )
 
 
 @pytest.mark.parametrize(

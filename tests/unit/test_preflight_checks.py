@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import signal
 import socket
 import stat
@@ -26,9 +27,9 @@ from ocihook.linux.socket_queues import Queue
 from ocihook.linux.sockets import Socket
 from ocihook.model import ContainerRef
 from ocihook.net.netlink import UnixSocket
-from ocihook.preflight import participant
+from ocihook.preflight import checks, participant
 from ocihook.preflight.check import ALL_VERSIONS, Check, before, since
-from ocihook.preflight.checks import alike_as_one, lasting, run
+from ocihook.preflight.checks import CHECKS, alike_as_one, lasting
 from ocihook.preflight.finding import Finding, Problem, Repair, Status, fail, warn
 from ocihook.preflight.observation import Observation, ProcessSeen, Task, observe
 from ocihook.preflight.participant import Preflight
@@ -42,6 +43,11 @@ CONTAINER = RunningContainer("0717d827f3ce", "runc", PID, "", {}, {"mounts": []}
 FILE = OpenFile(PID, 3, "/data/log", is_deleted=False, mode=stat.S_IFREG, device=1, inode=2, links=1, stored_bytes=0)
 SOCKET = Socket(PID, 5, socket.AF_INET, socket.SOCK_STREAM, 6, False, False, 0, "0.0.0.0")
 MIB = 1 << 20
+
+
+def run(seen: Observation) -> list[Finding]:
+    """Return what all checks find."""
+    return checks.run(seen, CHECKS)
 
 
 def process(pid: int = PID, *, status: Mapping[str, str] | None = None, state: str = "S", **facts: Any) -> ProcessSeen:
@@ -124,6 +130,17 @@ def unix(path: str, how: frozenset[str]) -> Observation:
     return container(process(sockets=(sock,), mounts=(Mount(6, "0:8", "/", "/run", "btrfs", "/dev/sdb", how),)))
 
 
+def sent(**changes: Any) -> Observation:
+    """Return a container with a descriptor on its way through a Unix socket."""
+    return container(process(queues={5: Queue(in_flight=(FILE._replace(fd=-1, **changes),))}))
+
+
+def limited(*, used: int, limit: int) -> Observation:
+    """Return a container whose second process has some descriptors, and a limit of them."""
+    files = tuple(FILE._replace(fd=number, name="anon_inode:[eventpoll]") for number in range(used))
+    return container(process(), process(8, files=files, limits={resource.RLIMIT_NOFILE: (limit, 4096)}))
+
+
 PINGS = with_socket(kind=socket.SOCK_DGRAM, protocol=socket.IPPROTO_ICMP)
 UNIX = SOCKET._replace(family=socket.AF_UNIX, protocol=0, address="")
 DATAGRAMS = UNIX._replace(kind=socket.SOCK_DGRAM)
@@ -197,6 +214,11 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(process(queues={5: Queue(is_netlink=True, group_words=1)})), "", None),
     (container(process(queues={5: Queue(is_netlink=True, group_words=3)})), "netlink-groups", Status.FAIL),
     (container(process(queues={5: UNREAD})), "", None),
+    (
+        container(process(queues={5: Queue(socket.SOCK_DGRAM, has_empty=True, send_buffer_bytes=4096)})),
+        "unread-datagrams",
+        Status.WARN,
+    ),
     (container(process(queues={5: UNREAD._replace(names_senders=True)})), "unix-credentials", Status.FAIL),
     (container(process(queues={5: UNREAD._replace(send_buffer_bytes=40)})), "unix-large", Status.FAIL),
     (container(process(stat=Stat("T", 1, PID, PID, 5, foreground=99))), "stopped", Status.WARN),
@@ -286,6 +308,21 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
         Status.FAIL,
     ),
     (container(process(maps="7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n")), "", None),
+    (with_socket(network="net:[9]"), "lost-namespace", Status.FAIL),
+    (with_socket(network="own"), "", None),
+    (with_socket(kind=socket.SOCK_DGRAM, protocol=17, unread_bytes=9), "unread-datagrams", Status.WARN),
+    (
+        container(process(queues={5: Queue(is_netlink=True, group_words=1, has_port=False)})),
+        "netlink-groups",
+        Status.FAIL,
+    ),
+    (sent(name="anon_inode:[userfaultfd]"), "anonymous-file", Status.FAIL),
+    (sent(name="/dev/pts/0", mode=stat.S_IFCHR, device=os.makedev(136, 0)), "terminal", Status.FAIL),
+    (sent(), "", None),
+    (limited(used=10, limit=13), "", None),
+    (limited(used=10, limit=12), "few-descriptors", Status.FAIL),
+    (container(process(), process(8, state="Z", status={"NSsid": "12\t0"})), "session-leader", Status.FAIL),
+    (container(process(state="Z", stat=Stat("Z", 1, PID, PID))), "no-first-process", Status.FAIL),
 ]
 
 
@@ -294,6 +331,22 @@ def test_rows(seen: Observation, name: str, status: Status | None) -> None:
     found = run(seen)
     assert [(finding.check, finding.status) for finding in found] == ([(name, status)] if status else [])
     assert all(finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "status"),
+    [
+        ({"upper": "tls"}, "kernel-tls", Status.FAIL),
+        ({"has_urgent": True}, "connection-state", Status.WARN),
+        ({"is_zero_copy": True}, "connection-state", Status.WARN),
+    ],
+)
+def test_what_a_connection_does_not_keep(state: Mapping[str, Any], name: str, status: Status) -> None:
+    """A connection that is closed has none of it."""
+    seen = dataclasses.replace(with_socket(is_connected=True, address="127.0.0.1", **state), container=None)
+    for option, found in (("tcp-established", {(name, status)}), ("tcp-close", set())):
+        findings = run(dataclasses.replace(seen, options=options(option)))
+        assert {(one.check, one.status) for one in findings if one.check != "tcp-established"} == found
 
 
 @pytest.mark.parametrize(
@@ -324,17 +377,17 @@ def test_what_cannot_be_read_is_a_warning() -> None:
     def find(_seen: Observation) -> list[Problem]:
         raise PermissionError(13, "Permission denied")
 
-    (finding,) = run(container(), [Check(name="x", find=find)])
+    (finding,) = checks.run(container(), [Check(name="x", find=find)])
     assert (finding.check, finding.status) == ("x", Status.WARN)
 
 
 def test_a_failure_that_passes_is_a_warning() -> None:
     """As a lock that is held for a moment: whether the dump meets it nobody knows."""
     looks = iter([with_file(name="anon_inode:[io_uring]"), container()])
-    (finding,) = lasting(lambda: next(looks, container()), ENDLESS)
+    (finding,) = lasting(lambda: next(looks, container()), ENDLESS, CHECKS)
     assert (finding.check, finding.status) == ("io-uring", Status.WARN)
     assert finding.remedy.startswith("try again, or ")
-    (finding,) = lasting(lambda: with_file(name="anon_inode:[io_uring]"), ENDLESS)
+    (finding,) = lasting(lambda: with_file(name="anon_inode:[io_uring]"), ENDLESS, CHECKS)
     assert finding.status is Status.FAIL
 
 
@@ -397,7 +450,7 @@ def dump(tmp_path: Path) -> Dump:
 
 
 def set_checks(monkeypatch: pytest.MonkeyPatch, *problems: Problem, is_final: bool = False) -> None:
-    check = Check(name="x", find=lambda _seen: problems, is_final=is_final)
+    check: Check[Observation] = Check(name="x", find=lambda _seen: problems, is_final=is_final)
     monkeypatch.setattr(participant, "CHECKS", (check,))
 
 

@@ -116,7 +116,7 @@ def test_a_dump_and_a_restore(node: Node) -> None:
     assert open_journals(node.runtime_dir) == []
     (record,) = history.read(node.history_dir)
     assert record["id"] == node.journal.session_id
-    names = ["preflight", "record tasks", "pack", "read pagemaps", "unpack"]
+    names = ["preflight", "record tasks", "pack", "preflight", "read pagemaps", "unpack"]
     assert [phase["name"] for phase in record["phases"]] == names
 
 

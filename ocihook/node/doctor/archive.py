@@ -12,9 +12,18 @@ from ocihook.archive.repack import inspect_archive
 from ocihook.checkpoints.pulling import find_stored
 from ocihook.config import Settings, load_settings
 from ocihook.container.descriptors import check_image_files
+from ocihook.container.engine_archive import read_document
 from ocihook.criu.files import options_for
-from ocihook.criu.images import INVENTORY_NAME, PAGES_NAME, check_named, check_page_sizes, read_pagemaps
-from ocihook.criu.version import TIMEOUT_S, find_program
+from ocihook.criu.images import (
+    INVENTORY_NAME,
+    PAGES_NAME,
+    check_named,
+    check_page_sizes,
+    read_bounded,
+    read_pagemaps,
+)
+from ocihook.criu.needs import is_wanted, read_needs
+from ocihook.criu.version import TIMEOUT_S, find_program, parse_version
 from ocihook.errors import ArchiveError, ConfigError, OcihookError
 from ocihook.gpu.driver import CudaDriver
 from ocihook.gpu.mapping import check_gpus, choose_gpu_map
@@ -29,10 +38,14 @@ from ocihook.packs.packed_manifest import (
     PackedManifest,
     read_manifest,
 )
+from ocihook.preflight.checks import alike_as_one, run
 from ocihook.preflight.finding import Finding, Status, without_commands
+from ocihook.preflight.restores import CHECKS
+from ocihook.preflight.target import observe_restore
 from ocihook.store.stored_manifest import StoredImage
 from ocihook.store.thin import Thin, read_thin
 
+_ANOTHER = "use another copy of the checkpoint"
 _CONNECTIONS = "tcp-stream-*.img"  # one for each established connection (criu/sk-tcp.c)
 
 
@@ -79,12 +92,15 @@ class _Checkpoint:
             self.unpacked_at, self.archive_bytes = path, 0
             self.engine = self.image = self.image_id = self.runtime = ""
             self.sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
+            self.images = {name: read_bounded(path / name) for name in filter(is_wanted, self.sizes)}
+            self.config: Mapping[str, Any] = {}
             self.pagemaps = read_pagemaps(path)
             return read_manifest(path), read_thin(path)
         inspection = inspect_archive(path)
         facts = inspection.facts
         self.engine, self.image, self.runtime = facts.container.engine, facts.image, facts.runtime
         self.image_id = facts.image_id
+        self.images, self.config = dict(inspection.images), _spec_of(path)
         self.sizes, self.pagemaps = dict(facts.sizes), dict(inspection.pagemaps)
         self.expected.add(DESCRIPTORS_NAME)
         # Page images are written where the engine unpacks the archive.
@@ -92,6 +108,14 @@ class _Checkpoint:
         self.unpacked_at = next(place for place in places if place.exists())
         self.archive_bytes = inspection.archive_bytes
         return inspection.manifest, inspection.thin
+
+
+def _spec_of(path: Path) -> Mapping[str, Any]:
+    """Return the runtime's configuration of the container, {} if the engine has not archived it."""
+    try:
+        return read_document(path, "spec.dump")
+    except ArchiveError:
+        return {}
 
 
 def check_archive(path: Path) -> list[Finding]:
@@ -104,7 +128,7 @@ def check_archive(path: Path) -> list[Finding]:
         OSError: if it cannot be read.
     """
     checkpoint = _Checkpoint(path)
-    checks = (_check_images, _check_host, _check_image, _check_connections, _check_gpus, _check_room)
+    checks = (_check_images, _check_host, _check_image, _check_connections, _check_needs, _check_gpus, _check_room)
     return list(
         map(without_commands, [*checkpoint.findings, *(found for check in checks for found in check(checkpoint))])
     )
@@ -112,16 +136,15 @@ def check_archive(path: Path) -> list[Finding]:
 
 def _check_images(checkpoint: _Checkpoint) -> Iterator[Finding]:
     """All is there, and memory has the size that CRIU has written down."""
-    another = "use another copy of the checkpoint"
     missing = sorted(checkpoint.expected - checkpoint.sizes.keys())
     if missing:
-        yield Finding("images", Status.FAIL, f"{', '.join(missing)} is missing: it is incomplete", another)
+        yield Finding("images", Status.FAIL, f"{', '.join(missing)} is missing: it is incomplete", _ANOTHER)
         return
     try:
         check_page_sizes(checkpoint.pagemaps, checkpoint.sizes)
         check_named(checkpoint.pagemaps, filter(PAGES_NAME.fullmatch, checkpoint.sizes))
     except OcihookError as error:
-        yield Finding("images", Status.FAIL, str(error.args[0]), error.hint or another)
+        yield Finding("images", Status.FAIL, str(error.args[0]), error.hint or _ANOTHER)
     else:
         yield Finding("images", Status.OK, "all are there; `ocihook archive verify` reads their content")
 
@@ -207,6 +230,24 @@ def _check_connections(checkpoint: _Checkpoint) -> Iterator[Finding]:
     else:
         remedy = f"{options.add('tcp-close')}, or tcp-established where the address stays"
         yield Finding("tcp-established", Status.FAIL, f"{detail}, and no option says what becomes of them", remedy)
+
+
+def _check_needs(checkpoint: _Checkpoint) -> Iterator[Finding]:
+    """Run the checks that a restore runs, as far as the container is known that it would make."""
+    criu = find_program("criu")
+    try:
+        needs = read_needs(checkpoint.images, checkpoint.sizes)
+    except OcihookError as error:
+        yield Finding("images", Status.FAIL, str(error.args[0]), error.hint or _ANOTHER)
+        return
+    seen = observe_restore(
+        needs,
+        criu=parse_version(criu.version_text) if criu else (),
+        options=options_for(Path(checkpoint.runtime).name),
+        config=checkpoint.config,
+        has_root=False,
+    )
+    yield from alike_as_one(run(seen, CHECKS))
 
 
 def _check_gpus(checkpoint: _Checkpoint) -> Iterator[Finding]:
