@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 
 from integration import patient_agent
 from ocihook import wire
-from ocihook.gang.membership import Attendance
+from ocihook.gang.membership import Attendance, Gather
 from ocihook.gang.protocol import Phase
 from ocihook.linux.patience import Patience
 from ocihook.session.record import to_json
@@ -68,13 +68,19 @@ def _attend(attendance: Attendance, phase: str, act: Callable[[], _T]) -> _T:
 
 
 def meet(
-    self: Attendance, phase: str, message: object = None, about: Collection[str] = (), *, calls: bool = False
+    self: Attendance,
+    phase: str,
+    message: object = None,
+    about: Collection[str] = (),
+    *,
+    calls: bool = False,
+    gather: Gather | None = None,
 ) -> Mapping[str, str]:
     if WHAT == "deafen" and (phase, self.ref.member) == (PHASE, WHEN):
         request = {"verb": "meet", "phase": phase, "message": to_json(message), "wait_s": 0}
         self._effect.ask(request, self._patience, self._effect.timeout_s)
         _wait(self._patience)
-    return _attend(self, phase, partial(_meet, self, phase, message, about, calls=calls))
+    return _attend(self, phase, partial(_meet, self, phase, message, about, calls=calls, gather=gather))
 
 
 def agree(self: Attendance, attempt: int, *, is_locked: bool) -> bool:

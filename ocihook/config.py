@@ -64,6 +64,7 @@ class Policy:
     resume_signal: str = ""  # sent when the container runs again, and after a restore; "" for none
     tcp: str = "auto"  # what becomes of connections: auto, established, close, refuse, and rules (docs/connections.md)
     gang_timeout_s: float = 60.0  # for all members of a gang to come to each of their meetings, else all are refused
+    gang_gather_s: float = 5.0  # runtime handler, one of a gang is stopped: for the next member to be stopped, too
     push: str = "never"  # always: what mode store has completed is pushed to the remote, and pulled by a restore
     restore_from: str = ""  # runtime handler: the checkpoint that a new container resumes from; latest: of its member
     member: str = ""  # runtime handler: whose checkpoints `latest` is of; "": by pod and container
@@ -72,7 +73,7 @@ class Policy:
     on_restore_error: str = "start"  # runtime handler, where a restore fails: start afresh, or fail `create`
     restore_wait_s: float = 300.0  # runtime handler: for a stop that is under way, and the push of its checkpoint
     on_claim: str = "error"  # runtime handler, its checkpoint is in use elsewhere: as for a failed restore; wait; fail
-    on_member_stop: str = "last"  # runtime handler, one of a gang stopped alone: last (epoch counts); checkpoint (all)
+    on_member_stop: str = "last"  # runtime handler, others are not stopped: last (epoch counts); checkpoint all; alone
     restore_on_restart: bool = False  # runtime handler: restore a container that its own pod restarts, too
     restore_on_change: bool = False  # runtime handler: resume although arguments, command or environment have changed
 
@@ -100,6 +101,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "on_gpu_restore_error": ("kill", "keep"),
         "tcp": True,
         "gang_timeout_s": 110.0,
+        "gang_gather_s": 60.0,
         "push": ("never",),
         "restore_from": True,
         "member": True,
@@ -108,7 +110,7 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "on_restore_error": ("start", "fail"),
         "restore_wait_s": 3600.0,
         "on_claim": ("error", "wait", "fail"),
-        "on_member_stop": ("last", "checkpoint"),
+        "on_member_stop": ("last", "checkpoint", "alone"),
         "restore_on_restart": True,
         "restore_on_change": True,
     }
@@ -176,7 +178,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "on_no_checkpoint": ("start", "fail"),
     "on_restore_error": ("start", "fail"),
     "on_claim": ("error", "wait", "fail"),
-    "on_member_stop": ("last", "checkpoint"),
+    "on_member_stop": ("last", "checkpoint", "alone"),
 }
 _ABSOLUTE = re.compile(r"(?:/.*)?", re.DOTALL), "an absolute path"
 _PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
@@ -211,6 +213,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "gpu_lock_timeout_s": (0.1, 3600),
     "gang_timeout_s": (0.1, 3600),
     "restore_wait_s": (0, 86400),
+    "gang_gather_s": (0.1, 3600),
     "idle_timeout_s": (1, 86400),
     "snapshot_share": (0, 1),
     "memory_bound_bytes": (64 << 20, 1 << 50),

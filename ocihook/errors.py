@@ -109,6 +109,14 @@ class GangError(OcihookError):
     code = "gang"
 
 
+class MembersMissing(GangError):
+    """Members of the gang do not come: they have ended, or nobody stops them."""
+
+
+class DumpUnderWay(GangError):
+    """The gang is being dumped: which dump its members are restored from is chosen afterwards."""
+
+
 class GivenUp(OcihookError):
     """Whoever wanted a dump or restore does not wait for it any more; what was done for it is undone."""
 

@@ -137,6 +137,7 @@ class Mesh(Members):
         super().__init__(engines, size, gang, first_host=first_host)
         self.notes |= notes
         self._commands: dict[str, list[str]] = {}  # of `podman run`, by member
+        self._words: dict[str, list[str]] = {}  # of the program, likewise
         self._rate = rate
         self._said = {name: engine.scratch / "said" / name for name, engine in self.engines.items()}
         for number, name in enumerate(self.names):
@@ -147,11 +148,17 @@ class Mesh(Members):
             words += [f"{self.places[name].four}/7000", *peers]
             self._said[name].parent.mkdir(exist_ok=True)
             options = [f"--volume={self._said[name].parent}:/said", *self.options]
-            given = self.notes if is_gang else {"tcp": "established"}
+            given = self.notes_of(number) if is_gang else {"tcp": "established"}
+            self._words[name] = words
             engine = self.engines[name]
             self._commands[name] = engine.peer_command(name, name, *words, options=options, **given)
             engine.start_peer(name, name, *words, options=options, **given)
         self.assert_flows()
+
+    def notes_of(self, number: int) -> dict[str, str]:
+        """Return the annotations of one member, without prefix."""
+        del number
+        return self.notes
 
     def run(self) -> dict[str, str | Exception]:
         """Make all containers again; return what podman printed, or how it failed."""

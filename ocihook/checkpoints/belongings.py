@@ -34,6 +34,7 @@ IMAGES = "checkpoint"  # as engines call it in their archives
 IMAGES_DIR = "images"  # where they are laid out
 _CALLED_NAME = "called"  # in the place of a dump: its container runs on; the attempt that its gang calls it to
 _REWRITTEN_NAME = "rewritten.json"  # in the place of a restore: CRIU's images that the handler has changed
+_ALONE_NAME = "alone"  # likewise: why its gang is not dumped with it
 _MAX_FACTS_BYTES = 1 << 20
 
 
@@ -96,6 +97,16 @@ def read_call(place: Path) -> str:
         return (place / _CALLED_NAME).read_text()
     except FileNotFoundError:
         return ""
+
+
+def note_alone(place: Path, why: str) -> None:
+    """Note in the place of a dump why the others of its gang are not dumped with the container, which is stopped."""
+    replace_file(place / _ALONE_NAME, why.encode(), mode=0o600, durable=False)
+
+
+def is_alone(place: Path) -> bool:
+    """Return whether that is noted there."""
+    return (place / _ALONE_NAME).exists()
 
 
 class Belongings(NamedTuple):

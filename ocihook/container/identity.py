@@ -45,6 +45,9 @@ _NAMESPACE = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 lab
 
 _GANG_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _MAX_GANG = 1 << 16
+# kubelet pkg/kubelet/kuberuntime/labels.go. CRI-O passes it on, and containerd with our handler's configuration.
+_LONGEST_NUMBER = 7  # more digits than any grace period has
+GRACE_ANNOTATION = "io.kubernetes.pod.terminationGracePeriod"
 
 
 def engine_of(annotations: Mapping[str, str]) -> str:
@@ -103,3 +106,9 @@ def gang_ref(annotations: Mapping[str, str], container: ContainerRef) -> GangRef
         raise ConfigError(f"annotation {GANG_INDEX_ANNOTATION}: {index!r} must be a number less than {int(size)}")
     named = "/".join(filter(None, (container.pod_name, container.name))) or short_id(container.id)
     return GangRef(container.pod_namespace, name, str(int(index)) if index else named, int(size))
+
+
+def grace_of(annotations: Mapping[str, str]) -> float:
+    """Return the seconds that a container's pod has to end, as the kubelet notes it; 0: that is not known."""
+    text = annotations.get(GRACE_ANNOTATION, "")
+    return float(text) if text.isascii() and text.isdigit() and len(text) < _LONGEST_NUMBER else 0.0

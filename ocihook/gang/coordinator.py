@@ -6,19 +6,40 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ocihook.errors import GangError, plain
 from ocihook.gang.cut import End, contradictions, described
 from ocihook.gang.epochs import Epochs, all_gangs
-from ocihook.gang.protocol import CHOICE, LONGEST_WAIT_S, REMEMBERED, Answer, Attempt, Claim, Gang, Join, Phase, State
+from ocihook.gang.protocol import (
+    CHOICE,
+    LONGEST_WAIT_S,
+    REMEMBERED,
+    Answer,
+    Attempt,
+    Claim,
+    Gang,
+    Join,
+    Life,
+    Phase,
+    State,
+)
 from ocihook.packs.frame import as_object
 from ocihook.session.record import from_json, to_json
 
 LONGEST_WATCH_S = 5.0  # that a node's waits for a call
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_VERBS = ("join", "meet", "vote", "leave", "watch")
+_VERBS = ("join", "meet", "vote", "leave", "settle", "ended", "watch")
+_OF_MEMBERS = ("meet", "vote")  # who asks these takes part
+_LONGEST_END_S = 7200.0  # that a node may say the end of a container takes
 _Key = tuple[str, str]  # a gang's namespace and name
+
+
+class _End(NamedTuple):
+    """When a container is to have ended that is being stopped."""
+
+    within_s: float  # of what it has asked last
+    at: float  # by the monotonic clock
 
 
 class _Served:
@@ -28,19 +49,42 @@ class _Served:
         self.gang, self.epochs, self._note_call = gang, epochs, note_call
         self.changed = threading.Condition()
         self._heard = time.monotonic()  # when somebody asked who takes part
+        self._ends: dict[Life, _End] = {}
 
     def ask(self, node: str, request: Mapping[str, Any]) -> Answer:
         """Ask once, with the lock of `changed`."""
         before, now = self.gang.standing, time.monotonic()
         try:
+            self._forget_late(now)
             answer = _ask(self.gang, node, request, now - self._heard)
-            if answer.state is not State.OVER:
+            is_in = answer.state is State.MET and request["verb"] == "join"
+            if is_in or (request["verb"] in _OF_MEMBERS and answer.state is not State.OVER):
                 self._heard = now
+            self._note_end(Life(str(request["member"]), str(request.get("life", "")), node), request, now)
             return answer
         finally:
             if self.gang.standing != before:
                 self.changed.notify_all()
             self._note_call(self.gang.calls())
+
+    def wait(self, until: float, *, is_settling: bool) -> bool:
+        """Wait for a change, with the lock of `changed`; who settles, until a container is late to end, too."""
+        ends = [until, *(end.at for life, end in self._ends.items() if not self.gang.is_at_dump(life))]
+        return self.changed.wait((min(ends) if is_settling else until) - time.monotonic())
+
+    def _forget_late(self, now: float) -> None:
+        """Forget containers that were to end by now: a node that is lost does not report it."""
+        for life in list(self.gang.ending):
+            if now >= self._ends.setdefault(life, _End(0.0, now)).at and not self.gang.is_at_dump(life):
+                self.gang.forget(life)
+        self._ends = {life: end for life, end in self._ends.items() if life in self.gang.ending}
+
+    def _note_end(self, life: Life, request: Mapping[str, Any], now: float) -> None:
+        """Note when a container is late to end, of whose dump this is: counted from what it has asked last."""
+        if life in self.gang.ending:
+            known = self._ends.get(life, _End(0.0, now))
+            within_s = min(float(request.get("ends_within_s", known.within_s)), _LONGEST_END_S)
+            self._ends[life] = _End(within_s, now + within_s)
 
 
 class _Calls:
@@ -120,7 +164,8 @@ class Coordinator:
                     return {"is_known": served.epochs.note_complete(*_completed(request), node)}
             with served.changed:
                 answer = served.ask(node, request)
-                while answer.state is State.WAIT and served.changed.wait(until - time.monotonic()):
+                is_settling = request.get("verb") == "settle"
+                while answer.state is State.WAIT and served.wait(until, is_settling=is_settling):
                     answer = served.ask(node, request)
         except _MALFORMED as error:
             raise GangError(f"not a valid request of a member: {error!r}") from error
@@ -176,10 +221,22 @@ def _phase_of(attempt: Attempt, reached: int) -> str:
 
 
 def _ask(gang: Gang, node: str, request: Mapping[str, Any], silence_s: float) -> Answer:
-    claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)))
-    verb = request["verb"]
+    verb, life = request["verb"], str(request.get("life", ""))
+    if verb == "settle":
+        return gang.settle(silence_s)
+    if verb == "ended":
+        return gang.report_end(Life(str(request["member"]), life, node), str(request.get("why", "")))
+    claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)), life)
     if verb == "join":
-        return gang.join(claim, from_json(Join, request["join"]), str(request.get("called", "")), silence_s)
+        after = request.get("after")
+        return gang.join(
+            claim,
+            from_json(Join, request["join"]),
+            str(request.get("called", "")),
+            silence_s,
+            stops="ends_within_s" in request,
+            after=None if after is None else int(after),
+        )
     if verb == "vote":
         return gang.vote(claim, int(request["ballot"]), is_locked=request["is_locked"] is True)
     if verb == "leave":

@@ -1,14 +1,16 @@
 """A gang's place in a dump and a restore: the outermost, so that all members reach the same moment, or none does."""
 
+import logging
 from dataclasses import dataclass, field
 from ipaddress import ip_interface
 
-from ocihook.checkpoints.belongings import read_call, stopping_place
+from ocihook.checkpoints.belongings import note_alone, read_call, stopping_place
 from ocihook.checkpoints.gang_note import GANG_NAME, GangNote, read_note, write_note
+from ocihook.errors import MembersMissing
 from ocihook.gang.completion import report_complete
 from ocihook.gang.cut import End, connection_ends, ends_of_nobody
 from ocihook.gang.link import Link
-from ocihook.gang.membership import Attendance, find_attendance, join
+from ocihook.gang.membership import Attendance, Coming, Gather, find_attendance, join
 from ocihook.gang.protocol import Phase
 from ocihook.linux.procfs import descendants
 from ocihook.model import GangRef
@@ -19,6 +21,9 @@ from ocihook.session.participant import Act, Dump, Participant, Restore, SizeFac
 _REPORT_S = 5.0  # that CRIU, and with it the engine, waits for a coordinator: the container runs already
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CutFacts(Facts):
     """What no image has of the container's connections."""
@@ -26,6 +31,8 @@ class CutFacts(Facts):
     ends_of_nobody: list[End] = field(default_factory=list)  # when its traffic was held: some time out meanwhile
 
 
+_GRACE_S = 30.0  # that a pod has to end where that is not known: Kubernetes' default
+_END_SLACK_S = 30.0  # for its engine to notice, and to delete it
 _STOPS = "stops"  # key by which a member says that it does not run on
 
 
@@ -45,7 +52,7 @@ class Membership(Participant):
         place = stopping_place(dump.store.root, dump.container.id, dump.directory)
         called = read_call(place) if place is not None else ""
         is_stopped = place is not None and not called
-        self._attendance = dump.gang = attendance = _join(dump, gang, "dump", called)
+        attendance = _join(dump, gang, "dump", called, is_stopped=is_stopped)
         survey = Survey.of(descendants(dump.init_pid))
         links = survey.links if survey is not None and not survey.namespace.is_ours else []
         mine = {str(ip_interface(text).ip): "here" for link in links for text in link.addresses}
@@ -53,7 +60,19 @@ class Membership(Participant):
         calls = is_stopped and dump.policy.on_member_stop == "checkpoint"
         if not dump.call().leave_running:
             mine[_STOPS] = "yes"
-        told = attendance.meet(Phase.ARRIVED, mine, {*peers, _STOPS}, calls=calls)
+        gather = _gather(dump) if is_stopped else None
+        try:
+            told = attendance.meet(Phase.ARRIVED, mine, {*peers, _STOPS}, calls=calls, gather=gather)
+        except MembersMissing as error:
+            if place is None or not is_stopped:
+                raise
+            if dump.policy.on_member_stop != "alone":
+                note_alone(place, str(error))
+                raise
+            log.warning("container %s is checkpointed without its gang: %s", dump.container, error)
+            attendance.end()
+            return
+        self._attendance = dump.gang = attendance
         dump.gang_stops = _STOPS in told
         dump.gang_addresses = told.keys() - {_STOPS}
         self._note = GangNote(
@@ -144,8 +163,20 @@ def _ends_of_nobody(dump: Dump) -> list[End]:
     return [] if survey is None else list(ends_of_nobody(survey))
 
 
-def _join(act: Act, gang: GangRef, what: str, called: str = "") -> Attendance:
+def _gather(dump: Dump) -> Gather:
+    """Return how long a member that is stopped waits for the others, which are stopped, too, or called."""
+    policy, grace_s = dump.policy, dump.call().grace_s
+    if policy.on_member_stop != "checkpoint":
+        return Gather(policy.gang_timeout_s, policy.gang_gather_s, "gang_timeout_s")
+    if 0 < grace_s < policy.gang_timeout_s:
+        return Gather(grace_s, 0.0, "its pod's grace period")
+    return Gather(policy.gang_timeout_s, 0.0, "gang_timeout_s")
+
+
+def _join(act: Act, gang: GangRef, what: str, called: str = "", *, is_stopped: bool = False) -> Attendance:
     call = act.call()
+    ends_within_s = (call.grace_s or _GRACE_S) + _END_SLACK_S if is_stopped else 0.0
     with act.journal.phase("gang joined"):
         link, timeout_s = Link(*call.coordinator), call.policy.gang_timeout_s
-        return join(act.journal, act.patience, gang, what, link=link, timeout_s=timeout_s, called=called)
+        coming = Coming(called, act.journal.container.id if act.journal.container else "", ends_within_s)
+        return join(act.journal, act.patience, gang, what, link=link, timeout_s=timeout_s, coming=coming)

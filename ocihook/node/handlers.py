@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ocihook.container.identity import GRACE_ANNOTATION
 from ocihook.criu.version import find_program, find_program_in
 from ocihook.errors import ConfigError, UnsupportedError
 from ocihook.linux.procfs import command_line
@@ -54,6 +55,7 @@ _CONTAINERD = """version = {version}
 [plugins."{plugin}".containerd.runtimes.{handler}]
 runtime_type = "io.containerd.runc.v2"
 pod_annotations = ["ocihook.io/*"]
+container_annotations = ["{grace}"]
 [plugins."{plugin}".containerd.runtimes.{handler}.options]
 BinaryName = "{program}"
 SystemdCgroup = {systemd}
@@ -199,6 +201,7 @@ def _drop_in(engine: str, root: Path, program: Path) -> str:
             handler=HANDLER,
             program=program,
             systemd=str(config.has_systemd_cgroup).lower(),
+            grace=GRACE_ANNOTATION,
         )
     return header + (_CRIO if engine == "crio" else _PODMAN).format(handler=HANDLER, program=program)
 

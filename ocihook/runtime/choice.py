@@ -17,6 +17,7 @@ from ocihook.checkpoints.listing import memory_state
 from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
 from ocihook.errors import (
+    DumpUnderWay,
     IdentificationError,
     IntegrityError,
     NoCheckpoint,
@@ -115,6 +116,27 @@ def choose(
         IntegrityError: if one is damaged.
         GivenUp: if nobody waits for it any more.
     """
+    if gang is None or policy.restore_from != LATEST:
+        return _choose(kept, policy, settings, patience, None, say)
+    from ocihook.gang.link import Link  # for gangs alone
+    from ocihook.gang.membership import Choice
+
+    asking = Choice(gang, patience, link=Link.of(settings), timeout_s=policy.gang_timeout_s)
+    while True:
+        asking.settle()
+        with contextlib.suppress(DumpUnderWay):  # what there was is too old
+            return _choose(kept, policy, settings, patience, gang, say, asking.ask)
+
+
+def _choose(
+    kept: Kept,
+    policy: Policy,
+    settings: Settings,
+    patience: Patience,
+    gang: GangRef | None,
+    say: Callable[[str], object],
+    ask_gang: Callable[[Sequence[str]], str] | None = None,
+) -> Chosen:
     store, wanted = Store.of(settings, patience), policy.restore_from
     if wanted == LATEST and not has_identity(kept.container):
         raise UnsupportedError(
@@ -126,7 +148,7 @@ def choose(
         there, why = _wait_for_stops(kept, policy, settings, patience, gang, say)
     limit = patience.within(MADE_S)
     names = [kept.domain] if wanted == LATEST else domains_of(kept.domain, store.names(), settings)
-    if gang is not None and wanted == LATEST:
+    if ask_gang is not None:
         _complete_own(store, kept, settings, limit)  # what cannot be stored is not offered to the other members
     for name in names:
         known = [*_here(store, name), *there.known]
@@ -137,8 +159,8 @@ def choose(
             known += _archived(name, wanted, found.created if found else "", settings, patience)
         known = _usable(known, wanted, kept, store, name, limit)
         found = _find(known, wanted, kept)
-        if gang is not None and wanted == LATEST and not _stays_alone(found, kept, policy):
-            found = _find_with_gang(known, kept, partial(_ask_gang, gang, policy, settings, patience))
+        if ask_gang is not None and not _stays_alone(found, kept, policy):
+            found = _find_with_gang(known, kept, ask_gang)
         if found is not None:
             return Chosen(Thin(name, found.id), is_restart(kept.container, found.container), found.archive)
     of = lineage(kept.container) if wanted == LATEST else wanted
@@ -275,13 +297,6 @@ def _find_with_gang(known: Iterable[Known], kept: Kept, ask: Callable[[Sequence[
     mine.sort(key=_age)
     dump = ask(list(dict.fromkeys(one.container.gang for one in mine)))
     return next((one for one in reversed(mine) if dump and one.container.gang == dump), None)
-
-
-def _ask_gang(gang: GangRef, policy: Policy, settings: Settings, patience: Patience, dumps: Sequence[str]) -> str:
-    from ocihook.gang.link import Link  # for gangs alone
-    from ocihook.gang.membership import choose_dump
-
-    return choose_dump(gang, dumps, patience, link=Link.of(settings), timeout_s=policy.gang_timeout_s)
 
 
 def _complete_own(store: Store, kept: Kept, settings: Settings, limit: Patience) -> None:

@@ -9,13 +9,17 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ocihook import wire
 from ocihook.config import apply_annotations, load_settings
 from ocihook.errors import OcihookError, plain
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.stop_record import Stop, read_config, read_stop, stop_signals, write_stop
+from ocihook.runtime.stop_record import Stop, read_config, read_stop, signal_of, stop_signals, write_stop
+
+if TYPE_CHECKING:
+    from ocihook.runtime.member_end import MemberEnd
 
 Ask = Callable[[bytes], tuple[int, str]]  # sends a request to the agent, and returns its verdict
 _KILL = frozenset(("9", "KILL"))
@@ -89,11 +93,6 @@ def _is_gone(call: Call, ask: Ask) -> bool:
     return is_gone
 
 
-def signal_of(call: Call) -> str:
-    """Return the signal of a `kill`, by number or by name without SIG."""
-    return call.positional[1].upper().removeprefix("SIG") if len(call.positional) > 1 else "TERM"
-
-
 def _is_wanted(name: str, kept: containers.Kept) -> bool:
     """Return whether a signal stops a container that is then to be checkpointed.
 
@@ -126,6 +125,12 @@ def state(call: Call) -> int:
     return 0
 
 
+def _member_end(call: Call, kept: containers.Kept | None) -> "MemberEnd | None":
+    from ocihook.runtime.member_end import MemberEnd  # takes long to load
+
+    return MemberEnd.of(call, kept)
+
+
 def delete(call: Call, ask: Ask) -> int:
     """Delete a container, whether its runtime still knows it or not.
 
@@ -147,9 +152,12 @@ def delete(call: Call, ask: Ask) -> int:
     if kept is not None and not is_ended and {"--force", "-f"} & call.options.keys():
         _suspend_gpus(call, kept, "KILL")
     words = ["delete", "--force", call.container_id] if is_ended else call.words[len(call.prefix) :]
+    end = _member_end(call, kept)
     done = call.run(*words)
     if done.returncode == 0 or is_ended:
         containers.forget(call.container_id)
+        if end is not None:
+            end.report()
         return 0
     sys.stderr.write(done.stderr)
     return done.returncode

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 from ocihook.errors import UnsupportedError, reason
 from ocihook.linux.files import replace_file
-from ocihook.linux.procfs import Process
+from ocihook.linux.procfs import Process, status_fields
 from ocihook.runtime import containers
+from ocihook.runtime.call import Call
 from ocihook.session.record import from_json, to_json
 from ocihook.store.lineage import lineage
 
@@ -78,6 +80,25 @@ def stop_signals(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the signals that begin a stop of a container, by number or by name without SIG."""
     named = str((config.get("annotations") or {}).get(_STOP_SIGNAL, "")).upper().removeprefix("SIG")
     return (*_TERM, *filter(None, [named]))
+
+
+def signal_of(call: Call) -> str:
+    """Return the signal of a `kill`, by number or by name without SIG."""
+    return call.positional[1].upper().removeprefix("SIG") if len(call.positional) > 1 else "TERM"
+
+
+def has_effect(pid: int, name: str) -> bool:
+    """Return whether a signal may do something to a container's first process: the kernel ignores what it leaves alone.
+
+    Args:
+        pid: of the process.
+        name: of the signal, or its number.
+    """
+    fields = status_fields(pid)
+    known = signal.Signals.__members__.get(f"SIG{name}")
+    number = int(name) if name.isdigit() else known.value if known is not None else 0
+    masks = (int(fields.get(mask, "0"), 16) for mask in ("SigBlk", "SigIgn", "SigCgt"))
+    return number == 0 or any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def read_config(kept: containers.Kept) -> Mapping[str, Any]:

@@ -11,12 +11,12 @@ import logging
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ocihook.checkpoints.belongings import IMAGES_DIR, read_call, stopping_dir
+from ocihook.checkpoints.belongings import IMAGES_DIR, is_alone, read_call, stopping_dir
 from ocihook.checkpoints.pending import claimed, directory_of, pending_ids
 from ocihook.checkpoints.stage import discard_staged, pins_of
 from ocihook.config import Settings, apply_annotations
@@ -32,8 +32,10 @@ from ocihook.runtime.dumping import LOG_NAME, PATH
 from ocihook.runtime.stop_record import (
     CHECKPOINTED,
     SIGNALLED,
+    has_effect,
     read_config,
     read_stop,
+    signal_of,
     write_stop,
 )
 from ocihook.runtime.suspending import suspend_gpus
@@ -222,12 +224,25 @@ class Stopping:
             self._note_end(self._load(), failed=why)
             if unsafe := suspend_gpus(self._kept, self._load()):
                 log.warning("container %s is stopped with its GPU: %s", self._kept.container, unsafe)
-        call = Call.parse(self._kept.program, self._stop.words)
-        done = self._call(*call.words[len(call.prefix) :])
+        done = self._call(*self._words())
         self._note(outcome=SIGNALLED, message=message)
         with contextlib.suppress(OcihookError):  # the reason is reported; the next agent removes what is there
             shutil.rmtree(stopping_dir(Path(self._load().store_dir), self._id), ignore_errors=True)
         return 1, message if done.returncode == 0 else f"{message}. {done.stderr.strip()}"
+
+    def _words(self) -> Sequence[str]:
+        """Return what delivers the signal.
+
+        Without its gang a container is of no use. If the signal has no effect on it, as it neither catches nor blocks
+        it, the rest of its gang would wait for its engine's patience to end: it is killed.
+        """
+        call = Call.parse(self._kept.program, self._stop.words)
+        settings = self._load()
+        is_heeded = self._stop.init is None or has_effect(self._stop.init.pid, signal_of(call))
+        if is_heeded or not is_alone(stopping_dir(Path(settings.store_dir), self._id)):
+            return call.words[len(call.prefix) :]
+        log.info("container %s is killed: %s has no effect on it", self._kept.container, signal_of(call))
+        return ["kill", self._id, "KILL"]
 
     def _call(self, *words: str) -> subprocess.CompletedProcess[str]:
         call = Call.parse(self._kept.program, [*self._kept.prefix, *words])

@@ -43,6 +43,7 @@ class CallFacts(Facts):
     snapshot_share: float = 0.0  # of its memory, which a container may write while a snapshot of it is read
     store: tuple[str, ...] = ()  # directory and keys of the node's store
     gang: GangRef | None = None  # the one that its annotations name
+    grace_s: float = 0.0  # that its pod has to end; 0: not known
     coordinator: tuple[str, str] = ("", "")  # of gangs: where it is, and the directory with certificates
 
     def open_store(self, patience: Patience) -> Store:

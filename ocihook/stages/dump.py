@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ocihook.config import Settings, apply_annotations
 from ocihook.container.conmon import conmon_name
-from ocihook.container.identity import container_ref, gang_ref
+from ocihook.container.identity import container_ref, gang_ref, grace_of
 from ocihook.container.runtime_call import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.errors import OcihookError
 from ocihook.linux.patience import Patience
@@ -163,6 +163,7 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Se
             criu_asked=call.options,
             criu_config=annotations.get("org.criu.config", ""),
             gang=gang_ref(annotations, container),
+            grace_s=grace_of(annotations),
             memory_room_bytes=max(0, settings.bound_bytes - AGENT_BYTES) if call.leave_running else 0,
         )
     )

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from ocihook.gang.protocol import (
     Decided,
     Gang,
     Join,
+    Life,
     Phase,
     State,
 )
@@ -74,10 +76,11 @@ class Model(NamedTuple):
         if attempt is not None:
             seats = tuple(sorted((n, s.session, s.reached, s.voted) for n, s in attempt.seats.items()))
             counted = attempt.ballot, attempt.ayes, attempt.noes, attempt.skipped, tuple(attempt.reached)
-            ended = bool(attempt.reason), attempt.is_decided, attempt.is_called
+            ended = bool(attempt.reason), attempt.is_short, attempt.is_displaced, attempt.is_decided, attempt.is_called
             now = attempt.epoch, attempt.join, seats, counted, ended
         durable = tuple(sorted((e, *sorted(d.sessions.items())) for e, d in gang._decided.items()))
-        return gang.epoch, now, durable, frozenset(gang._over), self.players, self.sent, self.faults, self.log
+        lives = gang._dumped, frozenset(gang._ended), frozenset(gang.ending)
+        return gang.epoch, now, durable, frozenset(gang._over), lives, self.players, self.sent, self.faults, self.log
 
 
 def decide(attempt: Attempt) -> str:
@@ -96,12 +99,13 @@ def make_gang(epoch: int = 0, decided: Mapping[int, Decided] | None = None, how:
 
 def clone(gang: Gang, how: Decide = decide) -> Gang:
     other = make_gang(gang.epoch, gang._decided, how)
-    other._over = dict(gang._over)
-    a = gang.attempt
-    if a is not None:
-        seats = {name: copy.copy(seat) for name, seat in a.seats.items()}
-        counted = a.ballot, a.ayes, a.noes, a.skipped, a.reason, a.is_decided, a.is_called, a.id
-        other.attempt = Attempt(a.epoch, a.join, seats, {}, dict(a.told), list(a.reached), *counted)
+    other._over, other._ended, other.ending = dict(gang._over), dict(gang._ended), set(gang.ending)
+    other._dumped = gang._dumped
+    if gang.attempt is not None:
+        other.attempt = attempt = copy.copy(gang.attempt)
+        attempt.seats = {name: copy.copy(seat) for name, seat in attempt.seats.items()}
+        attempt.told, attempt.reached = dict(attempt.told), list(attempt.reached)
+        attempt.messages, attempt.on_node = {}, Counter(attempt.on_node)
     return other
 
 
@@ -417,3 +421,169 @@ class Forgetful(Explorer):
 def test_the_explorer_finds_a_coordinator_that_forgets() -> None:
     with pytest.raises(AssertionError, match="one went on, another did not"):
         Forgetful("restore", "ab", faults=2).run()
+
+
+class Replaced(Explorer):
+    """Has two containers of each member: one is stopped or has crashed, the other comes for a choice at any time."""
+
+    def __init__(self, names: str, *, crashed: str = "") -> None:
+        super().__init__("dump", names, faults=0)
+        players = [Player(name, end="dead" if name in crashed else "") for name in names]
+        self.start = self.start._replace(players=(*players, *(Player(name.upper(), place=-2) for name in names)))
+        self.last: list[Model] = []
+
+    def wanted(self, session: str) -> Join:
+        return Join("choose" if session[0].isupper() else "dump", len(self.names))
+
+    def steps(self, state: Model) -> Iterator[Model]:
+        found = False
+        for following in map(self.pruned, super().steps(state)):
+            found |= following.key != state.key
+            yield following
+        if not found:
+            self.last.append(state)
+
+    def pruned(self, state: Model) -> Model:
+        """Return a state in which only what opens attempts comes late: the others' messages are explored above."""
+        current = {self.request_of(player) for player in state.players}
+        late = {request for request in state.sent if request[3] == "join" and request[0].isupper()}
+        return state._replace(sent=state.sent & (late | current))
+
+    def request_of(self, player: Player) -> Sent | None:
+        is_new = player.name.isupper()
+        if not is_new and player.end in ("met", "over", "dead"):  # its node deletes it
+            return (player.name, player.session, 0, "end", 0, player.end == "met", "")
+        if is_new and player.place == -2 and not player.end:
+            return (player.name, player.session, 0, "settle", player.life, False, "")
+        if is_new and player.place == -1 and not player.end:
+            return (player.name, player.session, player.epoch, "join", 0, False, "")
+        return super().request_of(player)
+
+    def ask(self, gang: Gang, request: Sent, silence_s: float = 0.0) -> Answer:
+        name, session, epoch, what, _, is_dumped, _ = request
+        claim = Claim(name.lower(), session, epoch=epoch, life=session)
+        before = gang.attempt
+        was_open = before is not None and before.join.act == "dump" and not (before.reason or before.is_decided)
+        if what == "settle":
+            answer = gang.settle()
+        elif what == "end":
+            answer = gang.report_end(Life(claim.member, session, ""), "" if is_dumped else "exit code 1")
+            assert not was_open or is_dumped or (before and before.reason), "a dump waits for who has ended"
+        elif what == "join" and name.isupper():
+            answer = gang.join(claim._replace(epoch=0), self.wanted(session), after=epoch)
+        elif what == "join":
+            answer = gang.join(claim, self.wanted(session), stops=True)
+        else:
+            answer = super().ask(gang, (claim.member, *request[1:]), silence_s)
+        if name.isupper() and was_open and before is not None:
+            assert not before.reason, "a dump has lost to a choice"
+            assert gang.attempt is before, "a dump has lost to a choice"
+        return answer
+
+    def heard(self, player: Player, answer: Answer) -> Player:
+        if player.end:
+            return player._replace(end=f"{player.end}, deleted")
+        if answer.ended:  # it waits a little longer, and leaves
+            return player._replace(is_leaving=True)
+        if answer.again:
+            return Player(player.name, player.life + 1, place=-2)
+        if player.place == -2 and answer.state is State.MET:
+            return player._replace(place=-1, epoch=answer.epoch, ballot=answer.epoch)  # after which it has looked
+        heard = super().heard(player, answer)
+        return heard._replace(place=4) if heard.place == 1 else heard  # who has dumped has passed all phases
+
+    def check(self, state: Model) -> None:
+        attempt = state.gang.attempt
+        if attempt is not None and attempt.is_decided and attempt.join.act == "choose":
+            looked = [
+                player.ballot for player in state.players if player.epoch == attempt.epoch and player.name.isupper()
+            ]
+            assert min(looked) >= state.gang._dumped or attempt.epoch < state.gang._dumped, "of lists that are too old"
+        self.ends.add(tuple(player.end for player in state.players))
+
+
+@pytest.mark.parametrize("crashed", ["", "a"])
+def test_who_comes_for_a_choice_waits_for_dumps_and_ends(crashed: str) -> None:
+    """Old containers are dumped and end, new ones come, in every order: nothing is lost, and nobody waits in vain."""
+    explorer = Replaced("ab", crashed=crashed)
+    assert explorer.run() > 1000
+    assert explorer.last
+    for state in explorer.last:
+        old, new = state.players[:2], state.players[2:]
+        assert {one.end for one in old} <= ({"met, deleted"} if not crashed else {"over, deleted", "dead, deleted"})
+        assert len({one.end for one in new}) == 1, state
+        assert new[0].end.startswith("met"), state
+
+
+class Hasty(Replaced):
+    """Does not ask whether a dump has begun since it has looked for its own."""
+
+    def ask(self, gang: Gang, request: Sent, silence_s: float = 0.0) -> Answer:
+        if request[3] == "join" and request[0].isupper():
+            request = (*request[:2], math.inf, *request[3:])  # type: ignore[assignment]
+        return super().ask(gang, request, silence_s)
+
+
+def test_the_explorer_finds_a_choice_of_lists_that_are_too_old() -> None:
+    explorer = Hasty("ab")
+    with pytest.raises(AssertionError):
+        explorer.run()
+
+
+def test_a_dump_of_one_container_waits_for_that_of_another_of_its_member() -> None:
+    gang, wanted = make_gang(), Join("dump", 2)
+    old, new = Claim("a", "a0", life="old"), Claim("a", "a1", life="new")
+    assert gang.join(old, wanted, stops=True).epoch == 1
+    assert gang.join(new, wanted, stops=True).state is State.WAIT
+    assert gang.attempt is not None
+    assert not gang.attempt.reason
+    gang.leave(old._replace(epoch=1), "it has failed")
+    assert gang.join(new, wanted, stops=True).epoch == 2
+    assert gang.join(new._replace(session="a2"), wanted).epoch == 3, "the same container: its earlier dump has ended"
+
+
+def test_of_two_containers_that_come_for_a_choice_the_last_one_counts() -> None:
+    gang, wanted = make_gang(), Join("choose", 2)
+    for session in ("a0", "a1"):
+        assert gang.join(Claim("a", session), wanted, after=0).epoch == 1
+    gang.meet(Claim("a", "a1", epoch=1), Phase.CHOSEN)
+    assert gang.meet(Claim("a", "a0", epoch=1), Phase.CHOSEN).state is State.OVER
+    gang.join(Claim("b", "b0"), wanted, after=0)
+    assert gang.meet(Claim("b", "b0", epoch=1), Phase.CHOSEN).state is State.MET
+
+
+def test_a_member_that_has_ended_is_named_and_not_waited_for() -> None:
+    gang, wanted = make_gang(), Join("dump", 3)
+    gang.report_end(Life("2", "x", "n2"), "exit code 1")
+    for name in "01":
+        gang.join(Claim(name, name), wanted, stops=True)
+        answer = gang.meet(Claim(name, name, epoch=1), Phase.ARRIVED)
+        assert answer.ended == ("2 has ended without a checkpoint: exit code 1" if name == "1" else "")
+    over = gang.leave(Claim("0", "0", epoch=1), "within 2 s", Phase.ARRIVED)
+    assert over.short
+    assert "2 (has ended without a checkpoint: exit code 1) did not reach 'arrived' within 2 s" in over.reason
+    assert gang.join(Claim("2", "2"), wanted).state is State.MET, "it was made again"
+    gang.join(Claim("0", "00"), wanted)
+    gang.join(Claim("1", "11"), wanted)
+    assert gang.meet(Claim("0", "00", epoch=2), Phase.ARRIVED).ended == ""
+
+
+def test_an_end_of_an_earlier_container_ends_no_dump_of_the_next() -> None:
+    gang, wanted = make_gang(), Join("dump", 2)
+    gang.join(Claim("a", "a1", "n1", life="new"), wanted)
+    for life in (Life("a", "old", "n1"), Life("a", "new", "n2")):  # late; forged by another node
+        gang.report_end(life, "exit code 1")
+        assert gang.meet(Claim("a", "a1", "n1", 1), Phase.ARRIVED).state is State.WAIT
+    gang.report_end(Life("a", "new", "n1"), "exit code 1")
+    assert gang.meet(Claim("a", "a1", "n1", 1), Phase.ARRIVED).short
+
+
+def test_a_container_whose_node_is_lost_is_waited_for_until_it_is_forgotten() -> None:
+    gang = make_gang()
+    gang.join(Claim("a", "a0", "n1", life="x"), Join("dump", 2), stops=True)
+    gang.leave(Claim("a", "a0", "n1", epoch=1), "failed")
+    assert "containers of a are being stopped" in gang.settle().reason
+    gang.report_end(Life("a", "x", "n2"), "")  # another node cannot say so
+    (life,) = gang.ending
+    gang.forget(life)
+    assert gang.settle().state is State.MET

@@ -24,7 +24,7 @@ from ocihook.checkpoints.gang_note import GangNote, read_note, write_note
 from ocihook.cli import gang as command
 from ocihook.config import Settings
 from ocihook.container.identity import gang_ref
-from ocihook.errors import ConfigError, GangError, IntegrityError
+from ocihook.errors import ConfigError, DumpUnderWay, GangError, IntegrityError, MembersMissing
 from ocihook.gang import coordinator as coordinator_module
 from ocihook.gang.certificates import ServerTls, client_tls
 from ocihook.gang.completion import report_complete
@@ -32,7 +32,7 @@ from ocihook.gang.coordinator import Coordinator
 from ocihook.gang.cut import End, contradictions, ends_of_nobody
 from ocihook.gang.epochs import Epochs
 from ocihook.gang.link import Link
-from ocihook.gang.membership import Attendance, GangJoined, find_attendance, join
+from ocihook.gang.membership import Attendance, Choice, Coming, GangJoined, Gather, find_attendance, join
 from ocihook.gang.participant import Membership
 from ocihook.gang.protocol import GATHERING_S, PHASES, Answer, Claim, Decided, Gang, Join, Phase, State
 from ocihook.gang.server import MAX_REQUEST_BYTES, serve
@@ -248,7 +248,7 @@ def test_who_is_stopped_alone_calls_the_others(serving: Serving, journals: list[
 
     def join_called(journal: Journal, to: str) -> Attendance:
         gang = GangRef("", "job", "b", 2, 0)
-        return join(journal, Patience(), gang, "dump", link=serving.link, timeout_s=LIMIT_S, called=to)
+        return join(journal, Patience(), gang, "dump", link=serving.link, timeout_s=LIMIT_S, coming=Coming(to))
 
     assert calls(wait_s=0) == []
     alone = serving.member(journals[0], "a")
@@ -686,3 +686,106 @@ def test_one_number_of_two_coordinators_is_not_one_dump(serving: Serving, journa
     join(journals[1], Patience(), second, "restore", link=serving.link, timeout_s=LIMIT_S)
     with pytest.raises(GangError, match="b is restored from epoch 5, others from epoch 5 of another coordinator"):
         alone.meet("addresses")
+
+
+def stopped(serving: Serving, journal: Journal, name: str, *, ends_within_s: float = LIMIT_S) -> Attendance:
+    gang, coming = GangRef("", "job", name, 2), Coming("", f"container {name}", ends_within_s)
+    patience = Patience(timeout_s=LIMIT_S)
+    return join(journal, patience, gang, "dump", link=serving.link, timeout_s=LIMIT_S, coming=coming)
+
+
+def report_end(serving: Serving, name: str, why: str = "") -> None:
+    request = {"verb": "ended", "namespace": "", "gang": "job", "member": name, "life": f"container {name}", "why": why}
+    serving.link.ask(request, Patience(timeout_s=LIMIT_S))
+
+
+def choice(serving: Serving, name: str) -> Choice:
+    return Choice(GangRef("", "job", name, 2), Patience(timeout_s=LIMIT_S), link=serving.link, timeout_s=LIMIT_S)
+
+
+def test_who_chooses_waits_for_a_dump_and_for_the_ends_behind_it(serving: Serving, journals: list[Journal]) -> None:
+    hasty = choice(serving, "a")
+    hasty.settle()
+    members = [stopped(serving, journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    with pytest.raises(DumpUnderWay, match="a dump of the gang, attempt 1, has begun"):
+        hasty.ask(["job/1/x"])
+    with ThreadPoolExecutor() as pool:
+        settled = pool.submit(hasty.settle)
+        assert both(members, "dumped", {n: {"ends": [], "checkpoint": {}} for n in (0, 1)}) == [{}, {}]
+        report_end(serving, "a")
+        assert not settled.done(), "b has not ended"
+        report_end(serving, "b")
+        settled.result(LIMIT_S)
+    other = choice(serving, "b")
+    other.settle()
+    with ThreadPoolExecutor() as pool:
+        chosen = [pool.submit(one.ask, ["job/1/x"]) for one in (hasty, other)]
+        assert [one.result(LIMIT_S) for one in chosen] == ["job/1/x"] * 2
+
+
+def test_who_chooses_does_not_wait_for_a_node_that_is_lost(serving: Serving, journals: list[Journal]) -> None:
+    member = stopped(serving, journals[0], "a", ends_within_s=0.1)
+    with pytest.raises(MembersMissing, match=r"within 0.1 s \(gang_gather_s\)"):
+        member.meet("arrived", gather=Gather(LIMIT_S, 0.1, ""))
+    choice(serving, "b").settle()  # within the time of the test: nothing is reported
+
+
+def test_a_dump_is_over_when_a_member_ends(serving: Serving, journals: list[Journal]) -> None:
+    member = stopped(serving, journals[0], "a")
+    with ThreadPoolExecutor() as pool:
+        meeting = pool.submit(member.meet, "arrived")
+        report_end(serving, "b", "exit code 7")
+        with pytest.raises(MembersMissing, match="b has ended without a checkpoint: exit code 7"):
+            meeting.result(LIMIT_S)
+
+
+def test_members_that_come_one_after_the_other_are_all_waited_for(serving: Serving, journals: list[Journal]) -> None:
+    gather = Gather(LIMIT_S, 4.0, "")
+    three = [GangRef("", "job", name, 3) for name in "abc"]
+    link, patience = serving.link, Patience(timeout_s=LIMIT_S)
+    members = [
+        join(journal, patience, gang, "dump", link=link, timeout_s=LIMIT_S)
+        for journal, gang in zip(journals[:2], three[:2], strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        met = [pool.submit(member.meet, "arrived", gather=gather) for member in members]
+        time.sleep(2.5)  # waits: for less than the gap
+        members.append(join(journals[2], patience, three[2], "dump", link=link, timeout_s=LIMIT_S))
+        time.sleep(2.5)  # waits: until the gap behind the second is over
+        met.append(pool.submit(members[2].meet, "arrived", gather=gather))
+        assert [one.result(LIMIT_S) for one in met] == [{}] * 3
+
+
+def test_an_earlier_release_of_a_node_ends_no_dump_either(serving: Serving, journals: list[Journal]) -> None:
+    members = [serving.member(journal, name) for journal, name in zip(journals, "ab", strict=False)]
+    with pytest.raises(GangError, match="a dump of the gang, attempt 1, has begun"):
+        serving.member(journals[2], "c", act="choose")
+    assert both(members, "dumped", {n: {"ends": [], "checkpoint": {}} for n in (0, 1)}) == [{}, {}]
+
+
+def test_an_earlier_release_of_the_coordinator_settles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Earlier(Coordinator):
+        def handle(self, node: str, request: Mapping[str, Any]) -> dict[str, Any]:
+            if request["verb"] == "settle":
+                raise GangError("not a valid request of a member: 'settle' is not one of join, meet")
+            return super().handle(node, {key: value for key, value in request.items() if key != "after"})
+
+    monkeypatch.setattr("ocihook.gang.server.Coordinator", Earlier)
+    serving = Serving(tmp_path)
+    asking = [choice(serving, name) for name in "ab"]
+    with ThreadPoolExecutor() as pool:
+        for one in asking:
+            one.settle()
+        chosen = [pool.submit(one.ask, ["job/1/x"]) for one in asking]
+        assert [one.result(LIMIT_S) for one in chosen] == ["job/1/x"] * 2
+
+
+def test_a_malformed_end_changes_nothing(serving: Serving, journals: list[Journal]) -> None:
+    member = stopped(serving, journals[0], "a")
+    for request in ({"why": "x"}, {"member": "b"}):
+        with pytest.raises(GangError):
+            serving.link.ask({"verb": "ended", "namespace": "", **request}, Patience(timeout_s=LIMIT_S))
+    report_end(serving, "a", "")  # it was dumped, it is said: the dump goes on without that
+    assert member.attempt
+    other = stopped(serving, journals[1], "b")
+    assert both([member, other], "dumped", {n: {"ends": [], "checkpoint": {}} for n in (0, 1)}) == [{}, {}]
