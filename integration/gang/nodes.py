@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.containerd.engine import Containerd
 from integration.journals import sessions
 from integration.namespace import wait_for
 from integration.net.engine import BRIDGE, NetPodman
 from tests.fakes.authority import Authority
 
+Node = NetPodman | Containerd
 LIMIT_S = 120.0  # of a meeting; a loaded machine takes its time
 _PORT = 7443
 
@@ -71,14 +73,14 @@ def serve_nodes(nodes: Sequence[NetPodman], host: str = "127.0.0.1", timeout_s: 
     return Coordinator(nodes[0], host)
 
 
-def epochs(node: NetPodman, gang: str = "job") -> tuple[list[int], dict[str, list[str]]]:
+def epochs(node: Node, gang: str = "job") -> tuple[list[int], dict[str, list[str]]]:
     """Return which epochs of a gang are complete, and which members the others lack."""
     gangs = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
     found = next(one for one in gangs if one["gang"] == gang)
     return found["epochs"], found["incomplete"]
 
 
-def attempt(node: NetPodman, gang: str = "job") -> dict[str, Any]:
+def attempt(node: Node, gang: str = "job") -> dict[str, Any]:
     """Return what is known of the last attempt of a gang."""
     gangs = json.loads(node.ocihook("gang", "status", "--json"))["gangs"]
     found: dict[str, Any] = next((one for one in gangs if one["gang"] == gang), {})

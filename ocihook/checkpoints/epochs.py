@@ -34,6 +34,10 @@ class Epochs:
             return 0
         return max(0, max(2, _number(container.gang_size)) - self._here(container))
 
+    def missing_of_node(self, container: ContainerRef) -> int:
+        """Return how many of those are missing that were dumped on the same node: all others may be elsewhere."""
+        return max(0, _number(container.gang_here) - self._here(container)) if container.gang else 0
+
     def _here(self, container: ContainerRef) -> int:
         return len(self._members.get(container.gang, ()))
 

@@ -45,9 +45,10 @@ class Listed(NamedTuple):
     is_used: bool = False  # by a restore or a push
     push: Push | None = None  # that is due
     gang: str = ""  # GANG/EPOCH/ATTEMPT of the dump of a gang that it is part of
-    gang_missing: int = 0  # members of that which are not complete here; of a gang on several nodes, they are elsewhere
     member: str = ""  # whose newest checkpoint `latest` means
     owner: str = ""  # of its pod
+    gang_missing: int = 0  # members of that which are not complete here
+    gang_elsewhere: int = 0  # of these, those that were dumped on other nodes: a node does not know what they have
 
     @property
     def is_on_its_way(self) -> bool:
@@ -174,6 +175,7 @@ def list_checkpoints(store: Store) -> list[Listed]:
                 gang_missing=epochs.missing(m.container),
                 member=lineage(m.container),
                 owner=owner_name(m.container),
+                gang_elsewhere=epochs.missing(m.container) - epochs.missing_of_node(m.container),
             )
             for m in manifests
         ]

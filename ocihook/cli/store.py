@@ -158,7 +158,10 @@ def _state(row: listing.Listed) -> str:
 
 def _gang(row: listing.Listed) -> str:
     name = "/".join(row.gang.split("/")[:2])
-    return f"{name}, lacks {row.gang_missing}" if row.gang_missing else name
+    lacks, elsewhere = row.gang_missing - row.gang_elsewhere, row.gang_elsewhere
+    return ", ".join(
+        [name, *([f"lacks {lacks}"] if lacks else []), *([f"{elsewhere} on other nodes"] if elsewhere else [])]
+    )
 
 
 def percent(row: listing.Listed) -> str:

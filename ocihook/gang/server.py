@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ocihook import __version__
 from ocihook.errors import OcihookError, plain
 from ocihook.gang.certificates import ServerTls
 from ocihook.gang.coordinator import Coordinator
@@ -69,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Report all gangs."""
         try:
             self._peer()
-            self._say(HTTPStatus.OK, {"gangs": self._coordinator.status()})
+            self._say(HTTPStatus.OK, {"version": __version__, "gangs": self._coordinator.status()})
         except PermissionError as error:
             self._say(HTTPStatus.FORBIDDEN, {"error": str(error)})
         except (OcihookError, OSError) as error:

@@ -102,8 +102,9 @@ def _why(call: Call) -> str:
     stop = read_stop(call.container_id)
     if stop is not None and stop.is_over:
         return "it was stopped"
-    if any(_was_out_of_memory(directory) for directory in cgroups_of(call)):
-        return "it ran out of memory"
+    with contextlib.suppress(OcihookError, OSError):  # the runtime may not know it any more
+        if any(_was_out_of_memory(directory) for directory in cgroups_of(call)):
+            return "it ran out of memory"
     return next(_exit_codes(call.container_id), _UNKNOWN)
 
 

@@ -237,12 +237,12 @@ class Stopping:
         it, the rest of its gang would wait for its engine's patience to end: it is killed.
         """
         call = Call.parse(self._kept.program, self._stop.words)
-        settings = self._load()
         is_heeded = self._stop.init is None or has_effect(self._stop.init.pid, signal_of(call))
-        if is_heeded or not is_alone(stopping_dir(Path(settings.store_dir), self._id)):
-            return call.words[len(call.prefix) :]
-        log.info("container %s is killed: %s has no effect on it", self._kept.container, signal_of(call))
-        return ["kill", self._id, "KILL"]
+        with contextlib.suppress(ConfigError):  # it is reported, and the signal delivered
+            if not is_heeded and is_alone(stopping_dir(Path(self._load().store_dir), self._id)):
+                log.info("container %s is killed: %s has no effect on it", self._kept.container, signal_of(call))
+                return ["kill", self._id, "KILL"]
+        return call.words[len(call.prefix) :]
 
     def _call(self, *words: str) -> subprocess.CompletedProcess[str]:
         call = Call.parse(self._kept.program, [*self._kept.prefix, *words])

@@ -10,7 +10,7 @@ from ocihook.criu.version import find_program
 from ocihook.errors import plain
 from ocihook.linux import soft_dirty
 from ocihook.linux.patience import Patience
-from ocihook.node.doctor import container, handler, left_locks, machine, network, node, store
+from ocihook.node.doctor import container, gangs, handler, left_locks, machine, network, node, store
 from ocihook.node.doctor.host_memory import HOST_MEMORY, check_host_memory
 from ocihook.node.install import NODE, apply_install, default_libexec, goes_on_tracking, listen, plan_install
 from ocihook.preflight.checks import CHECKS, alike_as_one, lasting, run
@@ -24,7 +24,9 @@ _PROGRAMS = ("criu", "runc", "crun", "podman", "containerd", "crio")
 def check_node() -> list[Finding]:
     """Run every check of the node; those that call programs run at the same time."""
     tracking = partial(node.check_tracking, works=soft_dirty.works())
-    return _run_all((*machine.CHECKS, *node.CHECKS, tracking, *network.CHECKS, *handler.CHECKS, *store.CHECKS))
+    return _run_all(
+        (*machine.CHECKS, *node.CHECKS, tracking, *network.CHECKS, *handler.CHECKS, *store.CHECKS, *gangs.CHECKS)
+    )
 
 
 def check_container(name: str) -> list[Finding]:
@@ -55,6 +57,7 @@ def _check_container(observe: Callable[[], Observation]) -> list[Finding]:
     others = _run_all(
         [
             *(partial(check, seen) for check in container.CHECKS),
+            partial(gangs.check_gang, seen),
             partial(check_host_memory, seen, marks_writes=soft_dirty.works()),
         ]
     )
