@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ocihook import __version__
 from ocihook.checkpoints.gang_note import GangNote, read_note, write_note
 from ocihook.cli import gang as command
 from ocihook.config import Settings
@@ -497,13 +498,13 @@ def test_certificates_may_change_while_a_coordinator_serves(tmp_path: Path, capl
     directory = old.give(tmp_path / "coordinator", "coordinator")
     serving = Serving(tmp_path, ServerTls(directory), old.give(tmp_path / "old", "node"))
     renewed = serving.link._replace(tls_dir=str(new.give(tmp_path / "new", "node")))
-    assert serving.link.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    assert serving.link.ask(None, Patience(timeout_s=LIMIT_S)) == {"version": __version__, "gangs": []}
     shutil.copytree(new.give(tmp_path / "next", "coordinator"), directory, dirs_exist_ok=True)
     with pytest.raises(GangError, match="certificate verify failed"):
         serving.link.ask(None, Patience(timeout_s=LIMIT_S))
-    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"version": __version__, "gangs": []}
     shutil.copy(tmp_path / "old/tls.crt", directory)  # and its key is not there yet
-    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"gangs": []}
+    assert renewed.ask(None, Patience(timeout_s=LIMIT_S)) == {"version": __version__, "gangs": []}
     assert "what was read before is used further" in caplog.text
 
 
