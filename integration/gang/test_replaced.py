@@ -59,11 +59,11 @@ def test_who_is_made_while_others_are_dumped_continues_from_that(make_node: Make
         stops = [pool.submit(mesh.stop, number) for number in range(2)]
         wait_for("the dump", lambda: _members(node) == {"0": "dumped", "1": "held"})
         first = pool.submit(mesh.make, 0, 1)
-        wait_for("the new one to wait", lambda: "attempt 1, a dump, is under way" in node.agent_log())
+        wait_for("the new one to wait", lambda: "a dump, is under way" in node.agent_log())
         node.namespace.path("/run/ocihook/go").touch()
         _finish(*stops, first, pool.submit(mesh.make, 1, 1))
         mesh.assert_flows()
-        assert epochs(node)[0] == [1]
+        assert len(epochs(node)[0]) == 1
 
         first = pool.submit(mesh.make, 0, 2)  # before the others are stopped
         wait_for("it to ask", lambda: (attempt(node)["act"], _members(node)) == ("choose", {"0": "joined"}))
@@ -92,7 +92,7 @@ def test_who_has_crashed_is_not_waited_for(make_node: MakeNode, order: str) -> N
     reason = attempt(nodes[0])["reason"]
     assert "1" in reason, reason
     assert "has ended without a checkpoint: " in reason, reason
-    assert "is killed: TERM has no effect on it" in nodes[0].agent_log()
+    assert "is killed: its stop signal has no effect on it" in nodes[0].agent_log()
     assert epochs(nodes[0])[0] == []
     assert not nodes[0].is_running("job0")
 

@@ -240,7 +240,7 @@ class Stopping:
         is_heeded = self._stop.init is None or has_effect(self._stop.init.pid, signal_of(call))
         with contextlib.suppress(ConfigError):  # it is reported, and the signal delivered
             if not is_heeded and is_alone(stopping_dir(Path(self._load().store_dir), self._id)):
-                log.info("container %s is killed: %s has no effect on it", self._kept.container, signal_of(call))
+                log.info("container %s is killed: its stop signal has no effect on it", self._kept.container)
                 return ["kill", self._id, "KILL"]
         return call.words[len(call.prefix) :]
 
