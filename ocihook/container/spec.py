@@ -21,6 +21,7 @@ from ocihook.container.program import Program, read_program
 from ocihook.container.seccomp import Seccomp, parse_seccomp
 from ocihook.container.spec_mounts import STORAGE, Mount, parse_mounts
 from ocihook.errors import UnsupportedError
+from ocihook.linux.node_names import node_names
 
 _IMAGES = ("io.kubernetes.cri-o.ImageRef", "io.kubernetes.cri.image-name")  # of CRI-O, a digest; of containerd
 _SETS = ("bounding", "effective", "permitted", "inheritable", "ambient")
@@ -138,12 +139,13 @@ def _rights(config: Mapping[str, Any], bundle: Path) -> Rights:
 
 
 def _own_names(config: Mapping[str, Any], bundle: Path) -> set[str]:
-    """Return the names, ids and addresses by which the container and its pod are known."""
+    """Return the names, ids and addresses by which the container, its pod and this node are known."""
     notes = {str(name): str(text) for name, text in (config.get("annotations") or {}).items()}
     container = container_ref(notes, container_id="", runtime="", bundle="")
     ids = {container.pod_uid, notes.get("io.kubernetes.cri.sandbox-id", ""), *_IDS.findall(str(bundle))}
     names = {str(config.get("hostname") or ""), container.pod_name}
-    return {*ids, *(name[:_SHORT_ID] for name in ids if _IDS.fullmatch(name)), *names, *_addresses(config, names)}
+    short = {name[:_SHORT_ID] for name in ids if _IDS.fullmatch(name)}
+    return {*ids, *short, *names, *_addresses(config, names), *node_names()}
 
 
 def _addresses(config: Mapping[str, Any], names: set[str]) -> set[str]:

@@ -167,7 +167,8 @@ def run_from(known: Known, name: str, given: Sequence[str]) -> Made:
     program = _check_ready(known.container.runtime, wanted_name)
     recipe = None if given else _recipe(known)
     words = given if recipe is None else _words(recipe)
-    notes = {"restore-from": known.id, "on-no-checkpoint": "fail", "on-restore-error": "fail"}
+    notes = {"restore-from": known.id, "restore-on-change": "true", "on-no-checkpoint": "fail"}
+    notes["on-restore-error"] = "fail"
     options = [f"--annotation={ANNOTATION_PREFIX}{key}={value}" for key, value in notes.items()]
     options += [f"--name={wanted_name}"] if wanted_name else []
     with tempfile.TemporaryDirectory(prefix="ocihook-") as scratch:

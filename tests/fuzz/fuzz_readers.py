@@ -25,6 +25,7 @@ with atheris.instrument_imports(include=["ocihook"]):
     from ocihook.belongings.bringing import bring
     from ocihook.belongings.saving import Writer
     from ocihook.checkpoints.gang_note import decode_note as decode_gang_note
+    from ocihook.criu.file_images import Moved, moved_paths
     from ocihook.criu.images import parse_dump_stats, parse_pagemap, parse_processes
     from ocihook.criu.proto import message_class
     from ocihook.criu.socket_images import FilesImage
@@ -128,6 +129,8 @@ def criu_images(data: bytes) -> None:
 
 def sockets(data: bytes) -> None:
     """Take the bytes as files.img, whose magics are put right, and as a note about a network, likewise sealed."""
+    with contextlib.suppress(OcihookError):
+        moved_paths(struct.pack("<II", 0x54564319, 0x56303138) + data, lambda path: Moved(f"{path}x", 1))
     try:
         image = FilesImage(struct.pack("<II", 0x54564319, 0x56303138) + data)
         same = {sock.id: sock.ends for sock in image.sockets}

@@ -1,6 +1,8 @@
 """Which changes of arguments, environment and working directory make another program, and which name another pod."""
 
 import json
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ocihook.container import spec
 from ocihook.container.program import Program, changes_of_program, read_program
 from ocihook.container.spec import SpecFacts, spec_facts
 from ocihook.errors import NoCheckpoint, ProgramChanged, UnsupportedError
+from ocihook.linux.node_names import node_names
 from ocihook.runtime.gate import Kind, check_spec, compare
 from ocihook.session.record import from_json, to_json
 
@@ -146,6 +150,33 @@ def test_the_own_names_within_values_do_not_count(tmp_path: Path) -> None:
     assert other == now
     peers = [pod("job-abcde", args=[f"--peer={peer}"]) for peer in ("job-0", "job-1")]
     assert {one.kind for one in compare(*peers)} == {Kind.PROGRAM}
+
+
+def test_the_names_of_the_node_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the downward API gives them to an agent's client, under any variable."""
+
+    def made(node: str, address: str) -> SpecFacts:
+        monkeypatch.setattr(spec, "node_names", lambda: {node, address})
+        return pod(
+            "job-abcde", args=[f"--node={node}"], env=env(f"DD_AGENT_HOST={address}", f"OTEL=http://{address}:4317")
+        )
+
+    then, now = made("n1", "10.0.0.1"), made("n2", "10.0.0.2")
+    assert compare(then, now) == ()
+    monkeypatch.setattr(spec, "node_names", set)
+    other = pod("job-abcde", args=["--node=n3"], env=env("DD_AGENT_HOST=10.0.0.1", "OTEL=http://10.0.0.1:4317"))
+    assert [one.what for one in compare(then, other)] == [
+        "arguments differ (1): argument 0 (--node) is the first that differs"
+    ]
+
+
+def test_the_node_has_names() -> None:
+    found = node_names()
+    assert os.uname().nodename in found | {"localhost"}
+    assert not found & {"127.0.0.1", "::1", "localhost"}
+    listed = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True, timeout=30).stdout
+    addresses = {line.split()[3].partition("/")[0] for line in listed.splitlines() if " lo " not in line}
+    assert addresses <= found
 
 
 def test_a_host_name_that_is_also_an_argument_stays_one() -> None:
