@@ -13,6 +13,7 @@ from ocihook.preflight.participant import Preflight
 from ocihook.session.participant import Participant
 from ocihook.stages.awaited_memory import ChosenSnapshot, EarlierSnapshot
 from ocihook.stages.noted_origin import NotedOrigin
+from ocihook.stages.one_at_a_time import OneAtATime
 from ocihook.stages.page_images import PageImages
 from ocihook.stages.quiesce import Quiesce
 from ocihook.stages.stored_pages import StoredPages
@@ -20,6 +21,7 @@ from ocihook.stages.until_started import UntilStarted
 
 _ORDER: tuple[type[Participant], ...] = (
     UntilStarted,  # freezes what is restored, and not started yet
+    OneAtATime,  # a second dump of the container does not begin
     Membership,  # the other containers of the job come to the same moment, or none does
     EarlierDumps,  # an engine's own dumps build on each other only where no page can be missing
     ReadPages,  # most host memory is read, once all stand still and CRIU is about to begin
