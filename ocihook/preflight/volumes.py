@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ocihook.container.atomic_volumes import AtomicVolume, data_directory, read_atomic_volumes
+from ocihook.linux.open_files import resolve_inside
 from ocihook.preflight.check import Check
 from ocihook.preflight.finding import Problem, fail, warn
 from ocihook.preflight.observation import Observation
@@ -23,7 +24,7 @@ _CLOSE = "have the application close it, or read a copy elsewhere"
 def _dated_path(seen: Observation) -> Iterator[Problem]:
     """What cannot be moved to the volume of another pod, or is moved by the handler alone."""
     config = seen.container.config if seen.container else {}
-    places = {place for place, source in _sources(config) if _SOURCE.fullmatch(source)}
+    places = dict(_places(seen.init_pid, config))
     volumes: dict[str, AtomicVolume] | None = None
     for pid, path in sorted(set(_used(seen))):
         found = _DATED.fullmatch(path)
@@ -34,7 +35,7 @@ def _dated_path(seen: Observation) -> Iterator[Problem]:
         who, place = seen.who(pid), found["place"]
         if data_directory(Path(f"/proc/{pid}/root{place}")) != found["directory"]:
             yield fail(f"{who} uses {path}, to which no `..data` leads: a new pod does not have that directory", _CLOSE)
-        elif _is_unknown(volumes.get(place), found["name"] or ""):
+        elif _is_unknown(volumes.get(places[place]), found["name"] or ""):
             yield fail(
                 f"{who} uses {path}, which is larger than what a checkpoint can compare with a new pod's", _CLOSE
             )
@@ -43,9 +44,12 @@ def _dated_path(seen: Observation) -> Iterator[Problem]:
             yield warn(detail, "restore it by the runtime handler (ocihook.io/restore-from): it looks for the new name")
 
 
-def _sources(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    mounts = config.get("mounts") or ()
-    yield from ((os.path.normpath(str(m.get("destination"))), str(m.get("source"))) for m in mounts)
+def _places(init_pid: int, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the places of volumes of a pod, as the kernel has them and as they are configured."""
+    for mount in config.get("mounts") or ():
+        if _SOURCE.fullmatch(str(mount.get("source"))):
+            place = os.path.normpath(str(mount.get("destination")))
+            yield resolve_inside(init_pid, place), place
 
 
 def _is_unknown(volume: AtomicVolume | None, name: str) -> bool:

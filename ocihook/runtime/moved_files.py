@@ -5,7 +5,8 @@ path is rewritten, where the new file has the same content, or a content that is
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,30 @@ def move_volumes(
     sources = {os.path.normpath(str(m["destination"])): Path(str(m.get("source"))) for m in config.get("mounts") or ()}
 
     def move(path: str) -> Moved | None:
-        place = next((place for place in then if path.startswith(f"{place}/{then[place].directory}/")), "")
-        place = place or next((place for place in then if path == f"{place}/{then[place].directory}"), "")
-        return _move(path, place, then[place], now.get(place), sources.get(place)) if place else None
+        for place, where in _places_of(path, then):
+            return _move(path, where, then[place], now.get(place), sources.get(place))
+        return None
 
     return move_paths(images, move)
+
+
+def _places_of(path: str, then: Mapping[str, AtomicVolume]) -> Iterator[tuple[str, str]]:
+    """Yield the volumes that a path may be in, the likeliest first, each with its place as the path has it.
+
+    A place in the configuration may lead through links of the image: /var/run/secrets is /run/secrets.
+    """
+    found = []
+    for place, volume in then.items():
+        where, is_in, _ = f"{path}/".partition(f"/{volume.directory}/")
+        if is_in:
+            found.append((_common_end(place, where), place, where))
+    yield from ((place, where) for _, place, where in sorted(found, reverse=True))
+
+
+def _common_end(one: str, other: str) -> int:
+    """Return how many names at the end of two paths are equal."""
+    pairs = zip(reversed(one.split("/")), reversed(other.split("/")), strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _move(path: str, place: str, then: AtomicVolume, now: AtomicVolume | None, source: Path | None) -> Moved | None:

@@ -83,7 +83,7 @@ OLD, NEW = f"{PLACE}/..2026_01_01_10", f"{PLACE}/..2026_01_01_12"
 def test_paths_lead_to_the_new_directory(tmp_path: Path) -> None:
     new_files = {**FILES, "token": token("another"), "ca.crt": "-----BEGIN CERTIFICATE-----\n2 and more"}
     then, now = write_volume(tmp_path / "a", "10", FILES), write_volume(tmp_path / "b", "12", new_files)
-    other = regular("/srv/log") + regular(f"{PLACE}x/..2026_01_01_10/config") + regular(f"{OLD}0/config")
+    other = regular("/srv/log") + regular(f"{PLACE}x/..2026_01_01_1/config") + regular(f"{OLD}0/config")
     image = (
         other
         + regular(f"{OLD}/config")
@@ -120,6 +120,24 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, used: str, files: Mappi
     with pytest.raises(UnsupportedError, match=why):
         moved(tmp_path, regular("/x") + regular(f"{OLD}/{used}"), then, now)
     assert (tmp_path / FILES_NAME).read_bytes() == MAGICS + regular("/x") + regular(f"{OLD}/{used}")
+
+
+def test_a_place_behind_a_link_of_the_image(tmp_path: Path) -> None:
+    """/var/run leads to /run, which is in paths; two volumes that were written at once are told by their places."""
+    volumes = {
+        f"/var/run/secrets/{name}": [
+            write_volume(tmp_path / f"{name}{time}", time, {"token": f"{name}"}) for time in ("10", "12")
+        ]
+        for name in ("one", "two")
+    }
+    before, after = (
+        {"mounts": [{"destination": place, "source": str(pair[at])} for place, pair in volumes.items()]}
+        for at in (0, 1)
+    )
+    (tmp_path / FILES_NAME).write_bytes(MAGICS + regular("/run/secrets/two/..2026_01_01_10/token"))
+    assert move_volumes(tmp_path, read_atomic_volumes(before), read_atomic_volumes(after), after)
+    moved_to = MAGICS + regular("/run/secrets/two/..2026_01_01_12/token")
+    assert (tmp_path / FILES_NAME).read_bytes() == moved_to
 
 
 def test_a_file_that_an_update_had_removed_is_left_to_criu(tmp_path: Path) -> None:

@@ -30,7 +30,12 @@ def volume(tmp_path: Path) -> Path:
 
 
 def findings(
-    volume: Path, path: str, how: str = "open", notes: dict[str, str] = HANDLED, **changes: Any
+    volume: Path,
+    path: str,
+    how: str = "open",
+    notes: dict[str, str] = HANDLED,
+    place: Path | None = None,
+    **changes: Any,
 ) -> list[Finding]:
     """Return what the checks find in a process that uses a path."""
     pid = os.getpid()  # whose root is the node's
@@ -43,7 +48,7 @@ def findings(
         used={"cwd": file} if how == "cwd" else {},
         maps=maps,
     )
-    mounts = {"mounts": [{"destination": str(volume), "source": str(volume), "type": "bind"}]}
+    mounts = {"mounts": [{"destination": str(place or volume), "source": str(volume), "type": "bind"}]}
     container = RunningContainer("0717d827f3ce", "runc", pid, "", notes, mounts)
     return run(Observation(init_pid=pid, processes=(process,), container=container), CHECKS)
 
@@ -70,6 +75,15 @@ def test_a_directory_to_which_no_link_leads_is_refused(volume: Path, link: str |
 
 def test_a_file_that_an_update_has_removed_is_for_other_checks(volume: Path) -> None:
     assert findings(volume, f"{volume}/..2026_11_26_09_00_00.1/config", is_deleted=True) == []
+
+
+def test_a_place_behind_a_link(volume: Path, tmp_path: Path) -> None:
+    """As /var/run, which is /run in many images."""
+    (tmp_path / "link").symlink_to(volume.parent)
+    (volume / "..data").unlink()
+    configured = tmp_path / "link/app"
+    found = findings(volume, f"{volume}/{DIRECTORY}/config", place=configured)
+    assert [one.status for one in found] == [Status.FAIL]
 
 
 def test_what_is_too_large_to_compare_is_refused(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
