@@ -122,6 +122,8 @@ def _optional(name: str) -> PutBack:
 
 
 def _count(copy: int, before: str, after: str) -> None:
+    if int(before) > _MOST_COUNT:
+        raise ValueError("no counter is so large")
     add_count(copy, int(before) - int(after))
 
 
@@ -172,6 +174,7 @@ def _is_same_mitigation(before: str, after: str, _here: ContainerState) -> bool:
     return before == after or not of_thread
 
 
+_MOST_COUNT = (1 << 64) - 2  # of an eventfd: a write beyond waits for a reader (eventfd(2))
 _STATUS = "task/TID/status"
 _CRIU_ON_MEMORY = {
     "wf": "kept from CRIU 4.2 on", "dp": "kept from CRIU 4.2 on", "lf": "locked at once", "sl": "lost", "sf": "lost",

@@ -7,7 +7,10 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
+
+from ocihook.linux.mounts import is_in_memory
 
 _OF_NODE = ("security.selinux", "security.ima", "security.evm", "trusted.overlay.")  # made by the node itself
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -55,16 +58,28 @@ def _text(path: str, *, is_link: bool = False) -> str:
 
 
 def set_attributes(pid: int, path: str, text: str) -> None:
-    """Give a file the attributes that `read_attributes` has named.
+    """Give a file the attributes that `read_attributes` has named; it is in memory, and none are the node's.
 
     Raises:
         OSError, ValueError: if it is not there, or cannot have them.
     """
     parent, _, name = path.rstrip("/").rpartition("/")
     with _opened(pid, parent, "/proc") as directory:
-        for attribute in text.split():
-            key, _, value = attribute.partition("=")
-            os.setxattr(f"/proc/self/fd/{directory}/{name}", key, bytes.fromhex(value), follow_symlinks=False)
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            _set(Path(f"/proc/self/fd/{fd}"), text)
+        finally:
+            os.close(fd)
+
+
+def _set(file: Path, text: str) -> None:
+    if not is_in_memory(file):
+        raise ValueError("its file system is not in memory")
+    for attribute in text.split():
+        key, _, value = attribute.partition("=")
+        if key.startswith(_OF_NODE):
+            raise ValueError(f"{key} is the node's")
+        os.setxattr(file, key, bytes.fromhex(value))
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def lock(fd: int, value: str) -> None:
 
 
 def add_count(fd: int, count: int) -> None:
-    """Add to the counter of an eventfd; less than 0 cannot be."""
+    """Add to the counter of an eventfd, which has room for that; less than 0 cannot be."""
     if count < 0:
         raise ValueError("a counter cannot be made smaller without its readers")
     os.eventfd_write(fd, count)  # it has room for what was in it

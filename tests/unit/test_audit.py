@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -392,9 +393,16 @@ def test_limits_of_inner_cgroups_are_put_back(proc: FakeProc, tmp_path: Path) ->
         assert reader.inner_cgroup(name) is None
 
 
-def test_attributes_of_files_in_memory_are_put_back(tmp_path: Path) -> None:
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory on a tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        yield Path(made)
+
+
+def test_attributes_of_files_in_memory_are_put_back(in_memory: Path, tmp_path: Path) -> None:
     """Links are not followed: what they lead to is not the container's."""
-    me, directory = os.getpid(), tmp_path.resolve()
+    me, directory = os.getpid(), in_memory
     (directory / "in").mkdir()
     (directory / "in/named").touch()
     (directory / "out").symlink_to(directory / "in")
@@ -413,6 +421,10 @@ def test_attributes_of_files_in_memory_are_put_back(tmp_path: Path) -> None:
     assert os.getxattr(directory / "in/named", "user.state") == attribute
     with pytest.raises(OSError, match=r"out|Not a directory"):
         row.put_back(Target(me, path=f"{directory}/out/named"), wanted, "")
+    with pytest.raises(ValueError, match="the node's"):
+        row.put_back(Target(me, path=f"{directory}/in"), "security.selinux=00", "")
+    with pytest.raises(ValueError, match="not in memory"):
+        row.put_back(Target(me, path=str(tmp_path)), wanted, "")
     assert dict(read_attributes(me, f"{directory}/out")) == {}
     before = ContainerState(places={"file /tmp/a": {"attributes": wanted}})
     (lost,) = compare(before, ContainerState())
