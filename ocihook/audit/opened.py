@@ -5,6 +5,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ocihook.audit.state import Values
 from ocihook.linux.descriptors import copy_descriptor
@@ -23,6 +24,7 @@ _DETAILS = {
 }
 _COUNT = re.compile(r"^eventfd-count:\s+(\w+)", re.MULTILINE)
 _TICKS_WHEN_OFF = re.compile(r"^ticks: (\d+)\n(?:.*\n)*?it_value: \(0, 0\)\nit_interval: \(0, 0\)", re.MULTILINE)
+_MEMFD = "/memfd:"
 # To close a copy of another file may write it back, or wait for a server that is stopped (NFS, FUSE).
 _COPIED = ("socket", "pipe", "memfd")
 _MOST_TEXT = 4000  # characters of a value
@@ -30,6 +32,14 @@ _MOST_INFO_BYTES = 1 << 16  # of a fdinfo, that is read at once
 _MOST_FILES = 1000  # that are looked at beyond their kind; a socket takes some 40 us
 
 Owner = Callable[[tuple[int, int]], str]
+
+
+class _Met(NamedTuple):
+    """A descriptor that was met, and what another one of the same open file is."""
+
+    pid: int
+    fd: int
+    again: Values
 
 
 class OpenFiles:
@@ -44,7 +54,7 @@ class OpenFiles:
         """
         self._owner, self._proc = owner, proc
         self._known: dict[object, Values] = {}
-        self._met: dict[object, tuple[int, int, str]] = {}  # pid and number of a descriptor, and what it is called
+        self._met: dict[object, _Met] = {}  # by number, and by what they are called in /proc
         self._left = _MOST_FILES
         self.unread = 0  # descriptors of which only the kind is known
 
@@ -54,43 +64,43 @@ class OpenFiles:
         copies = _Copies(pid)
         for fd in sorted(map(int, listed(f"{self._proc}/{pid}/fd"))):
             with contextlib.suppress(OSError):  # it was closed meanwhile
-                link = os.readlink(f"{self._proc}/{pid}/fd/{fd}")
-                values = self._file(pid, fd, link, key, copies)
-                found[str(fd)] = self._known.setdefault(tuple(values.items()), values)
+                found[str(fd)] = self._inherited(pid, fd) or self._file(pid, fd, key, copies)
         copies.close()
         return found
 
-    def _file(self, pid: int, fd: int, link: str, key: str, copies: "_Copies") -> dict[str, str]:
+    def _inherited(self, pid: int, fd: int) -> Values | None:
+        """Return what a descriptor is that another process has with the same number; None if it is another file."""
+        met = self._met.get(fd)
+        return met.again if met is not None and is_same_open_file(pid, fd, met.pid, met.fd) else None
+
+    def _file(self, pid: int, fd: int, key: str, copies: "_Copies") -> Values:
         """Return what a descriptor is; of an open file that was met before, only with which descriptor."""
+        link = os.readlink(f"{self._proc}/{pid}/fd/{fd}")
         kind, _, name = link.partition(":")
-        values = {"kind": name if kind == "anon_inode" else kind if kind in ("socket", "pipe") else "file"}
-        if same := self._same(pid, fd, link, key):
-            return {**values, "same": same}
-        if not self._left:
+        kind = name if kind == "anon_inode" else kind if kind in ("socket", "pipe") else "file"
+        own = _Met(pid, fd, {"kind": kind, "same": f"{key}:{fd}"})
+        self._met.setdefault(fd, own)
+        met = self._met.setdefault(link, own)
+        # Whatever opens a socket, it is the same one.
+        if met is not own and (kind == "socket" or is_same_open_file(pid, fd, met.pid, met.fd)):
+            return met.again
+        if self._left:
+            self._left -= 1
+            values = self._read(pid, fd, kind, copies, is_memfd=link.startswith(_MEMFD))
+        else:
             self.unread += 1
-            return values
-        self._left -= 1
+            values = {"kind": kind}
+        return self._known.setdefault(tuple(values.items()), values)
+
+    def _read(self, pid: int, fd: int, kind: str, copies: "_Copies", *, is_memfd: bool) -> dict[str, str]:
         info = read_file(f"{self._proc}/{pid}/fdinfo/{fd}").decode(errors="replace")
-        values |= {name: _fit(text) for name, text in read_info(info).items()}
-        values |= _details(values["kind"], info)
-        copied = "memfd" if link.startswith("/memfd:") else values["kind"]
+        values = {"kind": kind} | {name: _fit(text) for name, text in read_info(info).items()} | _details(kind, info)
+        copied = "memfd" if is_memfd else kind
         if copied in _COPIED:
             with contextlib.suppress(OSError), copies.copy(fd) as copy:  # it may be no one's to copy
                 values |= read_copy(copy, copied)
                 values |= self._socket(copy) if copied == "socket" else {}
         return values
-
-    def _same(self, pid: int, fd: int, link: str, key: str) -> str:
-        """Return which descriptor met before is the same open file, "" for none; take note of this one."""
-        own = (pid, fd, f"{key}:{fd}")
-        if link.startswith("socket:"):  # whatever opens it, it is the same
-            first = self._met.setdefault(link, own)
-            return "" if first is own else first[2]
-        for place in ((link, fd), link):  # most are inherited, with their number
-            other = self._met.setdefault(place, own)
-            if other is not own and is_same_open_file(pid, fd, other[0], other[1]):
-                return other[2]
-        return ""
 
     def _socket(self, copy: int) -> dict[str, str]:
         values, peer = read_options(copy), peer_ids(copy)
