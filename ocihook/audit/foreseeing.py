@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from ocihook.audit.comparing import Difference
-from ocihook.audit.inheriting import personalities
-from ocihook.audit.mapped import KEY, POLICY
+from ocihook.audit.inheriting import numa_policy, personalities
+from ocihook.audit.mapped import KEY, POLICY, TASK_POLICY
 from ocihook.audit.reading import THREADS_NAMESPACES
 from ocihook.audit.rows import FILE, PROCESS, THREAD
 from ocihook.audit.state import ContainerState, ProcessState
@@ -23,6 +23,8 @@ def foresee(state: ContainerState) -> Iterator[Difference]:
     for pid, process in state.processes.items():
         yield from _of_threads(pid, process)
         yield from _of_memory(pid, process)
+        if process.own.get(TASK_POLICY) and numa_policy(state) is None:
+            yield Difference(PROCESS[TASK_POLICY], pid, "", process.name, process.own[TASK_POLICY], "")
         yield from _of_files(pid, process)
         for tid, values in process.threads.items():
             value = values.get("personality", after)

@@ -4,21 +4,30 @@ CRIU's process waits for us before it makes the first task. It is made to call t
 sets is right in all tasks from the beginning:
 - setgroups(2): CRIU sets the groups of a task that has some. One that has none keeps those of CRIU's caller.
 - keyctl(2): tasks have the session keyring of CRIU's caller, with keys of the node. They get an empty one.
-- personality(2): no image has it.
+- personality(2), set_mempolicy(2): no image has them.
 """
 
 import contextlib
+import sys
 from typing import NamedTuple
 
+from ocihook.audit.mapped import TASK_POLICY
 from ocihook.audit.state import ContainerState
+from ocihook.linux.memory import read_mappings, read_memory
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import status_fields
 from ocihook.linux.ptrace import HeldThread, find_call_instruction
+from ocihook.linux.task_state import parse_cpus
 
 _JOIN_SESSION_KEYRING = 1  # linux/keyctl.h
 # linux/personality.h: ADDR_NO_RANDOMIZE, ADDR_COMPAT_LAYOUT, SHORT_INODE, WHOLE_SECONDS, STICKY_TIMEOUTS. The others
 # would change what CRIU itself maps, or the version of the kernel that it reads.
 _HARMLESS = 0x0040000 | 0x0200000 | 0x1000000 | 0x2000000 | 0x4000000
+# linux/mempolicy.h; the kernel reads as many bits of a mask as it is told, less one.
+_POLICIES = {"prefer": 1, "bind": 2, "interleave": 3, "prefer (many)": 5, "weighted interleave": 6}
+_POLICY_FLAGS = {"": 0, "static": 1 << 15, "relative": 1 << 14}
+_MOST_NODES = 64
+_SEARCHED_BYTES = 1 << 20  # of each mapping
 
 
 class InheritedCall(NamedTuple):
@@ -46,6 +55,42 @@ def inherited_calls(recorded: ContainerState, criu_groups: str) -> list[Inherite
     return calls
 
 
+class NumaPolicy(NamedTuple):
+    """A policy as set_mempolicy(2) takes it."""
+
+    mode: int
+    nodes: int  # a bit for each
+
+    @classmethod
+    def of_text(cls, text: str) -> "NumaPolicy | None":
+        """Return what numa_maps names so ("interleave=static:0-3"); None if it is another."""
+        name, _, nodes = text.partition(":")
+        name, _, flag = name.partition("=")
+        if name not in _POLICIES or flag not in _POLICY_FLAGS:
+            return None
+        numbers = parse_cpus(nodes)  # a list of the same form
+        if not numbers or max(numbers) >= _MOST_NODES:
+            return None
+        return cls(_POLICIES[name] | _POLICY_FLAGS[flag], sum(1 << number for number in numbers))
+
+
+def numa_policy(recorded: ContainerState) -> NumaPolicy | None:
+    """Return the policy that all processes had; None if that is the usual one, or they had several."""
+    found = {process.own.get(TASK_POLICY, "") for process in recorded.processes.values()}
+    return NumaPolicy.of_text(found.pop()) if len(found) == 1 else None
+
+
+def _find_in_memory(pid: int, wanted: bytes) -> int:
+    """Return where a process has some bytes, in a file that it has mapped; 0 if it has not."""
+    content = bytearray(_SEARCHED_BYTES)
+    for mapping in read_mappings(pid):
+        if mapping.inode and mapping.mode.startswith("r"):
+            size = read_memory(pid, memoryview(content)[: mapping.span.size_bytes], mapping.span.start)
+            if (at := content.find(wanted, 0, size)) >= 0:
+                return mapping.span.start + at
+    return 0
+
+
 def personalities(state: ContainerState) -> set[str]:
     """Return those of first threads: CRIU makes other threads from these."""
     return {process.threads.get(pid, {}).get("personality", "0") for pid, process in state.processes.items()}
@@ -59,6 +104,9 @@ def make_inherit(criu_pid: int, recorded: ContainerState, patience: Patience) ->
         GivenUp: if it has ended.
     """
     calls = inherited_calls(recorded, status_fields(criu_pid).get("Groups", ""))
+    policy = numa_policy(recorded)
+    if policy is not None and (at := _find_in_memory(criu_pid, policy.nodes.to_bytes(8, sys.byteorder))):
+        calls.append(InheritedCall("set_mempolicy", (policy.mode, at, _MOST_NODES + 1)))
     instruction = find_call_instruction(criu_pid)
     thread = HeldThread(criu_pid, patience)
     try:

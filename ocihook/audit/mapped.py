@@ -35,12 +35,13 @@ FLAGS = {
     "ui": "memory whose minor faults another program handles (userfaultfd)",
 }
 KEY, NAME, POLICY = "protection key", "memory name", "memory policy"
+TASK_POLICY = "NUMA policy"
 _HEAD = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)")
 _KEY = re.compile(rb"^ProtectionKey:\s+([1-9]\d*)$", re.MULTILINE)
 _POLICY = re.compile(rb"^([0-9a-f]+) (prefer \(many\)\S*|weighted interleave\S*|\S+)", re.MULTILINE)
 _OF_KERNEL = (b"[vdso]", b"[vvar]", b"[vvar_vclock]", b"[vsyscall]", b"[uprobes]")
 _NAMED = re.compile(rb"\[anon(?:_shmem)?:(.*)\]")
-_READ_BYTES = 1 << 16
+_READ_BYTES, _LINE_BYTES = 1 << 16, 64
 _MOST_TEXT = 4000  # characters of a value
 _USUAL = (b"default", b"local")
 _RESIDENT = re.compile(rb"^VmRSS:\s+(\d+) kB", re.MULTILINE)
@@ -80,6 +81,22 @@ class Allowance:
         return time.thread_time() > self._until
 
 
+def read_task_policy(directory: str) -> str:
+    """Return the NUMA policy of a process as the kernel names it, "" for the usual one; that of its first mapping.
+
+    The first mapping is of its program, and it takes no walk to read one line.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(f"{directory}/numa_maps", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            match = _POLICY.match(os.read(fd, _LINE_BYTES))  # waits: no, a file of /proc answers at once
+        finally:
+            os.close(fd)
+        if match and match[2] not in _USUAL:
+            return match[2].decode(errors="replace")
+    return ""
+
+
 def read_mapped(directory: str, status: bytes, allowance: Allowance) -> Values | None:
     """Return what is set for the memory of a process, addresses by the names of rows; None if it was not read.
 
@@ -97,6 +114,8 @@ def read_mapped(directory: str, status: bytes, allowance: Allowance) -> Values |
 
 
 def _places(smaps: bytes, policies: bytes | None) -> Values:
+    first = _POLICY.match(policies or b"")
+    of_task = first[2] if first else b"default"
     places: dict[str, list[tuple[int, int]]] = {}
     ends: dict[int, int] = {}
     for name, start, end in _facts(smaps):
@@ -105,7 +124,7 @@ def _places(smaps: bytes, policies: bytes | None) -> Values:
         ends[start] = end
     for at, policy in _POLICY.findall(policies or b""):
         start = int(at, 16)
-        if policy not in _USUAL and start in ends:
+        if policy not in (*_USUAL, of_task) and start in ends:
             places.setdefault(f"{POLICY} {policy.decode(errors='replace')}", []).append((start, ends[start]))
     return _values(places, is_policy_known=policies is not None)
 

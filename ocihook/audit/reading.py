@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ocihook.audit.mapped import Allowance, read_mapped
+from ocihook.audit.mapped import TASK_POLICY, Allowance, read_mapped, read_task_policy
 from ocihook.audit.opened import OpenFiles
 from ocihook.audit.places import CGROUP, read_cgroups, read_files, read_mounts
 from ocihook.audit.state import ContainerState, ProcessState, Values
@@ -156,6 +156,7 @@ class Reader:
             if _ENDED not in of_thread:
                 threads[own_key] = self._thread(pid, tid, own_key, of_thread)
         own = {**self._own(pid, status), **self._mapped(pid, key, status)}
+        own[TASK_POLICY] = read_task_policy(f"{self._proc}/{pid}")
         return ProcessState(name=_name(status), own=own, threads=threads, files=self._files.of(pid, key))
 
     def _mapped(self, pid: int, key: str, status: bytes) -> Values:

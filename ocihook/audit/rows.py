@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ocihook.audit.mapped import FLAGS, KEY, NAME, POLICY
+from ocihook.audit.mapped import FLAGS, KEY, NAME, POLICY, TASK_POLICY
 from ocihook.audit.places import CGROUP_FILES
 from ocihook.audit.reading import ALL_CPUS
 from ocihook.audit.state import ContainerState
@@ -231,6 +231,7 @@ _PROCESS_ROWS = (
       for name, what in FLAGS.items()),
     Row(KEY, "protection keys of memory", seen="smaps"),
     Row(POLICY, "NUMA policy of memory", seen="numa_maps"),
+    Row(TASK_POLICY, "NUMA policy", seen="numa_maps", inherited="put back if all processes have the same"),
     Row(NAME, "names of memory", seen="smaps", matters=False),
 )  # fmt: skip
 _FILE_ROWS = (

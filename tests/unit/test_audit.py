@@ -16,8 +16,8 @@ import pytest
 
 from ocihook.audit.comparing import compare, in_words
 from ocihook.audit.foreseeing import foresee
-from ocihook.audit.inheriting import InheritedCall, inherited_calls, make_inherit
-from ocihook.audit.mapped import Allowance, read_mapped
+from ocihook.audit.inheriting import InheritedCall, NumaPolicy, inherited_calls, make_inherit, numa_policy
+from ocihook.audit.mapped import Allowance, read_mapped, read_task_policy
 from ocihook.audit.participant import Audit, WipedFacts, audit
 from ocihook.audit.places import tmpfs_places
 from ocihook.audit.reading import ALL_CPUS, Reader
@@ -582,6 +582,38 @@ def test_a_process_is_made_to_pass_on_what_its_children_need(sleeper: Process) -
     make_inherit(sleeper.pid, of_personalities("00040000"), ENDLESS)
     assert read_file(f"/proc/{sleeper.pid}/personality") == b"00040000\n"
     assert sleeper.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("prefer:0", (1, 1)),
+        ("bind=static:0-1", (2 | 1 << 15, 3)),
+        ("interleave=relative:1,3", (3 | 1 << 14, 10)),
+        ("weighted interleave:0", (6, 1)),
+        ("", None),
+        ("bind:", None),
+        ("bind:64", None),
+        ("unknown:0", None),
+    ],
+)
+def test_numa_policies(text: str, policy: tuple[int, int] | None) -> None:
+    assert NumaPolicy.of_text(text) == policy
+    assert numa_policy(of_policies(text, text)) == policy
+    assert numa_policy(of_policies(text, "prefer:7")) is None
+
+
+def of_policies(*policies: str) -> ContainerState:
+    found = {str(pid): ProcessState(name="a", own={"NUMA policy": text}) for pid, text in enumerate(policies)}
+    return ContainerState(processes=found)
+
+
+def test_a_process_passes_its_numa_policy_on(sleeper: Process) -> None:
+    make_inherit(sleeper.pid, of_policies("prefer:0"), ENDLESS)
+    assert read_task_policy(f"/proc/{sleeper.pid}") == "prefer:0"
+    (several,) = foresee(of_policies("prefer:0", ""))
+    assert several.row.name == "NUMA policy"
+    assert list(foresee(of_policies("prefer:0", "prefer:0"))) == []
 
 
 def test_lists_of_processors() -> None:
