@@ -47,7 +47,10 @@ def read_mounts(pid: int, proc: str) -> Iterator[tuple[str, Values]]:
         met[place] = met.get(place, 0) + 1
         name = f"{MOUNT} {place}" if met[place] == 1 else f"{MOUNT} {place} #{met[place]}"
         values = {"file system": system[0], "options": _sorted(fields[5])}
-        values["propagation"] = " ".join(sorted(set(_PEERS.findall(" ".join(fields[6:]))))) or "private"
+        peers = set(_PEERS.findall(" ".join(fields[6:])))
+        if place == "/":  # runtimes make it a slave where the node's own root is shared
+            peers.discard("master")
+        values["propagation"] = " ".join(sorted(peers)) or "private"
         if system[0] in _OPTIONS_OF:
             values["file system options"] = _sorted(system[2])
         yield name, values

@@ -337,7 +337,7 @@ def test_mounts_are_read_and_compared(proc: FakeProc) -> None:
     proc.write(INIT, mountinfo=MOUNTINFO)
     before = read(proc, INIT)
     assert before.places == {
-        "mount /": {"file system": "overlay", "options": "relatime,rw", "propagation": "master"},
+        "mount /": {"file system": "overlay", "options": "relatime,rw", "propagation": "private"},
         "mount /tmp": {
             "file system": "tmpfs", "options": "nosuid,rw", "propagation": "shared",
             "file system options": "rw,size=64k",
