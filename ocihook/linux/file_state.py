@@ -11,7 +11,7 @@ import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SETFL_BITS = os.O_APPEND | os.O_ASYNC | os.O_DIRECT | os.O_NOATIME | os.O_NONBLOCK
-_NO_FLAGS = 0o100000 | os.O_LARGEFILE | os.O_CREAT | os.O_EXCL | os.O_NOCTTY | os.O_TRUNC  # of the call alone
+_SHOWN = _SETFL_BITS | os.O_ACCMODE | os.O_CLOEXEC | os.O_SYNC | os.O_DSYNC | os.O_PATH  # others are of the call alone
 _GETOWN_EX, _SETSIG, _GETSIG = 16, 10, 11
 _GETPIPE_SZ, _SETPIPE_SZ = 1032, 1031
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -28,7 +28,7 @@ def read_info(info: str) -> dict[str, str]:
     """Return what proc_pid_fdinfo(5) says of any file: its flags, and the locks that are held through it."""
     found = {}
     if match := _FLAGS.search(info):
-        found["flags"] = f"{int(match[1], 8) & ~_NO_FLAGS:o}"
+        found["flags"] = f"{int(match[1], 8) & _SHOWN:o}"
     found["locks"] = ", ".join(sorted(" ".join(match) for match in _HELD.findall(info)))
     return found
 
