@@ -4,7 +4,7 @@ CRIU's process waits for us before it makes the first task. It is made to call t
 sets is right in all tasks from the beginning:
 - setgroups(2): CRIU sets the groups of a task that has some. One that has none keeps those of CRIU's caller.
 - keyctl(2): tasks have the session keyring of CRIU's caller, with keys of the node. They get an empty one.
-- personality(2), set_mempolicy(2): no image has them.
+- personality(2), set_mempolicy(2), what prctl(2) says of speculation: no image has them.
 """
 
 import contextlib
@@ -27,6 +27,15 @@ _HARMLESS = 0x0040000 | 0x0200000 | 0x1000000 | 0x2000000 | 0x4000000
 _POLICIES = {"prefer": 1, "bind": 2, "interleave": 3, "prefer (many)": 5, "weighted interleave": 6}
 _POLICY_FLAGS = {"": 0, "static": 1 << 15, "relative": 1 << 14}
 _MOST_NODES = 64
+# linux/prctl.h, and what proc_pid_status(5) calls them: only what is switched off need be said.
+_SET_SPECULATION = 53
+_SPECULATIONS = {0: "Speculation_Store_Bypass", 1: "SpeculationIndirectBranch"}
+_SPECULATION_CONTROLS = {
+    "thread mitigated": 4,
+    "thread force mitigated": 8,
+    "conditional disabled": 4,
+    "conditional force disabled": 8,
+}
 _SEARCHED_BYTES = 1 << 20  # of each mapping
 
 
@@ -52,6 +61,10 @@ def inherited_calls(recorded: ContainerState, criu_groups: str) -> list[Inherite
         value = found.pop()
         if value and not value & ~_HARMLESS:
             calls.append(InheritedCall("personality", (value,)))
+    for number, name in _SPECULATIONS.items():
+        controls = {_SPECULATION_CONTROLS.get(value, 0) for value in _of_first_threads(recorded, name)}
+        if len(controls) == 1 and (control := controls.pop()):
+            calls.append(InheritedCall("prctl", (_SET_SPECULATION, number, control, 0, 0)))
     return calls
 
 
@@ -93,7 +106,11 @@ def _find_in_memory(pid: int, wanted: bytes) -> int:
 
 def personalities(state: ContainerState) -> set[str]:
     """Return those of first threads: CRIU makes other threads from these."""
-    return {process.threads.get(pid, {}).get("personality", "0") for pid, process in state.processes.items()}
+    return {value or "0" for value in _of_first_threads(state, "personality")}
+
+
+def _of_first_threads(state: ContainerState, name: str) -> set[str]:
+    return {process.threads.get(pid, {}).get(name, "") for pid, process in state.processes.items()}
 
 
 def make_inherit(criu_pid: int, recorded: ContainerState, patience: Patience) -> None:

@@ -206,8 +206,10 @@ _THREAD_ROWS = (
     Row("THP_enabled", "use of huge pages (PR_SET_THP_DISABLE)", criu="kept", seen=_STATUS),
     Row("untag_mask", "tagged addresses", seen=_STATUS),
     Row("x86_Thread_features", "shadow stack", criu="kept from CRIU 4.2 on", seen=_STATUS),
-    Row("Speculation_Store_Bypass", "speculative store bypass", is_same=_is_same_mitigation, seen=_STATUS),
-    Row("SpeculationIndirectBranch", "indirect branch speculation", is_same=_is_same_mitigation, seen=_STATUS),
+    Row("Speculation_Store_Bypass", "speculative store bypass", is_same=_is_same_mitigation, seen=_STATUS,
+        inherited="put back if all processes have the same"),
+    Row("SpeculationIndirectBranch", "indirect branch speculation", is_same=_is_same_mitigation, seen=_STATUS,
+        inherited="put back if all processes have the same"),
     *(Row(f"{kind} namespace", f"{kind} namespace of its own", is_right=True, criu="kept, but not of single threads",
           seen="ns/")
       for kind in ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")),

@@ -85,14 +85,14 @@ _MACHINES: Mapping[str, _Machine] = {
     "x86_64": _Machine(
         27, b"\x0f\x05", 16, 10, (14, 13, 12, 7, 9, 8), 10, 15, True,
         {"madvise": 28, "mmap": 9, "clone": 56, "wait4": 61, "exit_group": 231, "close_range": 436,
-         "personality": 135, "setgroups": 116, "keyctl": 250, "set_mempolicy": 238},
+         "personality": 135, "setgroups": 116, "keyctl": 250, "set_mempolicy": 238, "prctl": 157},
     ),
     # arch/arm64/include/uapi/asm/ptrace.h: x0 to x30, sp, pc, pstate. The kernel winds an interrupted call back
     # before a tracer looks; a timed wait then starts over.
     "aarch64": _Machine(
         34, b"\x01\x00\x00\xd4", 32, 8, (0, 1, 2, 3, 4, 5), 0, None, False,
         {"madvise": 233, "mmap": 222, "clone": 220, "wait4": 260, "exit_group": 94, "close_range": 436,
-         "personality": 92, "setgroups": 159, "keyctl": 219, "set_mempolicy": 237},
+         "personality": 92, "setgroups": 159, "keyctl": 219, "set_mempolicy": 237, "prctl": 167},
     ),
 }  # fmt: skip
 

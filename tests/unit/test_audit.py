@@ -578,6 +578,27 @@ def test_what_tasks_inherit_from_criu() -> None:
         assert inherited_calls(of_personalities(*others), "") == [KEYRING]
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "arguments"),
+    [
+        ("Speculation_Store_Bypass", ["thread mitigated"] * 2, (53, 0, 4, 0, 0)),
+        ("Speculation_Store_Bypass", ["thread force mitigated"], (53, 0, 8, 0, 0)),
+        ("SpeculationIndirectBranch", ["conditional disabled"], (53, 1, 4, 0, 0)),
+        ("SpeculationIndirectBranch", ["conditional force disabled"], (53, 1, 8, 0, 0)),
+        ("Speculation_Store_Bypass", ["thread mitigated", "thread vulnerable"], None),
+        ("Speculation_Store_Bypass", ["not vulnerable"], None),
+        ("SpeculationIndirectBranch", ["always disabled"], None),
+    ],
+)
+def test_speculation_that_was_switched_off(name: str, before: list[str], arguments: tuple[int, ...] | None) -> None:
+    found = {
+        str(pid): ProcessState(name="a", threads={str(pid): {name: value}, "99": {name: "?"}})
+        for pid, value in enumerate(before)
+    }
+    calls = [call.arguments for call in inherited_calls(ContainerState(processes=found), "") if call.name == "prctl"]
+    assert calls == ([arguments] if arguments else [])
+
+
 def test_a_process_is_made_to_pass_on_what_its_children_need(sleeper: Process) -> None:
     make_inherit(sleeper.pid, of_personalities("00040000"), ENDLESS)
     assert read_file(f"/proc/{sleeper.pid}/personality") == b"00040000\n"
