@@ -41,6 +41,7 @@ from ocihook.net.netlink import load_messages
 from ocihook.runtime.announced import has_announcements, has_due_announcements, tend_announcements
 from ocihook.runtime.claims import has_claims, has_due_claims, tend_claims
 from ocihook.runtime.gang_call import listen, members_that_listen
+from ocihook.runtime.left_behind import has_due_left, has_left, tend_left
 from ocihook.runtime.stop_record import stops_under_way
 from ocihook.runtime.stopping import Stopping, remove_stale
 from ocihook.session.journal import Journal, open_journals, remove_unwritten
@@ -80,11 +81,12 @@ def _complete(settings: Settings) -> None:
 
 def _tend(settings: Settings) -> None:
     tend_announcements(settings)  # first: containers elsewhere wait for it
+    tend_left(settings)
     tend_claims(Path(settings.store_dir), settings.remote)
 
 
 def _holds_claims(settings: Settings) -> bool:
-    return has_claims(Path(settings.store_dir)) or has_announcements(settings)
+    return has_claims(Path(settings.store_dir)) or has_announcements(settings) or has_left(settings)
 
 
 def _has_listeners(settings: Settings) -> bool:
@@ -95,7 +97,9 @@ _STORE = _Background("pending checkpoints", lambda settings: has_pending(Store.o
 _PUSH = _Background("pushes", lambda settings: has_due_pushes(Store.of(settings)), push_due)
 _CLAIMS = _Background(
     "claims of checkpoints",
-    lambda settings: has_due_claims(Path(settings.store_dir)) or has_due_announcements(settings),
+    lambda settings: (
+        has_due_announcements(settings) or has_due_left(settings) or has_due_claims(Path(settings.store_dir))
+    ),
     _tend,
     is_waited_for=True,  # on a node whose processors are busy an announcement would expire
 )

@@ -150,7 +150,7 @@ def prune(
             work = _Work(domain, timeout_s, loss_kept_s, dry_run=dry_run)
             try:
                 work.needs.packs()
-                work.remove(choose(work.manifests(), keep, now_s))
+                work.remove(choose(work.manifests(), keep, now_s, left=domain.marks.left()))
                 work.clear()
                 works.append(work)
             except IntegrityError as error:
@@ -351,22 +351,32 @@ def prune_by_policy(settings: Settings) -> None:
             log.info("removed %s of %s, by the retention configured", name, pruned.where)
 
 
-def choose(manifests: Sequence[StoredManifest], keep: Keep, now_s: float, *, of_all_nodes: bool = False) -> list[str]:
+def choose(
+    manifests: Sequence[StoredManifest],
+    keep: Keep,
+    now_s: float,
+    *,
+    of_all_nodes: bool = False,
+    left: Collection[str] = (),
+) -> list[str]:
     """Return which of all checkpoints, given in order, to remove. Of each container the newest always stays.
 
     The checkpoints of one epoch of a gang are removed together, or stay. An epoch that lacks members counts only beside
-    others that do, and only as long as there is no newer one that is complete.
+    others that do, and only as long as there is no newer one that is complete; so does one that is left behind.
 
     Args:
         manifests: of a domain.
         keep: what stays.
         now_s: since the epoch.
         of_all_nodes: whether they are those of all nodes, as at a remote, and not of one.
+        left: ids of those that are left behind: no new pod resumes from them.
     """
     epochs = Epochs(manifest.container for manifest in manifests)
     is_whole = epochs.is_whole if of_all_nodes else epochs.has_all_of_node
     candidates = [
-        _Candidate(order, _made_s(m), lineage(m.container), m.id, m.container.gang, is_whole(m.container))
+        _Candidate(
+            order, _made_s(m), lineage(m.container), m.id, m.container.gang, is_whole(m.container) and m.id not in left
+        )
         for order, m in enumerate(manifests)
     ]
     going = set(_choose(candidates, keep, now_s))

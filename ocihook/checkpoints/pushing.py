@@ -9,7 +9,7 @@ from ocihook.checkpoints.listing import check_complete
 from ocihook.checkpoints.remote_listing import prune_remote_by_policy
 from ocihook.checkpoints.transfer import Moved, in_parallel
 from ocihook.config import Settings
-from ocihook.errors import ConfigError, OcihookError, RemoteError, plain
+from ocihook.errors import ConfigError, OcihookError, RemoteError, StoreError, plain
 from ocihook.packs.pack import PackFile, PackInfo, PackReader
 from ocihook.packs.pages import Progress, no_progress
 from ocihook.remote.location import open_remote
@@ -35,10 +35,16 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
 
     Raises:
         RemoteError: if the remote cannot be reached, or does not store what it is sent.
-        StoreError: if it is not complete.
+        StoreError: if it is not complete, or is left behind.
         IntegrityError: if the checkpoint is damaged here, or was lost; the remote does not have it then.
     """
     check_complete(domain, checkpoint_id)
+    if domain.marks.is_left(checkpoint_id):
+        raise StoreError(
+            f"checkpoint {checkpoint_id} is not pushed: its container was created again in its own pod, and new pods "
+            "would resume from it",
+            hint="resume from it on this node, by its id",
+        )
     with domain.using(checkpoint_id):
         manifest = domain.read(checkpoint_id)
         layout = domain.layout(manifest)
@@ -62,6 +68,8 @@ def push(domain: Domain, checkpoint_id: str, location: str, *, progress: Progres
             in_parallel(lacking, lambda info: _send(domain, remote, info), domain.patience, progress)
             files = {info: domain.packs_dir / info.name for info in layout.packs}
             remote.commit(checkpoint_id, data, domain.layout_bytes(checkpoint_id), files)
+        if domain.marks.is_left(checkpoint_id):  # since it was begun; who leaves it marks it first, then removes it
+            remote.remove([checkpoint_id])
     return Moved(checkpoint_id, manifest.raw_bytes, size, moved)
 
 

@@ -250,6 +250,8 @@ def _state(known: Announcement, settings: Settings, *, is_stopped: bool) -> tupl
     store, checkpoint_id = Store.of(settings), known.checkpoint
     if known.domain in store.names():
         domain = store.open(known.domain)
+        if domain.marks.is_left(checkpoint_id):
+            return FAILED, "its container was created again in its own pod"
         if checkpoint_id in pending_ids(domain):  # first: it may be completed at any moment
             with contextlib.suppress(IntegrityError):
                 job = read_job(domain, checkpoint_id)

@@ -35,6 +35,7 @@ from ocihook.runtime import waiting
 from ocihook.runtime.announced import Found, find_announced, name_of
 from ocihook.runtime.claims import node_name
 from ocihook.runtime.containers import Kept
+from ocihook.runtime.left_behind import is_restart
 from ocihook.runtime.stop_record import is_stopping
 from ocihook.store.domain import Domain
 from ocihook.store.lineage import domain_name, has_identity, lineage
@@ -154,12 +155,14 @@ def _choose(
         known = [*_here(store, name), *there.known]
         if settings.remote and wanted != LATEST and all(one.id != wanted for one in known):
             known += _ask_remote(settings, name, patience).known
-        found = _find(_usable(known, wanted, kept, store, name, limit), wanted, kept)
+        usable = _usable(known, wanted, kept, store, name, limit)
+        found = _find(_choosable(usable, wanted, kept, policy, store, name), wanted, kept)
         if found is None or wanted == LATEST:
             known += _archived(name, wanted, found.created if found else "", settings, patience)
-        known = _usable(known, wanted, kept, store, name, limit)
+        usable = _usable(known, wanted, kept, store, name, limit)
+        known = _choosable(usable, wanted, kept, policy, store, name)
         found = _find(known, wanted, kept)
-        if ask_gang is not None and not _stays_alone(found, kept, policy):
+        if ask_gang is not None and not _is_restarted(found, kept, policy):
             found = _find_with_gang(known, kept, ask_gang)
         if found is not None:
             return Chosen(Thin(name, found.id), is_restart(kept.container, found.container), found.archive)
@@ -286,8 +289,16 @@ def _related(known: Sequence[Known], kept: Kept) -> list[Known]:
     return [one for one in known if lineage(one.container) == mine or one.container.gang in dumps]
 
 
-def _stays_alone(found: Known | None, kept: Kept, policy: Policy) -> bool:
-    """Return whether the container's pod has restarted it, so that the other members run on."""
+def _choosable(known: list[Known], wanted: str, kept: Kept, policy: Policy, store: Store, name: str) -> list[Known]:
+    """Return what a new pod may resume from by `latest`; for a container that its own pod has restarted, all."""
+    if wanted != LATEST or name not in store.names() or _is_restarted(_find(known, wanted, kept), kept, policy):
+        return known
+    left = store.open(name).marks.left()
+    return [one for one in known if one.id not in left]
+
+
+def _is_restarted(found: Known | None, kept: Kept, policy: Policy) -> bool:
+    """Return whether the container's pod has restarted it, so that it starts from scratch; others of a gang run on."""
     return found is not None and is_restart(kept.container, found.container) and not policy.restore_on_restart
 
 
@@ -488,8 +499,3 @@ def _bring(store: Store, domain: str, remote: str, checkpoint_id: str) -> None:
     wait_on(0)
     pull(store, domain, checkpoint_id, remote, progress=wait_on)
     signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def is_restart(now: ContainerRef, then: ContainerRef) -> bool:
-    """Return whether a container is that of a checkpoint, or in the same pod: it was restarted, and not made again."""
-    return now.id == then.id or (bool(now.pod_uid) and now.pod_uid == then.pod_uid)

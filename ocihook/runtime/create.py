@@ -35,9 +35,10 @@ from ocihook.runtime.call import Call
 from ocihook.runtime.choice import choose
 from ocihook.runtime.claims import is_claimed
 from ocihook.runtime.containers import Kept
+from ocihook.runtime.left_behind import leave_behind
 from ocihook.runtime.restoring import discard, is_unsettled, restore, running_from, settle
-from ocihook.runtime.stop_record import stop_signals
-from ocihook.store.lineage import domain_name
+from ocihook.runtime.stop_record import checkpoint_signals
+from ocihook.store.lineage import domain_name, has_identity
 from ocihook.store.thin import Thin
 
 _CLAIM_POLL_S = 2.0  # between looks at who runs from a checkpoint
@@ -68,7 +69,13 @@ def create(call: Call, wake: Callable[[], object]) -> int:
     policy = read_policy(settings, notes, in_pod=kept.container.is_in_pod)
     if not (policy.restore_from or policy.checkpoint_on_stop):
         call.pass_on()
-    kept = replace(kept, stop_signals=_stop_signals(config, policy))
+    kept = replace(kept, stop_signals=checkpoint_signals(config, policy, kept.container))
+    if policy.checkpoint_on_stop and not has_identity(kept.container):
+        call.say(
+            f"container {kept.container} is not checkpointed when it is stopped: its pod is one of many that are alike "
+            "and none would resume from it. Name a member by ocihook.io/member",
+            "warning",
+        )
     containers.keep(kept)
     if policy.on_member_stop == "checkpoint":
         try:
@@ -82,6 +89,8 @@ def create(call: Call, wake: Callable[[], object]) -> int:
         if not is_unsettled(call.container_id):  # else `delete`, or whoever creates it again, undoes the rest
             containers.forget(call.container_id)
         raise
+    if not policy.restore_from and not policy.restore_on_restart:
+        _leave_behind(call, kept, settings)
     if not policy.checkpoint_on_stop:
         containers.forget(call.container_id)
     return call.pass_on()
@@ -103,12 +112,8 @@ def keep_restored(call: Call) -> NoReturn:
     if not _is_sandbox(notes):
         policy = read_policy(load_settings(), notes, in_pod=kept.container.is_in_pod)
         if policy.checkpoint_on_stop:
-            containers.keep(replace(kept, stop_signals=_stop_signals(config, policy)))
+            containers.keep(replace(kept, stop_signals=checkpoint_signals(config, policy, kept.container)))
     call.pass_on()
-
-
-def _stop_signals(config: Mapping[str, Any], policy: Policy) -> tuple[str, ...]:
-    return stop_signals(config) if policy.checkpoint_on_stop and policy.mode != "off" else ()
 
 
 def _is_sandbox(notes: Mapping[str, str]) -> bool:
@@ -132,7 +137,7 @@ def _is_restored(
         while True:
             chosen = choose(kept, policy, settings, _patience(), gang, partial(call.say, level="info"))
             if chosen.is_restart and not policy.restore_on_restart:
-                call.say(f"container {kept.container} was restarted in its pod, and starts from scratch", "info")
+                _leave_behind(call, kept, settings, chosen.thin)
                 return False
             try:
                 restore(call, kept, config, chosen, settings, policy)
@@ -161,6 +166,19 @@ def _is_restored(
         call.say(message, "warning")
         return False
     return True
+
+
+def _leave_behind(call: Call, kept: Kept, settings: Settings, chosen: Thin | None = None) -> None:
+    """Have no new pod resume from what this pod's container was checkpointed to: it may have been killed as hung."""
+    try:
+        left = leave_behind(kept, settings, chosen)
+    except (OcihookError, OSError) as error:
+        why = f"new pods may resume from its state before its restart: {plain(error)}"
+        call.say(f"container {kept.container}: {why}", "warning")
+        return
+    if chosen is not None or left:
+        ids = f": no new pod resumes from {', '.join(left)}" if left else ""
+        call.say(f"container {kept.container} was restarted in its pod, and starts from scratch{ids}", "info")
 
 
 def _is_to_fail(error: Exception, policy: Policy) -> bool:

@@ -16,7 +16,15 @@ from ocihook.config import apply_annotations, load_settings
 from ocihook.errors import OcihookError, plain
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
-from ocihook.runtime.stop_record import Stop, read_config, read_stop, signal_of, stop_signals, write_stop
+from ocihook.runtime.stop_record import (
+    Stop,
+    checkpoint_signals,
+    read_config,
+    read_stop,
+    signal_of,
+    stop_signals,
+    write_stop,
+)
 
 if TYPE_CHECKING:
     from ocihook.runtime.member_end import MemberEnd
@@ -106,7 +114,7 @@ def _is_wanted(name: str, kept: containers.Kept) -> bool:
     except (OcihookError, OSError) as error:
         log.warning("container %s is stopped as it was made to be: %s", kept.container, plain(error))
         return name in kept.stop_signals
-    return policy.checkpoint_on_stop and policy.mode != "off" and name in stop_signals(config)
+    return name in checkpoint_signals(config, policy, kept.container)
 
 
 def state(call: Call) -> int:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ocihook.config import Policy
 from ocihook.errors import UnsupportedError, reason
 from ocihook.linux.files import replace_file
 from ocihook.linux.procfs import Process, status_fields
+from ocihook.model import ContainerRef
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
 from ocihook.session.record import from_json, to_json
-from ocihook.store.lineage import lineage
+from ocihook.store.lineage import has_identity, lineage
 
 STOP_NAME = "stop.json"  # in the directory of a container
 CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
@@ -99,6 +101,15 @@ def has_effect(pid: int, name: str) -> bool:
     number = int(name) if name.isdigit() else known.value if known is not None else 0
     masks = (int(fields.get(mask, "0"), 16) for mask in ("SigBlk", "SigIgn", "SigCgt"))
     return number == 0 or any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def checkpoint_signals(config: Mapping[str, Any], policy: Policy, container: ContainerRef) -> tuple[str, ...]:
+    """Return the signals of a container that become a checkpoint.
+
+    Replicas of a Deployment without a member's name have none: no container would choose their checkpoints.
+    """
+    is_wanted = policy.checkpoint_on_stop and policy.mode != "off" and has_identity(container)
+    return stop_signals(config) if is_wanted else ()
 
 
 def read_config(kept: containers.Kept) -> Mapping[str, Any]:

@@ -484,7 +484,7 @@ class Domain:
 
     def due_pushes(self) -> list[Push]:
         """Return the complete checkpoints that are to be pushed, the oldest first."""
-        complete = set(self.checkpoint_ids())
+        complete = set(self.checkpoint_ids()) - self.marks.left()
         return [push for push in self.pushes.all() if push.checkpoint_id in complete]
 
     def pin(self, checkpoint_id: str) -> None:

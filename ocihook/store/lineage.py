@@ -65,7 +65,7 @@ def _member_of_owner(container: ContainerRef) -> str:
 def has_identity(container: ContainerRef) -> bool:
     """Return whether a container has an identity of its own, and is not just any replica of a Deployment."""
     stem = _RANDOM.sub("", container.pod_name)
-    return stem == container.pod_name or not _HASH.search(stem)
+    return bool(container.member) or stem == container.pod_name or not _HASH.search(stem)
 
 
 def _member(pod_name: str) -> str:

@@ -1,8 +1,10 @@
-"""Marks on checkpoints of a domain that keep a prune from them: a pin, until it is taken off, and use, while it lasts.
+"""Marks on checkpoints of a domain: pinned, until that is taken off; in use, while that lasts; left behind, for good.
 
     checkpoints/<id>.pin    pinned; empty, or why, if no user did it
     checkpoints/<id>.use    empty: a reader of the checkpoint holds flock shared; what removes it or moves its
                             pages holds it alone, and only for that moment
+    checkpoints/<id>.left   empty: its container was created again in its own pod, and started from scratch; no new
+                            pod resumes from it, and it is not pushed
 
 What is in use keeps its manifest, its layout and so its packs. When a process dies, its use ends.
 """
@@ -44,6 +46,25 @@ class Marks:
             self._pin(checkpoint_id).unlink(missing_ok=True)
             sync_directory(self._directory)
 
+    def leave(self, checkpoint_id: str) -> None:
+        """Leave a checkpoint behind, durably."""
+        replace_file(self._left(checkpoint_id), b"", mode=0o600)
+
+    def is_left(self, checkpoint_id: str) -> bool:
+        """Return whether a checkpoint is left behind."""
+        return self._left(checkpoint_id).exists()
+
+    def left_since_s(self, checkpoint_id: str) -> float:
+        """Return since when, in seconds since the epoch; 0 if it is not."""
+        try:
+            return self._left(checkpoint_id).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def left(self) -> set[str]:
+        """Return all checkpoints that are left behind."""
+        return {path.stem for path in self._directory.glob("*.left")}
+
     def begin_use(self, checkpoint_id: str) -> int:
         """Use a checkpoint until the descriptor that is returned is closed, here and in all processes forked since.
 
@@ -82,6 +103,7 @@ class Marks:
     def forget(self, checkpoint_id: str) -> None:
         """Remove all marks of a checkpoint that is gone; call it in `unless_used`."""
         self._pin(checkpoint_id).unlink(missing_ok=True)
+        self._left(checkpoint_id).unlink(missing_ok=True)
         self._use(checkpoint_id).unlink(missing_ok=True)
 
     def _open(self, checkpoint_id: str) -> int:
@@ -89,6 +111,9 @@ class Marks:
 
     def _pin(self, checkpoint_id: str) -> Path:
         return self._directory / f"{checkpoint_id}.pin"
+
+    def _left(self, checkpoint_id: str) -> Path:
+        return self._directory / f"{checkpoint_id}.left"
 
     def _use(self, checkpoint_id: str) -> Path:
         return self._directory / f"{checkpoint_id}.use"

@@ -29,10 +29,11 @@ from ocihook.linux.procfs import Process, command_line, descendants
 from ocihook.model import ContainerRef
 from ocihook.runtime import cgroups, choice
 from ocihook.runtime.call import Call
-from ocihook.runtime.choice import Known, choose, domains_of, fetch, is_restart, newest
+from ocihook.runtime.choice import Known, choose, domains_of, fetch, newest
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.create import read_policy
 from ocihook.runtime.gate import check_spec
+from ocihook.runtime.left_behind import is_restart
 from ocihook.runtime.restoring import lsm_profile, restore_words
 from ocihook.store.lineage import has_identity, lineage
 from ocihook.store.store import Store
@@ -66,6 +67,7 @@ def test_a_member_may_be_named() -> None:
 
 def test_replicas_of_a_deployment_have_no_identity() -> None:
     assert not has_identity(pod("web-5d78c9869d-bcdfg"))
+    assert has_identity(pod("web-5d78c9869d-bcdfg", member="web")), "unless its owner names one"
     assert has_identity(pod("train-0-bcdfg"))
     assert has_identity(pod("db-0"))
     assert has_identity(ContainerRef(id="1", name="job"))
