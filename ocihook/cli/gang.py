@@ -74,6 +74,8 @@ def status(*, nodes: tuple[str, ...], cri: bool, crictl: str, podman: str, as_js
     for row in found:
         for epoch, missing in row.get("incomplete", {}).items():
             click.echo(printable(f"{row['gang']}: epoch {epoch} is not complete: {', '.join(missing)}"))
+        for member, fate in row.get("missed", {}).items():
+            click.echo(printable(f"{row['gang']}: member {member} {fate}"))
         if reason := row.get("attempt", {}).get("reason"):
             click.echo(printable(f"{row['gang']}: attempt {row['attempt']['epoch']}: {reason}"))
     if running is not None:

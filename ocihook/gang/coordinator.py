@@ -187,6 +187,7 @@ class Coordinator:
         served = self._served.get((epochs.namespace, epochs.name))
         if served is not None:
             with served.changed:
+                found["missed"] = served.gang.missed()
                 if served.gang.attempt is not None:
                     found["attempt"] = _describe(served.gang.attempt)
         return found

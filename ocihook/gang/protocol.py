@@ -478,6 +478,11 @@ class Gang:
         is_calling = attempt is not None and attempt.is_called and len(attempt.seats) < attempt.join.size
         return attempt.id if attempt is not None and is_calling else ""
 
+    def missed(self) -> dict[str, str]:
+        """Return what is known of members that no dump gets: that they are being stopped, or have ended without one."""
+        stopping = {life.member: "is being stopped" for life in self.ending}
+        return {**stopping, **{name: _fate(why) for name, why in self._ended.items()}}
+
     @property
     def standing(self) -> tuple[object, ...]:
         """All that members may wait for: as long as it is the same, who was told to wait would be told so again."""

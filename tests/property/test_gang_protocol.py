@@ -530,6 +530,22 @@ def test_the_explorer_finds_a_choice_of_lists_that_are_too_old() -> None:
         explorer.run()
 
 
+def test_a_coordinator_that_begins_anew_lets_nobody_choose_of_lists_that_are_too_old() -> None:
+    """It has forgotten who is being stopped, but not that a dump was decided since a member has looked."""
+    gang = make_gang()
+    looked = gang.settle()
+    for name in "ab":
+        gang.join(Claim(name, name, life=name), Join("dump", 2), stops=True)
+    for name in "ab":
+        gang.meet(Claim(name, name, epoch=1, life=name), Phase.DUMPED)
+    anew = make_gang(gang.epoch, gang._decided)
+    late = Claim("a", "new")
+    assert anew.join(late, Join("choose", 2), after=looked.epoch).again
+    settled = anew.settle()
+    assert (settled.state, settled.epoch) == (State.MET, 1)
+    assert anew.join(late._replace(session="newer"), Join("choose", 2), after=settled.epoch).state is State.MET
+
+
 def test_a_dump_of_one_container_waits_for_that_of_another_of_its_member() -> None:
     gang, wanted = make_gang(), Join("dump", 2)
     old, new = Claim("a", "a0", life="old"), Claim("a", "a1", life="new")

@@ -738,6 +738,8 @@ def test_a_dump_is_over_when_a_member_ends(serving: Serving, journals: list[Jour
         report_end(serving, "b", "exit code 7")
         with pytest.raises(MembersMissing, match="b has ended without a checkpoint: exit code 7"):
             meeting.result(LIMIT_S)
+    (known,) = serving.link.ask(None, Patience(timeout_s=LIMIT_S))["gangs"]
+    assert known["missed"] == {"a": "is being stopped", "b": "has ended without a checkpoint: exit code 7"}
 
 
 def test_members_that_come_one_after_the_other_are_all_waited_for(serving: Serving, journals: list[Journal]) -> None:
