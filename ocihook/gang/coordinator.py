@@ -224,7 +224,7 @@ def _phase_of(attempt: Attempt, reached: int) -> str:
 def _ask(gang: Gang, node: str, request: Mapping[str, Any], silence_s: float) -> Answer:
     verb, life = request["verb"], str(request.get("life", ""))
     if verb == "settle":
-        return gang.settle(silence_s)
+        return gang.settle(silence_s, (str(request["member"]), node))
     if verb == "ended":
         return gang.report_end(Life(str(request["member"]), life, node), str(request.get("why", "")))
     claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)), life)

@@ -430,17 +430,19 @@ class Gang:
         self._end(attempt, f"{claim.member}: {reason}", is_short=waited_for is Phase.ARRIVED)
         return attempt.over
 
-    def settle(self, silence_s: float = 0.0) -> Answer:
+    def settle(self, silence_s: float = 0.0, own: tuple[str, str] = ("", "")) -> Answer:
         """Let a member that comes for a choice wait until no dump is under way, and who is stopped has ended.
 
         Args:
             silence_s: as `join` has it.
+            own: the member, and its node, which knows itself whether an earlier container of it is being stopped there.
         """
         self._give_up(silence_s)
         if _is_dump(self._open):
             return Answer(State.WAIT, self.epoch, f"attempt {self.epoch}, a dump, is under way")
-        if self.ending:
-            names = ", ".join(sorted({life.member for life in self.ending})[:_SHOWN])
+        ending = {life.member for life in self.ending if (life.member, life.node) != own}
+        if ending:
+            names = ", ".join(sorted(ending)[:_SHOWN])
             return Answer(State.WAIT, self.epoch, f"containers of {names} are being stopped")
         return Answer(State.MET, self.epoch)
 

@@ -599,6 +599,8 @@ def test_a_container_whose_node_is_lost_is_waited_for_until_it_is_forgotten() ->
     gang.join(Claim("a", "a0", "n1", life="x"), Join("dump", 2), stops=True)
     gang.leave(Claim("a", "a0", "n1", epoch=1), "failed")
     assert "containers of a are being stopped" in gang.settle().reason
+    assert gang.settle(own=("a", "n2")).state is State.WAIT
+    assert gang.settle(own=("a", "n1")).state is State.MET, "it is restarted, and its node knows whether it has ended"
     gang.report_end(Life("a", "x", "n2"), "")  # another node cannot say so
     (life,) = gang.ending
     gang.forget(life)
