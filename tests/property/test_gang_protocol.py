@@ -605,3 +605,92 @@ def test_a_container_whose_node_is_lost_is_waited_for_until_it_is_forgotten() ->
     (life,) = gang.ending
     gang.forget(life)
     assert gang.settle().state is State.MET
+
+
+class Job:
+    """A job of three as its controllers treat it: containers are stopped, crash, end and are made in a given order."""
+
+    def __init__(self) -> None:
+        self.gang = make_gang()
+        self.epochs: dict[str, int] = {}  # of members' last dumps
+        self.chosen: dict[str, str] = {}
+        self.stopping: dict[str, Claim] = {}
+        self.asking: dict[
+            str, Claim
+        ] = {}  # who comes for a choice; its epoch: after which it has looked, or that it is in
+
+    def stop(self, name: str) -> None:
+        claim = Claim(name, f"stop {name}", f"node {name}", life=f"old {name}")
+        self.stopping[name] = claim._replace(epoch=self.gang.join(claim, Join("dump", 3), stops=True).epoch)
+
+    def crash(self, name: str) -> None:
+        self.gang.report_end(Life(name, f"old {name}", f"node {name}"), "exit code 1")
+
+    def end(self, name: str) -> None:
+        why = "" if name in self.epochs else "it was stopped"
+        self.gang.report_end(Life(name, f"old {name}", f"node {name}"), why)
+
+    def make(self, name: str) -> None:
+        self.asking[name] = Claim(name, f"make {name} ", f"node of new {name}", life=f"new {name}")
+
+    def go_on(self) -> None:
+        """Let all ask again who wait, until nothing changes."""
+        for phase in (Phase.ARRIVED, Phase.DUMPED):
+            states = {name: self.gang.meet(claim, phase) for name, claim in self.stopping.items()}
+            for name, answer in states.items():
+                if answer.ended:
+                    self.gang.leave(self.stopping[name], "within 2 s", phase)
+                if phase is Phase.DUMPED and self.gang.meet(self.stopping[name], phase).state is State.MET:
+                    self.epochs[name] = self.stopping[name].epoch
+            if any(answer.state is State.OVER for answer in states.values()):
+                self.stopping.clear()
+        for name, claim in [*self.asking.items(), *self.asking.items()]:
+            settled = self.gang.settle(own=(name, claim.node))
+            if settled.state is State.MET and not claim.epoch:
+                session = f"{claim.session}+"
+                joined = self.gang.join(claim._replace(session=session), Join("choose", 3), after=settled.epoch)
+                self.asking[name] = claim._replace(session=session, epoch=joined.epoch)
+            answer = self.gang.meet(self.asking[name], Phase.CHOSEN, about=[CHOICE])
+            if answer.again:
+                self.asking[name] = claim._replace(epoch=0)
+            if answer.state is State.MET:
+                self.chosen[name] = answer.told[CHOICE]
+
+
+_ORDERS = {
+    "a JobSet is made anew after a failure: its workers before its leader has ended": (
+        "crash 2, stop 1, stop 0, end 1, make 1, make 2, end 0, make 0",
+        0,
+    ),
+    "a JobSet is made anew after a failure that comes while all are stopped": (
+        "stop 0, stop 1, crash 2, make 2, end 0, make 0, end 1, make 1",
+        0,
+    ),
+    "a JobSet whose member was evicted calls the others, and all are made anew": (
+        "stop 0, stop 1, stop 2, end 1, end 2, make 1, make 2, end 0, make 0",
+        3,
+    ),
+    "Kueue admits a JobSet again while its pods end": (
+        "stop 0, make 0, stop 1, make 1, make 2, stop 2, end 0, end 1, end 2",
+        3,
+    ),
+    "all are made before any is stopped": ("make 0, make 1, stop 0, stop 1, stop 2, make 2, end 2, end 1, end 0", 3),
+}
+
+
+@pytest.mark.parametrize("name", _ORDERS)
+def test_orders_in_which_controllers_were_seen_to_act(name: str) -> None:
+    order, dumped = _ORDERS[name]
+    job = Job()
+    for step in order.split(", "):
+        what, member = step.split()
+        getattr(job, what)(member)
+        job.go_on()
+    job.go_on()
+    assert len(job.epochs) == dumped
+    assert len(set(job.epochs.values())) <= 1
+    assert set(job.chosen) == {"0", "1", "2"}
+    assert len(set(job.chosen.values())) == 1
+    assert all(int(chosen) > job.epochs.get(member, 0) for member, chosen in job.chosen.items()), (
+        "they looked too early"
+    )
