@@ -16,8 +16,8 @@ RESTORING_NAME = "restoring.json"  # in it: the handler restores it, and holds i
 GANG_SOCKET_NAME = "gang.sock"  # of this node's coordinator of gangs, which speaks HTTP; not for the hook
 PACKET_BYTES = 16384
 
-# Without the inventory, which CRIU writes last, it unlocks the network of a dump that has failed. Nothing is done then
-# but to report why, before the runtime says anything: of what that says, containerd shows the first line.
+# Without the inventory, which CRIU writes last, it unlocks the network of a dump that has failed, and then releases the
+# container. The cause is reported then, before the runtime reports anything, of which containerd shows the first line.
 FAILED_STAGE = "network-unlock"
 DUMP_STAGES = ("pre-dump", "post-dump", FAILED_STAGE)
 DETACHED_STAGE = "detached"  # none of CRIU's: it has detached from a container that runs on, and is kept from its end

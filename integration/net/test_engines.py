@@ -17,6 +17,9 @@ from integration.net.containerd import NetContainerd
 from integration.net.engine import HandledNetPodman, Place
 from integration.net.pair import Pair, endpoints
 from integration.net.traffic import CONNECTIONS, assert_flows
+from integration.podman.engine import IMAGE
+
+GPU_DEVICES = (("/dev/null", "ctl"), (fake_driver.GPU_NODES[3], "0"))
 
 
 @pytest.fixture
@@ -130,10 +133,37 @@ def test_containers_of_a_pod_share_a_network(make_node: MakeNode) -> None:
     assert node.holds("server") == []
 
 
+def test_an_engine_that_thaws_what_has_no_gpu_when_criu_fails(make_node: MakeNode, cuda_files: Path) -> None:
+    """As one does that was restarted: all the time, from when CRIU has all threads and is about to fail."""
+    node = make_node(cuda_files=cuda_files)
+    node.make_place("job", Place.of(1, 1))
+    devices = [f"--device={path}:/dev/nvidia{name}" for path, name in GPU_DEVICES]
+    options = [
+        "--annotation=ocihook.io/preflight=warn",
+        "--network",
+        "ns:/run/netns/job",
+        "--pids-limit",
+        "0",
+        *devices,
+    ]
+    node("run", "--detach", "--name", "job", *options, IMAGE, "/cuda_workload", "16", "children=1", "watch")
+    wait_for("the GPU to be used", lambda: node.count("job")[0] > 2)
+    before = node.count("job")
+    container = node("inspect", "--format", "{{.Id}}", "job").strip()
+    switch, done = f"/sys/fs/cgroup/libpod_parent/libpod-{container}/cgroup.freeze", node.scratch / "done"
+    thaw = f"while [ ! -e {done} ]; do echo 0 >{switch}; sleep 0.002; done"
+    node.act_at("network-lock", f"setsid sh -c '{thaw}' </dev/null >/dev/null 2>&1 & exit 1")
+    try:
+        assert "failed" in node.checkpoint("job", node.scratch / "job.tar", "--leave-running", check=False)
+        node.assert_goes_on("job", before)
+    finally:
+        done.touch()
+    assert all(session["effects"] == [] for session in sessions(node.namespace))
+
+
 def test_gpu_memory_and_connections_together(make_node: MakeNode, cuda_files: Path) -> None:
     node = make_node(cuda_files=cuda_files)
-    devices = [("/dev/null", "ctl"), (fake_driver.GPU_NODES[3], "0")]
-    options = [f"--device={path}:/dev/nvidia{name}" for path, name in devices]
+    options = [f"--device={path}:/dev/nvidia{name}" for path, name in GPU_DEVICES]
     pair = Pair(node, server=("beside", "/cuda_workload", "24"), options=options, tcp="established")
     wait_for("the GPU to be used", lambda: node.count("server")[0] > 2)
     for _ in range(2):

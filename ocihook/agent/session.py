@@ -287,6 +287,8 @@ class Session:
         if request.stage == wire.DETACHED_STAGE and is_kept_from_end(self.journal):
             self._waiting.append(connection)
             return
+        if request.stage == wire.FAILED_STAGE:
+            dump.failed(self.journal)
         if request.stage in (wire.FAILED_STAGE, wire.DETACHED_STAGE):
             self._report(attempt, is_over=False)
             verdict = 0, ""

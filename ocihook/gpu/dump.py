@@ -34,7 +34,7 @@ from ocihook.memory import regions
 from ocihook.memory.clean_pages import readable_bytes
 from ocihook.memory.half_restored import kill
 from ocihook.memory.regions import COPY_TIMEOUT_S, CheckpointedProcess
-from ocihook.memory.standstill import standing_still
+from ocihook.memory.standstill import freeze_apart, standing_still
 from ocihook.packs.packed_manifest import read_manifest
 from ocihook.session.effect import Effect, Facts
 from ocihook.session.journal import Journal
@@ -266,6 +266,17 @@ def checkpoint_gpus(dump: Dump, effect: GpuCheckpointed) -> None:
         phase["bytes"] = sum(part.size_bytes for one in checkpointed for part in one.spans)
     if policy.mode != "off" and policy.gpu_memory == "packs" and not dump.takes_snapshot:
         _move_out(dump, effect, checkpointed, names)
+
+
+def keep_still(journal: Journal) -> None:
+    """Freeze the processes without a GPU, which CRIU is about to release, whatever their engine thaws."""
+    taken = journal.find(GpuCheckpointed)
+    if taken is None:
+        return
+    try:
+        freeze_apart(journal, [process.pid for process in taken.alive.values()], undone_last=True)
+    except (OcihookError, OSError) as error:
+        log.warning("container %s: its engine could let it run without its GPU: %s", journal.container, error)
 
 
 def held_on(gpus: Sequence[Device], pid: int) -> dict[str, int]:

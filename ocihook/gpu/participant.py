@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ocihook.errors import OcihookError
-from ocihook.gpu.dump import GpuCheckpointed, GpuFacts, checkpoint_gpus, lock_gpus, moved_regions
+from ocihook.gpu.dump import GpuCheckpointed, GpuFacts, checkpoint_gpus, keep_still, lock_gpus, moved_regions
 from ocihook.gpu.processes import find_gpu_processes
 from ocihook.gpu.restore import (
     TargetFacts,
@@ -14,7 +14,7 @@ from ocihook.gpu.restore import (
     resume_gpus,
 )
 from ocihook.memory.half_restored import note_half_restored
-from ocihook.memory.standstill import freeze_apart, freeze_restored
+from ocihook.memory.standstill import freeze_restored
 from ocihook.session.participant import CallFacts, Dump, Participant, Restore
 
 if TYPE_CHECKING:
@@ -55,12 +55,8 @@ class Gpu(Participant):
     def after_images(self, dump: Dump) -> str:
         """Return what the checkpoint has beside CRIU's images; what runs on does not before it has its GPU."""
         dump.moved = moved_regions(dump.journal)
-        taken = dump.journal.find(GpuCheckpointed)
-        if taken is not None and dump.journal.facts(CallFacts).leave_running:
-            try:
-                freeze_apart(dump.journal, [process.pid for process in taken.alive.values()], undone_last=True)
-            except (OcihookError, OSError) as error:
-                log.warning("container %s: its engine could let it run without its GPU: %s", dump.container, error)
+        if dump.journal.facts(CallFacts).leave_running:
+            keep_still(dump.journal)
         return ""
 
     def check(self, restore: Restore) -> None:

@@ -12,6 +12,7 @@ from ocihook.container.conmon import conmon_name
 from ocihook.container.identity import container_ref, gang_ref, grace_of
 from ocihook.container.runtime_call import RuntimeCall, find_runtime_call, read_annotations
 from ocihook.errors import OcihookError
+from ocihook.gpu.dump import keep_still
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.memory.standstill import Paused
@@ -80,6 +81,11 @@ def post_dump(
     messages = [participant.after_images(dump) for participant in reversed(participants())]
     patience.check()
     return " ".join(filter(None, messages))
+
+
+def failed(journal: Journal) -> None:
+    """Keep still what must not run when CRIU, which has failed, releases the container."""
+    keep_still(journal)
 
 
 def detached(
