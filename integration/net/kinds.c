@@ -1,8 +1,8 @@
 /* A process with a socket of each kind, and the stranger to whom they are connected.
  *
  * The stranger's ports: 9000 echoes, 9001 closes at once, 9002 never reads, 9003 sends 200,000 bytes, 9004 closes when its
- * peer does, 9005 has no room for one connection more; a datagram to 9000 is echoed, one to 9005 says to which of the
- * sender's ports to connect. `kinds` prints `ready` when it holds them all; on USR1 it uses each and prints `kind NAME: ...`
+ * peer does, 9005 has no room for one connection more, 9006 sends 100 bytes, an urgent one, and 100 more; a datagram to
+ * 9000 is echoed, one to 9005 says to which of the sender's ports to connect. `kinds` prints `ready` when it holds them all; on USR1 it uses each and prints `kind NAME: ...`
  * with what every call returned, and then `used`.
  */
 #include "peer.h"
@@ -25,7 +25,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-enum { ECHO = 9000, CLOSES, DEAF, SENDS, PATIENT, FULL, OWN_PORT = 9100, QUEUED = 200000, WAIT_MS = 20000, AWHILE_MS = 200 };
+enum { ECHO = 9000, CLOSES, DEAF, SENDS, PATIENT, FULL, URGES, OWN_PORT = 9100, QUEUED = 200000, WAIT_MS = 20000, AWHILE_MS = 200, URGED = 100 };
 
 /* ---- the stranger ---- */
 
@@ -43,6 +43,8 @@ static void *converse(void *argument)
     int fd = (int)(one->port >> 16), port = one->port & 0xffff;
     if (port == SENDS && send(fd, buffer, sizeof buffer, MSG_NOSIGNAL) < 0)
         fail("send");
+    if (port == URGES && (send(fd, buffer, URGED, 0) < 0 || send(fd, "!", 1, MSG_OOB) < 0 || send(fd, buffer, URGED, 0) < 0))
+        fail("urge");
     if (port != CLOSES)
         while ((got = recv(fd, echoed, sizeof echoed, 0)) > 0)
             if (port == ECHO && send(fd, echoed, (size_t)got, MSG_NOSIGNAL) < 0)
@@ -102,7 +104,7 @@ static void *datagrams_at(void *argument)
 void stranger(char **addresses)
 {
     for (; *addresses; addresses++) {
-        for (int port = ECHO; port <= FULL; port++)
+        for (int port = ECHO; port <= URGES; port++)
             start(listen_at, *addresses, port);
         if (!strchr(*addresses, ':')) {
             start(datagrams_at, *addresses, ECHO);
@@ -257,6 +259,20 @@ static int make_receive_queue(void)
         usleep(200000);
     return fd;
 }
+
+static int urged(int is_inline)
+{
+    int fd = connected(URGES);
+    if (setsockopt(fd, SOL_SOCKET, SO_OOBINLINE, &is_inline, sizeof is_inline))
+        fail("urged");
+    while (waiting(fd, SIOCINQ) < URGED)
+        usleep(20000);
+    usleep(AWHILE_MS * 1000); /* for the rest */
+    return fd;
+}
+
+static int make_urgent(void) { return urged(0); }
+static int make_urgent_inline(void) { return urged(1); }
 
 static int make_time_wait(void)
 {
@@ -438,6 +454,16 @@ static void use_queue(int fd)
     tell("then", all < QUEUED ? got : 0);
 }
 
+static void use_urgent(int fd)
+{
+    char buffer[3 * URGED];
+    int all = 0;
+    ssize_t got;
+    while (all < 2 * URGED && (got = receive_soon(fd, buffer, sizeof buffer)) > 0)
+        all += (int)got;
+    printf(" received=%d", all);
+}
+
 static void use_unsent(int fd)
 {
     printf(" unsent=%d", waiting(fd, SIOCOUTQ) > 0);
@@ -554,6 +580,8 @@ static const struct {
     {"options", make_options, use_options},
     {"segments", make_segments, use_segments},
     {"segments6", make_segments6, use_segments6},
+    {"urgent", make_urgent, use_urgent}, /* only if they are asked for: they are refused */
+    {"urgent-inline", make_urgent_inline, use_urgent},
     {"mptcp", make_mptcp, use_nothing}, /* only if it is asked for: it cannot be dumped */
 };
 enum { ALL = sizeof table / sizeof *table };
@@ -564,7 +592,7 @@ static void on_usr1(int signal_number) { (void)signal_number; asked = 1; }
 static int is_wanted(const char *name, char **names)
 {
     if (!*names)
-        return strcmp(name, "mptcp") && strcmp(name, "ping");
+        return strcmp(name, "mptcp") && strcmp(name, "ping") && strncmp(name, "urgent", 6);
     while (*names && strcmp(name, *names))
         names++;
     return *names != NULL;

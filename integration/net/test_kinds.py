@@ -197,6 +197,20 @@ def test_close_and_rules_of_an_annotation_and_an_address_of_the_link(make_node: 
     assert_gave(found, {kind: gives[kind] for kind, gives in expected.items()}, HERE)
 
 
+def test_urgent_data_is_refused_by_name(make_node: MakeNode) -> None:
+    """CRIU stops reading at an urgent byte: it fails, or has the connection go on without what follows."""
+    node = make_node()
+    node.make_place("stranger", STRANGER)
+    node.make_place("kinds", HERE)
+    node.spawn_peer("stranger", "stranger", STRANGER.four, STRANGER.six)
+    for kind, message in (("urgent", "a restore loses it, and the data behind it"), ("urgent-inline", "cannot dump")):
+        node.start_peer("kinds", "kinds", "kinds", HERE.four, STRANGER.four, HERE.six, STRANGER.six, kind)
+        node.configure_policy(tcp="established")
+        assert message in refused(node)
+        assert "received=20" in node.use_kinds("kinds")[kind]
+        node.remove("kinds")
+
+
 def test_mptcp_is_refused_by_name(make_node: MakeNode) -> None:
     node = make_node()
     node.make_place("kinds", HERE)

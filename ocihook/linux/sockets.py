@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import re
+import select
 import socket
 import struct
 import termios
@@ -51,6 +52,8 @@ class Socket(NamedTuple):
     upper: str = ""  # TCP: the protocol of the kernel above it (TCP_ULP), as "tls"
     is_zero_copy: bool = False  # TCP: it may send without a copy (SO_ZEROCOPY)
     has_urgent: bool = False  # TCP: an urgent byte is unread
+    has_urgent_inline: bool = False  # TCP: among other data (SO_OOBINLINE)
+    before_urgent_bytes: int = 0  # TCP: unread data before the urgent byte, if that is not inline
 
     @property
     def is_multipath(self) -> bool:
@@ -139,7 +142,8 @@ def describe(pid: int, inode: int, sock: socket.socket) -> Socket:
     )
     seen = seen._replace(network=_network_of(sock))
     if is_connected:
-        return seen._replace(upper=_upper(sock), is_zero_copy=_is_zero_copy(sock), has_urgent=_has_urgent(sock))
+        seen = seen._replace(upper=_upper(sock), is_zero_copy=_is_zero_copy(sock))
+        return _with_urgent(seen, sock) if _has_urgent(sock) else seen
     return seen._replace(unread_bytes=_unread(sock)) if _holds_packets(seen) else seen
 
 
@@ -166,9 +170,16 @@ def _is_zero_copy(sock: socket.socket) -> bool:
 
 
 def _has_urgent(sock: socket.socket) -> bool:
-    with contextlib.suppress(OSError):  # there is none
-        return bool(sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT))  # waits: no (MSG_DONTWAIT)
-    return False
+    poll = select.poll()
+    poll.register(sock, select.POLLPRI)
+    return any(events & select.POLLPRI for _, events in poll.poll(0))
+
+
+def _with_urgent(seen: Socket, sock: socket.socket) -> Socket:
+    is_inline = sock.getsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE) != 0
+    return seen._replace(
+        has_urgent=True, has_urgent_inline=is_inline, before_urgent_bytes=0 if is_inline else _unread(sock)
+    )
 
 
 def _holds_packets(seen: Socket) -> bool:

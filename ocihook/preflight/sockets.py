@@ -24,6 +24,7 @@ _PING = (socket.IPPROTO_ICMP, socket.IPPROTO_ICMPV6)
 _NONLOCAL_BIND = "/proc/sys/net/ipv4/ip_nonlocal_bind"
 _BROADCASTS = (ip_address("255.255.255.255"), ip_address("127.255.255.255"))  # that every network has
 _CLOSE = "have the application close it before the dump"
+_READ = "have the application read it before the dump"
 _STATUS = {Fate.REFUSED: Status.FAIL, Fate.CLOSED: Status.WARN, Fate.KEPT_IF_SAME: Status.WARN}
 
 
@@ -211,15 +212,33 @@ def _kernel_tls(seen: Observation) -> Iterator[Problem]:
 
 def _connection_state(seen: Observation) -> Iterator[Problem]:
     for sock in _kept_connections(seen):
-        if sock.has_urgent:
+        if sock.has_urgent and not sock.has_urgent_inline:
             detail = f"{seen.who(sock.pid)} has an unread urgent byte (MSG_OOB) in a connection: a restore loses it"
-            yield warn(detail, "have the application read it before the dump")
+            if _unread_bytes(seen, sock) > sock.before_urgent_bytes + 1:
+                yield fail(f"{detail}, and the data behind it", _READ)
+            else:
+                yield warn(detail, _READ)
         if sock.is_zero_copy:
             detail = f"{seen.who(sock.pid)} has a connection that sends without copies (SO_ZEROCOPY)"
             yield warn(
                 f"{detail}: after a restore its notifications count from 0 again, and those of before are lost",
                 "have the application send without MSG_ZEROCOPY, or connect anew after a restore",
             )
+
+
+def _unread_bytes(seen: Observation, sock: Socket) -> int:
+    """Return what the kernel lists as unread: what a socket itself counts ends before an urgent byte."""
+    survey = seen.survey()
+    found = {one.inode: one.receive_queue for one in survey.sockets} if survey else {}
+    return found.get(sock.inode, 0)
+
+
+def _urgent_inline(seen: Observation) -> Iterator[Problem]:
+    """CRIU cannot read beyond an urgent byte, whatever is to become of the connection."""
+    for sock in _tcp(seen):
+        if sock.has_urgent_inline:
+            detail = f"{seen.who(sock.pid)} has an unread urgent byte among other data (MSG_OOB, SO_OOBINLINE)"
+            yield fail(f"{detail}, which CRIU cannot dump", _READ)
 
 
 def _is_everywhere(address: str) -> bool:
@@ -308,6 +327,7 @@ CHECKS = (
     Check(name="lost-namespace", find=_lost_network),
     Check(name="unread-datagrams", find=_unread_datagrams),
     Check(name="kernel-tls", find=_kernel_tls, only_with=("tcp-established",), unless=("tcp-close",)),
+    Check(name="urgent-inline", find=_urgent_inline, only_with=("tcp-established",)),
     Check(name="connection-state", find=_connection_state, only_with=("tcp-established",), unless=("tcp-close",)),
     Check(name="unix-in-flight", find=_unix_in_flight),
     Check(name="unix-peer", find=_unix_peer),

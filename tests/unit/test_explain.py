@@ -256,6 +256,7 @@ def test_what_is_said(name: str, said: str) -> None:
         ("Can't restore pipe size: Operation not permitted", "limits"),
         ("timens: Unable to set a monotonic clock offset: Numerical result out of range", "clock"),
         ("mismatched lsm types and lsm profile specified", "lsm"),
+        ("recv failed (100, want 201): Invalid argument", "urgent-inline"),
         ("apparmor LSM specified but apparmor not supported by kernel", "lsm"),
         ("seccomp: SECCOMP_SET_MODE_FILTER returned -1 on tid 7", "seccomp"),
         ("Can't restore high memory region 1-2 because kernel does only support vmas up to 3", "cpu"),

@@ -22,6 +22,7 @@ from ocihook.config import Policy
 from ocihook.errors import IntegrityError, OcihookError, PreflightError, printable
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
+from ocihook.linux.sockets import Socket, sockets
 from ocihook.model import ContainerRef
 from ocihook.net import dump as dump_half
 from ocihook.net import hold, netlink, nftables, repair
@@ -776,3 +777,24 @@ def test_a_stall_is_measured_until_the_peer_acknowledges() -> None:
                 none.record(journal, 7)
     at_least = "connections stalled (at least)"
     assert phases.names == [at_least, "connections stalled", at_least, "connections stalled"]
+
+
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_an_urgent_byte_is_seen(*, is_inline: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, int(is_inline))
+        inode = os.fstat(receiver.fileno()).st_ino
+        assert not described(inode).has_urgent
+        sender.send(b"before")
+        sender.send(b"!", socket.MSG_OOB)
+        while not described(inode).has_urgent:
+            pass
+        seen = described(inode)
+        assert (seen.has_urgent_inline, seen.before_urgent_bytes) == (is_inline, 0 if is_inline else len("before"))
+
+
+def described(inode: int) -> Socket:
+    return next(sock for sock in sockets(os.getpid()) if sock.inode == inode)

@@ -338,6 +338,7 @@ def test_rows(seen: Observation, name: str, status: Status | None) -> None:
     [
         ({"upper": "tls"}, "kernel-tls", Status.FAIL),
         ({"has_urgent": True}, "connection-state", Status.WARN),
+        ({"has_urgent": True, "has_urgent_inline": True}, "urgent-inline", Status.FAIL),
         ({"is_zero_copy": True}, "connection-state", Status.WARN),
     ],
 )
