@@ -76,7 +76,7 @@ def _read(path: Path) -> RunningContainer | None:
         return None
     config: dict[str, object] = {}
     with contextlib.suppress(OSError, ValueError):
-        config = json.loads((Path(bundle) / "config.json").read_bytes())
+        config = json.loads((Path(bundle) / "config.json").read_text("utf-8", "replace"))
     annotations = config.get("annotations")
     known = {str(k): str(v) for k, v in annotations.items()} if isinstance(annotations, dict) else {}
     return RunningContainer(path.parent.name, runtime, pid, bundle, known, config)

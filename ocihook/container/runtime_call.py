@@ -266,7 +266,7 @@ def _seen_by(pid: int, path: str) -> Path:
 
 def _read_json(path: Path) -> Mapping[str, object]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_text("utf-8", "replace"))
     except (ValueError, PermissionError) as error:
         raise IdentificationError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(value, Mapping):

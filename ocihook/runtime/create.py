@@ -243,7 +243,7 @@ def annotations_of(config: Mapping[str, Any]) -> dict[str, str]:
 def _read_config(call: Call) -> Mapping[str, Any]:
     path = call.bundle / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(path.read_text("utf-8", "replace"))  # as runc reads it
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, Mapping):

@@ -120,7 +120,7 @@ def read_config(kept: containers.Kept) -> Mapping[str, Any]:
     """
     path = kept.bundle / "config.json"
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_text("utf-8", "replace"))
     except OSError as error:
         raise UnsupportedError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:

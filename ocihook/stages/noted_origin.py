@@ -40,7 +40,7 @@ class NotedOrigin(Participant):
             return ""
         try:
             seen = Path(f"/proc/{dump.criu_pid}/root")
-            config = json.loads((seen / str(bundle).lstrip("/") / "config.json").read_bytes())
+            config = json.loads((seen / str(bundle).lstrip("/") / "config.json").read_text("utf-8", "replace"))
             write_origin(dump.directory, _origin(dump, config, bundle, seen))
         except (OcihookError, OSError, ValueError, AttributeError, TypeError) as error:
             log.warning("container %s: the runtime handler cannot restore its archive: %s", dump.container, error)

@@ -54,6 +54,6 @@ def _belongings(dump: Dump) -> Belongings:
     bundle = Path(dump.container.bundle)
     config = Path(f"/proc/{dump.criu_pid}/root", str(bundle).lstrip("/"), "config.json")
     try:
-        return Belongings.of(json.loads(config.read_bytes()), bundle, dump.criu_pid)
+        return Belongings.of(json.loads(config.read_text("utf-8", "replace")), bundle, dump.criu_pid)
     except (ValueError, AttributeError, TypeError) as error:
         raise IdentificationError(f"{bundle}/config.json cannot be read: {error!r}") from error

@@ -285,3 +285,8 @@ def test_a_container_of_cri_o_is_never_the_nodes() -> None:
 def test_what_is_no_container(value: object) -> None:
     with pytest.raises(ValueError, match="container"):
         ContainerRef.from_json(value)
+
+
+def test_a_bundle_with_text_that_is_not_utf8_is_read_as_runc_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"annotations": {"a": "\xff"}, "process": {"env": ["A=\xfe\xff"]}}')
+    assert read_annotations(os.getpid(), str(tmp_path)) == {"a": "\N{REPLACEMENT CHARACTER}"}
