@@ -15,6 +15,7 @@ import pytest
 
 from integration.namespace import wait_for
 from integration.runtime.engine import HandledContainerd
+from ocihook.archive.repack import read_origin
 
 STOPPED: dict[str, Any] = {"checkpoint_on_stop": "true", "member": "job"}
 AGAIN: dict[str, Any] = {"restore_from": "latest", **STOPPED}
@@ -161,6 +162,32 @@ def test_files_of_a_config_map_are_found_again(node: HandledContainerd, runtime:
     inodes = [f"{os.stat(place).st_ino:x}" for place in (volume, volume / "config")]
     assert sorted(found["watched"].split()) == sorted(inodes)
     node.stop(container)
+
+
+@pytest.mark.parametrize("mode", ["inline", "store"])
+def test_files_of_a_config_map_from_an_archive(node: HandledContainerd, mode: str) -> None:
+    """The kubelet's API leaves the container running; its archive is restored by its id."""
+    held = ("hold-in", "/etc/app", "4")
+    paths = {"/etc/app": VOLUME.format("first") + ":ro"}
+    write_volume(node, "first", "10_00_00", {"config": "a=1", "token": token("first")})
+    notes = {"mode": mode, "member": "job"}
+    container = run(node, "first", *held, runtime="runc", notes=notes, host_paths=paths)
+    archive = node.checkpoint(container, "first.tar")
+    node.ocihook("wait")
+    last = node.counts(container)[-1]
+    node.remove(container)
+    archives = node.namespace.path("/var/lib/ocihook/archives")
+    archives.mkdir(mode=0o700)
+    shutil.copy(archive, archives)
+    _, origin, thin = read_origin(archive)
+    assert origin is not None
+    write_volume(node, "second", "12_00_00", {"config": "a=1", "token": token("a second one")})
+    paths = {"/etc/app": VOLUME.format("second") + ":ro"}
+    wanted = {"restore_from": thin.checkpoint_id if thin else origin.id, "on_no_checkpoint": "fail"}
+    notes |= {**wanted, "on_restore_error": "fail"}
+    container = run(node, "second", *held, runtime="runc", notes=notes, host_paths=paths)
+    assert 1 < node.counts(container)[0] <= last + 1
+    assert used(node, container)["cwd"] == "/etc/app/..2026_11_26_12_00_00.1234567890"
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
