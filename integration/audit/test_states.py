@@ -104,6 +104,17 @@ def test_what_restores_lost_before_is_kept(podman: Podman) -> None:
     assert ": not restored: " not in podman.agent_log()
 
 
+@pytest.mark.parametrize("podman", ["runc", "crun"], indirect=True)
+def test_a_read_only_root_stays_read_only(podman: Podman) -> None:
+    """CRIU before 4.2 mounts it without its options."""
+    start(podman, "job", [], "--read-only")
+    assert lost_after_restore(podman, "job") == set()
+    assert ": not restored: " not in podman.agent_log()
+    pid = podman("inspect", "--format", "{{.State.Pid}}", "job").strip()
+    mounts = [line.split() for line in podman.namespace.run("cat", f"/proc/{pid}/mountinfo").splitlines()]
+    assert ["ro" in options.split(",") for _, _, _, _, place, options, *_ in mounts if place == "/"] == [True]
+
+
 def test_options_of_sockets_survive(new_podman: Podman) -> None:
     start(new_podman, "job", ["stream_options", "datagram_options"])
     assert lost_after_restore(new_podman, "job") == set()

@@ -6,6 +6,7 @@ as far as this costs nothing: a row without `put_back` is reported only.
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from ocihook.linux.file_state import (
     set_pipe_size,
     set_signal,
 )
+from ocihook.linux.mounts import restrict_inside
+from ocihook.linux.patience import Patience
 from ocihook.linux.socket_options import OPTIONS, set_option
 from ocihook.linux.task_state import (
     LIMITS,
@@ -35,6 +38,7 @@ from ocihook.linux.task_state import (
     set_scheduling,
     write_file,
 )
+from ocihook.linux.workers import call_each
 
 IsSame = Callable[[str, str, ContainerState], bool]
 PutBack = Callable[["Target", str, str], None]  # given the value before and the one that it has
@@ -150,6 +154,14 @@ def _limiting_cgroup(name: str) -> PutBack:
     return limit
 
 
+def _restrict(target: Target, before: str, _after: str) -> None:
+    """Restrict a mount as it was; what is narrower here stays so. A process of its own enters the namespace."""
+    work = partial(restrict_inside, place=target.path, options=before.split(","))
+    (outcome,) = call_each(work, [target.pid], Patience(timeout_s=_MOUNT_S))
+    if isinstance(outcome, Exception):
+        raise ValueError(str(outcome))
+
+
 def _set_attributes(target: Target, before: str, _after: str) -> None:
     set_attributes(target.pid, target.path, before)
 
@@ -175,6 +187,7 @@ def _is_same_mitigation(before: str, after: str, _here: ContainerState) -> bool:
 
 
 _MOST_COUNT = (1 << 64) - 2  # of an eventfd: a write beyond waits for a reader (eventfd(2))
+_MOUNT_S = 5.0  # for a remount
 _STATUS = "task/TID/status"
 _CRIU_ON_MEMORY = {
     "wf": "kept from CRIU 4.2 on", "dp": "kept from CRIU 4.2 on", "lf": "locked at once", "sl": "lost", "sf": "lost",
@@ -258,7 +271,14 @@ _FILE_ROWS = (
 )
 _MOUNT_ROWS = (
     Row("file system", "file system of mounts", criu="kept", seen="mountinfo"),
-    Row("options", "options of mounts", is_right=True, criu="kept but nosymfollow", seen="mountinfo"),
+    Row(
+        "options",
+        "options of mounts",
+        _restrict,
+        is_right=True,
+        criu="kept but nosymfollow; of the root from CRIU 4.2 on",
+        seen="mountinfo",
+    ),
     Row("file system options", "options of file systems", criu="kept", seen="mountinfo"),
     Row("propagation", "propagation of mounts", criu="kept", seen="mountinfo"),
 )

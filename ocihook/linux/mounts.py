@@ -5,6 +5,7 @@ The kernel keeps them, not a process: they survive when processes are killed.
 
 import ctypes
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ _FLAGS = {
     "nodiratime": 2048,
     "relatime": 1 << 21,
 }
+_RESTRICTIONS = {"ro", "nosuid", "nodev", "noexec", "nosymfollow"}
+_OCTAL = re.compile(r"\\([0-7]{3})")  # of mountinfo (proc(5))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,6 +57,31 @@ def remount(place: Path, options: Iterable[str]) -> None:
     if _libc.mount(None, os.fsencode(place), None, flags, None) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(place))
+
+
+def restrict_inside(pid: int, place: str, options: Iterable[str]) -> None:
+    """Restrict a mount as a process sees it: nothing that its options forbid becomes allowed.
+
+    This process moves to the mount namespace of that one for good.
+
+    Args:
+        pid: of the process.
+        place: where it is mounted there, as mountinfo writes it; no other is mounted at the same place.
+        options: restrictions that are added (mount(2)), others are left out.
+
+    Raises:
+        OSError, ValueError: if that is not possible.
+    """
+    with open(f"/proc/{pid}/mountinfo") as file:
+        found = [line.split(" ", 6)[5].split(",") for line in file if line.split(" ", 5)[4] == place]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} mounts are at {place}")
+    with open(f"/proc/{pid}/ns/mnt") as namespace:
+        if _libc.setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), "its mount namespace cannot be entered")
+    times = {option for option in found[0] if option.endswith("atime")}
+    where = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), place))
+    remount(where, {*found[0], *options} & _RESTRICTIONS | times)
 
 
 def mount_memory(directory: Path, size_bytes: int) -> None:

@@ -21,7 +21,7 @@ from ocihook.audit.mapped import Allowance, read_mapped, read_task_policy
 from ocihook.audit.participant import Audit, WipedFacts, audit
 from ocihook.audit.places import tmpfs_places
 from ocihook.audit.reading import ALL_CPUS, Reader
-from ocihook.audit.rows import FILE, PLACED, PROCESS, THREAD, Target
+from ocihook.audit.rows import FILE, MOUNTED, PLACED, PROCESS, THREAD, Target
 from ocihook.audit.state import (
     STATE_NAME,
     ContainerState,
@@ -353,6 +353,27 @@ def test_mounts_are_read_and_compared(proc: FakeProc) -> None:
         "options of mounts of mount /tmp (was nosuid,rw, is rw)",
         "propagation of mounts of mount /tmp (was shared, is private)",
     ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it mounts")
+def test_a_mount_is_restricted_again(tmp_path: Path) -> None:
+    """Nothing becomes allowed that is not now."""
+    script = f"mount -t tmpfs -o nosuid none {tmp_path}; echo; exec sleep 600"
+    with subprocess.Popen(["unshare", "-m", "sh", "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        row = MOUNTED["options"]
+        assert row.put_back is not None
+        row.put_back(Target(process.pid, path=str(tmp_path)), "noexec,noatime,ro,rw", "nosuid,relatime,rw")
+        options = {
+            line.split()[5]
+            for line in Path(f"/proc/{process.pid}/mountinfo").read_text().splitlines()
+            if line.split()[4] == str(tmp_path)
+        }
+        with pytest.raises(ValueError, match="0 mounts are at"):
+            row.put_back(Target(process.pid, path=f"{tmp_path} #2"), "ro", "rw")
+        process.kill()
+    assert options == {"ro,nosuid,noexec,relatime"}
 
 
 def test_no_server_is_asked_for_a_tmpfs() -> None:
