@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -137,7 +136,7 @@ def stage(  # noqa: PLR0913 - what is taken from where, and how
     is_linked = all(path.parent == pending for path in taken.values())
     job = Job(
         id=pending.name,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        created=store.open(place.domain).created_now(lineage(container)),
         container=container,
         host=host,
         images=taken,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ocihook.archive.places import archive_files
-from ocihook.checkpoints.epochs import Epochs
+from ocihook.checkpoints.epochs import Epochs, epoch_of
 from ocihook.checkpoints.listing import memory_state
 from ocihook.checkpoints.pending import is_here, keep_in_use, pending_ids, read_job
 from ocihook.config import ANY, LATEST, Policy, Settings
@@ -144,7 +144,7 @@ def _choose(
             f"pod {kept.container.pod_name} is one of many that are alike: which checkpoint is its own is not known",
             hint="name a checkpoint by its id, or a member by ocihook.io/member",
         )
-    there, why = _Remote(), ""
+    there, why, epochs = _Remote(), "", ""
     if wanted == LATEST:  # a new pod may be made before the old one has ended
         there, why = _wait_for_stops(kept, policy, settings, patience, gang, say)
     limit = patience.within(MADE_S)
@@ -159,16 +159,26 @@ def _choose(
         found = _find(_choosable(usable, wanted, kept, policy, store, name), wanted, kept)
         if found is None or wanted == LATEST:
             known += _archived(name, wanted, found.created if found else "", settings, patience)
+        seen = known
         usable = _usable(known, wanted, kept, store, name, limit)
         known = _choosable(usable, wanted, kept, policy, store, name)
         found = _find(known, wanted, kept)
         if ask_gang is not None and not _is_restarted(found, kept, policy):
             found = _find_with_gang(known, kept, ask_gang)
+            epochs = "" if found is not None else describe_epochs(seen, kept.container)
         if found is not None:
+            if wanted == LATEST:  # the next checkpoint is the newer one, whatever the clocks of both nodes say
+                store.open(name, create=name not in store.names()).note_chosen(lineage(kept.container), found.created)
             return Chosen(Thin(name, found.id), is_restart(kept.container, found.container), found.archive)
     of = lineage(kept.container) if wanted == LATEST else wanted
     remote = f", nor at {settings.remote}" if settings.remote else ""
     where = f"in domain {', '.join(names)} of this node's store{remote}, nor in an engine's archive here"
+    if epochs:
+        raise NoCheckpoint(
+            f"no epoch of gang {gang} has a checkpoint of every member that is created now: "
+            + "; ".join(filter(None, [epochs, why])),
+            hint="an epoch counts once the checkpoints of all its members are at the remote, or on their nodes",
+        )
     raise NoCheckpoint(
         f"there is no checkpoint {of} of a stopped container {where}{why and '; '}{why}",
         hint="one is made when a container is stopped that has ocihook.io/checkpoint-on-stop",
@@ -246,6 +256,30 @@ def _forget(one: Found, name: str, settings: Settings, patience: Patience) -> No
         open_remote(location, name).remove_claim(one.of, one.token)
 
     call_each(remove, [settings.remote], patience.within(_FORGET_S))
+
+
+def describe_epochs(known: Sequence[Known], container: ContainerRef) -> str:
+    """Return which epochs of its gang a member has a checkpoint of, the newest first, and which members each lacks.
+
+    Args:
+        known: checkpoints of a domain, as far as they are known on this node and at the remote.
+        container: the member that is created.
+    """
+    mine = sorted(
+        (one for one in known if one.container.gang and lineage(one.container) == lineage(container)), key=_age
+    )
+    gangs = {one.container.gang.partition("/")[0] for one in mine}
+    others = [one.container for one in known if one.container.gang.partition("/")[0] in gangs]
+    names = {each.gang_member for each in others}
+    sentences = []
+    for dump in dict.fromkeys(one.container.gang for one in reversed(mine)):
+        there = [each for each in others if each.gang == dump]
+        missing = sorted(names - {each.gang_member for each in there})
+        lacking = Epochs(there).missing(there[0])
+        unnamed = f"{lacking} of {there[0].gang_size} members" if lacking else ""
+        what = f"lacks {', '.join(missing) or unnamed}" if lacking else "has all members, of which one did not offer it"
+        sentences.append(f"epoch {epoch_of(there[0])} {what}")
+    return printable("; ".join(sentences))
 
 
 def _find(known: Iterable[Known], wanted: str, kept: Kept) -> Known | None:

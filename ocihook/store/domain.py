@@ -6,9 +6,11 @@ holds it alone, for short steps: so no page is found in a pack that is being rem
 it as used, and never waits. Crash table: docs/formats.md.
 """
 
+import calendar
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import mmap
 import os
 import secrets
@@ -50,6 +52,7 @@ from ocihook.store.records import (
 )
 from ocihook.store.stored_manifest import CHECKPOINT_ID, StoredManifest, decode_stored, encode_stored
 
+_TIME = "%Y-%m-%dT%H:%M:%SZ"  # RFC 3339, UTC
 LOCK_TIMEOUT_S = 3600.0
 _POLL_S = 0.1
 _MAX_RECORD_BYTES = 64 << 20
@@ -486,6 +489,29 @@ class Domain:
         """Return the complete checkpoints that are to be pushed, the oldest first."""
         complete = set(self.checkpoint_ids()) - self.marks.left()
         return [push for push in self.pushes.all() if push.checkpoint_id in complete]
+
+    def note_chosen(self, member: str, created: str) -> None:
+        """Record when the newest checkpoint of a member was made, by a clock that may be another node's.
+
+        Args:
+            member: its lineage; it is created on this node, and resumes from that one if it can.
+            created: RFC 3339, UTC.
+        """
+        path = self._chosen(member)
+        make_directory(path.parent, within=self.directory)
+        replace_file(path, created.encode(), mode=0o600, durable=False)
+
+    def created_now(self, member: str) -> str:
+        """Return when a checkpoint that is made now counts as made: after the one that its member found here."""
+        now = time.strftime(_TIME, time.gmtime())
+        try:
+            earlier_s = calendar.timegm(time.strptime(self._chosen(member).read_text(), _TIME))
+            return max(now, time.strftime(_TIME, time.gmtime(earlier_s + 1)))
+        except (OSError, ValueError):  # it has found none
+            return now
+
+    def _chosen(self, member: str) -> Path:
+        return self.directory / "chosen" / hashlib.blake2b(member.encode(), digest_size=16).hexdigest()
 
     def pin(self, checkpoint_id: str) -> None:
         """Protect a checkpoint from every prune.

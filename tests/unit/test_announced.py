@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -469,6 +470,23 @@ def test_a_job_is_suspended_and_resumed_five_times(nodes: tuple[Node, Node]) -> 
         old.tend()
         last, here, there = old.id, there, here
     assert (here.found(), there.found()) == ([], [])
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_the_last_state_counts_whatever_the_clocks_of_two_nodes_say(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """The container goes on in turn on nodes whose clocks are an hour apart."""
+    one, two = nodes
+    now, newest = time.gmtime, ""
+    for turn, node in enumerate([one, two, one, two]):
+        other = two if node is one else one
+        with monkeypatch.context() as clock:
+            there_s = time.time() + (ahead_s if node is two else 0)
+            clock.setattr(time, "gmtime", lambda *given, there_s=there_s: now(*given or (there_s,)))
+            newest = node.checkpoint(pod(OLD, f"pod {turn}"))
+            pushing.push(Store.of(node.settings).open("team"), newest, node.settings.remote)
+        assert other.choose(Stepping(other, []), uid=f"pod {turn + 1}") == newest
 
 
 def test_stops_of_all_members_of_a_gang_are_waited_for(nodes: tuple[Node, Node]) -> None:

@@ -23,7 +23,7 @@ from ocihook.errors import NoCheckpoint, OcihookError, RemoteError, StoreError
 from ocihook.gang.link import Link
 from ocihook.linux.patience import Patience
 from ocihook.model import ContainerRef, GangRef
-from ocihook.runtime.choice import Known, choose, restorable, whole
+from ocihook.runtime.choice import Known, choose, describe_epochs, restorable, whole
 from ocihook.runtime.containers import Kept
 from ocihook.store.domain import Domain, new_checkpoint_id
 from ocihook.store.store import Store
@@ -256,6 +256,7 @@ class Node:
 
     def __init__(self, directory: Path, name: str, remote: str = "") -> None:
         self.name, self.directory = name, directory
+        self.choose_error = False  # whether `choose` returns the error in place of its name
         self.settings = Settings(store_dir=str(directory / "store"), remote=remote, workers=1)
         self.store = Store.of(self.settings)
         (directory / "upper").mkdir(parents=True)
@@ -274,8 +275,8 @@ class Node:
         policy = Policy(restore_from="latest", gang_timeout_s=LIMIT_S)
         try:
             return choose(kept, policy, self.settings, Patience(timeout_s=LIMIT_S), gang).thin.checkpoint_id
-        except NoCheckpoint:
-            return "none"
+        except NoCheckpoint as error:
+            return str(error) if self.choose_error else "none"
 
 
 @pytest.fixture
@@ -318,6 +319,32 @@ def test_members_are_restored_from_the_last_dump_that_all_have(tmp_path: Path) -
     assert together(a.choose, b.choose) == first
     assert together(a.choose, b.choose) == first
     assert [second, b.dump(2)] == together(a.choose, b.choose)
+
+
+def test_without_a_common_epoch_each_that_there_is_is_named_with_the_member_that_lacks_it() -> None:
+    def known(*members: tuple[str, int]) -> list[Known]:
+        return [Known(f"{name}{epoch}", member(name, epoch), f"2027-01-15T0{epoch}:00:00Z") for name, epoch in members]
+
+    mine = member("a", 9)
+    both = [("a", 1), ("b", 1)]
+    assert describe_epochs(known(*both, ("a", 2)), mine) == (
+        "epoch job/2 lacks b; epoch job/1 has all members, of which one did not offer it"
+    )
+    assert describe_epochs(known(("a", 2)), mine) == "epoch job/2 lacks 1 of 2 members"
+    assert describe_epochs(known(("b", 2)), mine) == ""
+    assert describe_epochs([], mine) == ""
+
+
+@pytest.mark.usefixtures("coordinated")
+def test_the_error_of_a_member_names_the_epochs(tmp_path: Path, remote: str) -> None:
+    a, b = Node(tmp_path / "a", "a", remote), Node(tmp_path / "b", "b", remote)
+    torn = a.dump(2)
+    pushing.push(a.store.open("team"), torn, remote)
+    a.choose_error = b.choose_error = True
+    said = together(a.choose, b.choose)
+    assert "no epoch of gang team/job has a checkpoint of every member" in said[0]
+    assert "epoch job/2 lacks 1 of 2 members" in said[0]
+    assert "there is no checkpoint team/b/main" in said[1]
 
 
 @pytest.mark.usefixtures("coordinated")
