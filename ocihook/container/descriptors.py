@@ -67,7 +67,15 @@ def _is_file(path: Path) -> bool:
 
 
 def _chain(directory: Path) -> Iterator[Path]:
-    """Yield a directory of images, and those of earlier dumps by their links (criu/page-xfer.c, open_parent)."""
-    while directory.is_dir():
+    """Yield a directory of images, and those of earlier dumps by their links (criu/page-xfer.c, open_parent).
+
+    A link may lead elsewhere: podman's first dump has one to `/`.
+    """
+    if directory.is_dir():
         yield directory
-        directory = directory / "parent"
+    while _has_images(directory := directory / "parent"):
+        yield directory
+
+
+def _has_images(directory: Path) -> bool:
+    return directory.is_dir() and any(map(_IS_OPENED.fullmatch, os.listdir(directory)))

@@ -103,9 +103,21 @@ def test_a_file_that_no_runtime_should_open(tmp_path: Path, name: str, kind: str
 
 
 def test_earlier_dumps_without_an_end(tmp_path: Path) -> None:
+    (tmp_path / "inventory.img").touch()
     (tmp_path / "parent").symlink_to(".")
     with pytest.raises(IntegrityError, match="needs more than 32 earlier dumps"):
         check_image_files(tmp_path)
+
+
+def test_a_link_that_leads_to_no_earlier_dump(tmp_path: Path) -> None:
+    """A runtime with `/` as its directory has left `/parent`, to which podman's first dump leads then."""
+    images, root = tmp_path / "images", tmp_path / "root"
+    images.mkdir()
+    root.mkdir()
+    (images / "inventory.img").touch()
+    (images / "parent").symlink_to(root)
+    (root / "parent").symlink_to(".")
+    check_image_files(images)
 
 
 def test_one_that_fits(tmp_path: Path) -> None:
