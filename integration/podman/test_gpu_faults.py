@@ -840,7 +840,8 @@ def test_the_engine_alone_is_killed(gpu_podman: Podman, victim: str, *, leave_ru
     conmon = parent_pid(processes(gpu_podman)[0])
     fake_driver.hold(gpu_podman.namespace, "checkpoint")
     options = ["--leave-running"] if leave_running else []
-    dump = threading.Thread(target=lambda: gpu_podman.checkpoint("c", archive, *options, check=False))
+    said: list[str] = []
+    dump = threading.Thread(target=lambda: said.append(gpu_podman.checkpoint("c", archive, *options, check=False)))
     dump.start()
     criu = wait_for_gpu_checkpoint(gpu_podman)
     killed = conmon if victim == "conmon" else parent_pid(parent_pid(criu))
@@ -850,6 +851,7 @@ def test_the_engine_alone_is_killed(gpu_podman: Podman, victim: str, *, leave_ru
     dump.join()
     assert_nothing_is_left(gpu_podman)
     if victim == "conmon":
+        assert archive.exists(), said
         assert_packed(archive)
         assert "every checksum right" in gpu_podman.ocihook("archive", "verify", str(archive))
     if victim == "podman" and leave_running:

@@ -185,6 +185,12 @@ def thread_ids(pid: int) -> list[int]:
     return sorted(map(int, _listed(f"/proc/{pid}/task")))
 
 
+def has_exited(tid: int) -> bool:
+    """Return whether a thread is a zombie, as the first of a process may be, or gone."""
+    fields = _stat_fields(tid)
+    return not fields or fields[0] in _ENDED
+
+
 def can_be_interrupted(tid: int) -> bool:
     """Return whether a thread runs, sleeps or is stopped, and does not wait for a disk; False when it is gone."""
     fields = _stat_fields(tid)

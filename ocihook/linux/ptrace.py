@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ocihook.errors import GivenUp, TraceError, plain
 from ocihook.linux.memory import memory_path, read_mappings, read_memory, write_memory
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.procfs import Process, status_fields, thread_ids, tracer_pid
+from ocihook.linux.procfs import has_exited, status_fields, thread_ids, tracer_pid
 from ocihook.linux.sigframe import CALL_AND_RETURN, RESTORERS, STACK_POINTER, build_frame
 from ocihook.linux.workers import outliving_parent
 
@@ -550,7 +550,7 @@ def held(pid: int, patience: Patience | None, *, without: int = 0) -> Iterator[l
                 try:
                     threads[tid] = HeldThread(tid, None)
                 except OSError as error:
-                    if Process.find(tid) is not None:  # it has not just ended
+                    if not has_exited(tid):
                         raise TraceError(
                             f"process {pid} cannot be held: {plain(error)}",
                             hint="no debugger or tracer may be attached during a dump",

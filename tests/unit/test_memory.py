@@ -34,7 +34,7 @@ from ocihook.linux.memory import (
     subtract,
 )
 from ocihook.linux.patience import ENDLESS, Patience
-from ocihook.linux.procfs import Process, status_fields, thread_ids, tracer_pid
+from ocihook.linux.procfs import Process, has_exited, status_fields, thread_ids, tracer_pid
 from ocihook.linux.ptrace import HeldThread, find_call_instruction, held
 from ocihook.linux.workers import call_each, start_call
 from tests.unit.test_ptrace import wait_until
@@ -151,6 +151,18 @@ def test_a_thread_can_be_left_out(program: Program) -> None:
     with held(program.pid, ENDLESS, without=other) as threads:
         assert [thread.tid for thread in threads] == [tid for tid in thread_ids(program.pid) if tid != other]
         assert tracer_pid(other) == 0
+
+
+def test_a_process_whose_first_thread_has_ended() -> None:
+    code = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(3600,)).start(); "
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        wait_until(lambda: len(thread_ids(process.pid)) == 2 and has_exited(process.pid))
+        with held(process.pid, ENDLESS) as threads:
+            assert [thread.tid for thread in threads] == thread_ids(process.pid)[1:]
+        process.kill()
 
 
 def test_a_stopped_process_stays_stopped(program: Program) -> None:
