@@ -206,10 +206,18 @@ def _wait_for_stops(
     watch, poll_s, told_s = waiting.begin(kept, waiting.STOPS), _POLL_S, -math.inf
     of = name_of(kept.domain, "*" if gang else lineage(kept.container), gang.name if gang else "*")
     why: list[str] = []
+    awaited: list[Found] = []
     while True:
         here = patience.within(watch.left_s(policy.restore_wait_s, time.monotonic()))
         is_here = not here.until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
-        remote = _ask_remote(settings, kept.domain, patience, of) if settings.remote else _Remote()
+        try:
+            remote = _ask_remote(settings, kept.domain, patience, of) if settings.remote else _Remote()
+        except RemoteError as error:
+            if not awaited or not watch.left_s(policy.restore_wait_s, time.monotonic()):
+                raise
+            log.warning("container %s waits on: %s", kept.container, error)
+            patience.sleep(_LONGEST_POLL_S)
+            continue
         alive, dead = watch.look(remote.announced, time.monotonic())
         for one in dead:
             why.append(f"{_stop(one)} was not renewed for {waiting.MISSED * one.announced.every_s:g} s")

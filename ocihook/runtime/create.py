@@ -135,7 +135,7 @@ def _is_restored(
         if gang is not None and not settings.coordinator:
             wake()
         while True:
-            chosen = choose(kept, policy, settings, _patience(), gang, partial(call.say, level="info"))
+            chosen = choose(kept, policy, settings, _patience(), gang, partial(_tell, call))
             if chosen.is_restart and not policy.restore_on_restart:
                 _leave_behind(call, kept, settings, chosen.thin)
                 return False
@@ -181,6 +181,11 @@ def _leave_behind(call: Call, kept: Kept, settings: Settings, chosen: Thin | Non
         call.say(f"container {kept.container} was restarted in its pod, and starts from scratch{ids}", "info")
 
 
+def _tell(call: Call, text: str) -> None:
+    log.info("%s", text)
+    call.say(text, "info")
+
+
 def _is_to_fail(error: Exception, policy: Policy) -> bool:
     """Return whether a container that is not restored must not start from scratch either."""
     if isinstance(error, NoCheckpoint):
@@ -199,7 +204,7 @@ def _wait_for_claim(
     """
     watch, patience = waiting.begin(kept, waiting.CLAIM), _patience()
     left_s = watch.left_s(policy.restore_wait_s, time.monotonic())
-    call.say(f"container {kept.container} waits for its checkpoint, for {left_s:.0f} s at most: {plain(error)}", "info")
+    _tell(call, f"container {kept.container} waits for its checkpoint, for {left_s:.0f} s at most: {plain(error)}")
 
     def is_free() -> bool:
         watch.look([], time.monotonic())

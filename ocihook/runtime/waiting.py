@@ -21,6 +21,7 @@ from ocihook.session.record import from_json, to_json
 from ocihook.store.lineage import lineage
 
 MISSED = 6  # renewals, after which a node is gone
+UNSEEN_S = 20.0  # between two looks: what was not renewed meanwhile may have been
 LONGEST_S = 3600.0  # whatever a push is expected to take
 _SLOWER = 2.0  # that a push may take, against what is expected
 _FORGOTTEN_S = 900.0  # after the last look, another wait begins
@@ -37,13 +38,15 @@ class Watch:
     looked_s: float = 0.0
 
     def look(self, found: Iterable[Found], now_s: float) -> tuple[list[Found], list[Found]]:
-        """Return which announcements are alive, and which have missed too many renewals."""
+        """Return which announcements are alive, and which have missed too many renewals while this one looked."""
         alive: list[Found] = []
         dead: list[Found] = []
+        unseen_s = now_s - self.looked_s
+        unseen_s = unseen_s if unseen_s > UNSEEN_S else 0.0  # the remote was away, maybe for the stopping node, too
         self.looked_s, before, self.seen = now_s, self.seen, {}
         for one in found:
             renewed, since_s = before.get(one.token, (-1, now_s))
-            since_s = since_s if renewed == one.announced.renewed else now_s
+            since_s = min(since_s + unseen_s, now_s) if renewed == one.announced.renewed else now_s
             self.seen[one.token] = one.announced.renewed, since_s
             (dead if now_s - since_s > MISSED * one.announced.every_s else alive).append(one)
         return alive, dead

@@ -323,9 +323,12 @@ def test_what_is_not_renewed_is_dead_by_the_clock_of_who_waits() -> None:
     again = one = Found("stop", "a", Announced(holder=holder, every_s=10))
     for renewed in range(5):
         again = one._replace(announced=replace(one.announced, renewed=renewed))
-        assert watch.look([again], now_s) == ([again], [])
-        assert watch.look([again], now_s + 60) == ([again], [])
-        now_s += 60.1
+        for _ in range(7):
+            assert watch.look([again], now_s) == ([again], [])
+            now_s += 10
+        now_s += 1000  # the remote is away: nobody can renew it, nor see that
+    assert watch.look([again], now_s) == ([again], [])
+    now_s += 0.1
     assert watch.look([again], now_s) == ([], [again])
     assert watch.look([], now_s) == ([], [])
     assert watch.look([again], now_s) == ([again], []), "it is written again: its node lives"
@@ -410,10 +413,28 @@ def test_the_remote_is_away(nodes: tuple[Node, Node], tmp_path: Path, caplog: py
     def lose() -> None:
         Path(one.settings.remote).rename(away)
 
+    def find() -> None:
+        away.rename(one.settings.remote)
+
     second = one.stop()
     second.announce()
+    assert two.choose(Stepping(two, [lose, find, second.dump, second.push, second.tend])) == second.id
+    third = one.stop()
+    third.announce()
+    with pytest.raises(GivenUp):
+        two.choose(_GivesUp(), uid="late")
+    (record,) = (two.root / "run/waits").glob("*")
+    watch = json.loads(record.read_bytes())
+
+    def end() -> None:
+        record.write_text(json.dumps(watch | {"began_s": watch["began_s"] - 400}))
+        lose()
+
+    with pytest.raises(GivenUp):
+        two.choose(_GivesUp(), uid="late")
+    end()
     with pytest.raises(RemoteError):
-        two.choose(Stepping(two, [lose]))
+        two.choose(Stepping(two, []), uid="late")
 
 
 def test_every_kind_of_remote(tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from ocihook.belongings.saving import Writer
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR
 from ocihook.config import Policy, Settings
 from ocihook.container.spec import spec_facts
-from ocihook.errors import RestoreError
+from ocihook.errors import OcihookError, RestoreError
 from ocihook.linux.cgroup import Freezer
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process, command_line
@@ -270,6 +271,42 @@ def test_what_cannot_be_undone_starts_nothing(node: Node, monkeypatch: pytest.Mo
     assert (node.rootfs / "new").exists()
     assert recovered() == ["undone"]
     node.assert_as_before(config)
+
+
+@pytest.mark.parametrize("on_claim", ["error", "wait", "fail"])
+def test_a_checkpoint_that_another_node_has_claimed(node: Node, monkeypatch: pytest.MonkeyPatch, on_claim: str) -> None:
+    """By policy the container starts from scratch, which is on record, is not created, or waits for the claim's end."""
+    settings = replace(node.settings, history_dir=str(node.path / "history"))
+    monkeypatch.setattr(create, "load_settings", lambda: settings)
+    monkeypatch.setattr(create, "choose", lambda *_: Chosen(CHECKPOINT, is_restart=False))
+    monkeypatch.setattr(create, "_CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(Call, "pass_on", lambda _: 77)
+    notes = {"restore-from": "latest", "on-claim": on_claim, "restore-wait-s": "600"}
+    config = {**node.config, "annotations": {f"ocihook.io/{name}": text for name, text in notes.items()}}
+    (node.bundle / "config.json").write_text(json.dumps(config))
+    remote = open_remote(str(node.remote), CHECKPOINT.domain)
+    other = claims.Holder(node="other", host="other", container=ContainerRef(id="x"), is_decided=True)
+    remote.write_claim(CHECKPOINT.checkpoint_id, "1", claims._encode(other))
+
+    def told(_call: Call, text: str) -> None:
+        assert "waits for its checkpoint, for 600 s at most" in text
+        assert "on node other, as container x" in text
+        remote.remove_claim(CHECKPOINT.checkpoint_id, "1")
+
+    monkeypatch.setattr(create, "_tell", told)
+    if on_claim == "wait":
+        assert create.create(node.call, lambda: None) == 0
+        kept = containers.read(ID)
+        assert kept is not None
+        assert kept.checkpoint == CHECKPOINT.checkpoint_id
+        return
+    if on_claim == "fail":
+        with pytest.raises(OcihookError, match=r"runs already, on node other.*store release.*Nothing was started"):
+            create.create(node.call, lambda: None)
+    else:
+        assert create.create(node.call, lambda: None) == 77
+    (record,) = (json.loads(path.read_bytes()) for path in Path(settings.history_dir).glob("*resume*.json"))
+    assert "on node other" in record["error"]
 
 
 def test_an_engine_that_creates_it_again_does_not_know_of_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
