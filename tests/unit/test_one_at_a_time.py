@@ -1,9 +1,7 @@
 """Two dumps of one container at once: the later one is refused, or waits if the container is being stopped."""
 
 import contextlib
-import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -48,11 +46,10 @@ def dump_of(
     patience: Patience = ENDLESS,
     *,
     stops: bool = False,
-    bundle: str = "",
 ) -> Dump:
     images = stopping_dir(path / "store", ID) / "images" if stops else path / "images"
     images.mkdir(parents=True, exist_ok=True)
-    journal.identify(ContainerRef(id=ID, runtime="runc", bundle=bundle), str(images))
+    journal.identify(ContainerRef(id=ID, runtime="runc"), str(images))
     journal.note(CallFacts(store=(str(path / "store"),)))
     return Dump(journal, patience, criu.pid, criu.pid, str(images), images)
 
@@ -95,41 +92,3 @@ def test_a_stop_that_is_given_up_waits_no_longer(tmp_path: Path) -> None:
         dump = dump_of(*second, tmp_path, Patience({"CRIU": ended}), stops=True)
         with pytest.raises(GivenUp):
             OneAtATime().refuse(dump)
-
-
-@pytest.fixture
-def archived(tmp_path: Path) -> Path:
-    """Return where a containerd collects what it archives; its bundle names a file of the pod."""
-    root = tmp_path / "io.containerd.grpc.v1.cri"
-    hostname = {"destination": "/etc/hostname", "source": f"{root}/sandboxes/{'ef' * 32}/hostname"}
-    (tmp_path / "config.json").write_text(json.dumps({"mounts": ["x", {}, hostname]}))
-    return root / "containers" / ID / "ctrd-checkpoint"
-
-
-def test_a_dump_while_containerd_archives_another_is_refused(archived: Path, tmp_path: Path) -> None:
-    with session(tmp_path, ID) as own:
-        dump = dump_of(*own, tmp_path, bundle=str(tmp_path))
-        OneAtATime().refuse(dump)
-        archived.mkdir(parents=True)
-        with pytest.raises(UnsupportedError, match="its engine still writes the archive of another checkpoint"):
-            OneAtATime().refuse(dump)
-        os.utime(archived, (0, 0))
-        OneAtATime().refuse(dump)  # left by a containerd that was killed
-
-
-def test_what_containerd_reads_is_being_archived_however_long(archived: Path, tmp_path: Path) -> None:
-    archived.mkdir(parents=True)
-    (archived / "pages-1.img").touch()
-    os.utime(archived, (0, 0))
-    program = tmp_path / "containerd"
-    shutil.copy(shutil.which("sleep") or "", program)
-    with session(tmp_path, ID) as own, (archived / "pages-1.img").open() as pages:
-        dump = dump_of(*own, tmp_path, bundle=str(tmp_path))
-        with subprocess.Popen([program, "600"], stdin=pages) as containerd:
-            try:
-                Patience().until(lambda: Path(f"/proc/{containerd.pid}/comm").read_text() == "containerd\n")
-                with pytest.raises(UnsupportedError, match="still writes the archive"):
-                    OneAtATime().refuse(dump)
-            finally:
-                containerd.kill()
-        OneAtATime().refuse(dump)
