@@ -125,15 +125,20 @@ def _print_listed(rows: list[listing.Listed], *, as_json: bool) -> None:
         return
     cells = [
         [
-            *(row.domain, row.id, row.container, row.member, row.owner, row.created),
-            *(_state(row), format_bytes(row.raw_bytes), _added(row), _gang(row)),
+            *(row.domain, row.id, _whose(row), row.created, _state(row), format_bytes(row.raw_bytes), _added(row)),
+            _gang(row),
         ]
         for row in rows
     ]
-    columns = ["DOMAIN", "CHECKPOINT", "CONTAINER", "MEMBER", "OWNER", "CREATED", "STATE", "RAW", "ADDED", "GANG"]
-    print_table(columns, cells, folded=("CONTAINER", "MEMBER", "OWNER", "GANG"))
+    print_table(["DOMAIN", "CHECKPOINT", "CONTAINER", "CREATED", "STATE", "RAW", "ADDED", "GANG"], cells)
     for sentence in reasons(rows):
         click.echo(sentence)
+
+
+def _whose(row: listing.Listed) -> str:
+    """Return the container, the member whose newest checkpoint `latest` means, and the owner of its pod."""
+    named = (("member", row.member), ("owner", row.owner))
+    return "\n".join([row.container, *(f"{word} {name}" for word, name in named if name)])
 
 
 def reasons(rows: list[listing.Listed]) -> Iterator[str]:
