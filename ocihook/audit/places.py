@@ -15,7 +15,7 @@ from ocihook.linux.attributes import read_attributes
 from ocihook.linux.task_state import read_file
 
 MOUNT, CGROUP, TMPFS_FILE = "mount", "cgroup", "file"
-_MOST_FILES = 500  # of all tmpfs of a container, whose attributes are looked at
+_MOST_FILES = 300  # of all tmpfs of a container, whose attributes are looked at
 _MOST_CGROUPS = 50  # below the container's own
 # To look a name up in others may wait for a server, which may be a stopped process of the container.
 _WITHOUT_SERVER = ("overlay", "tmpfs", "ramfs", "devtmpfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs")
@@ -76,6 +76,15 @@ def read_files(pid: int, mounts: Mapping[str, Values], proc: str) -> Iterator[tu
 
 def _sorted(options: str) -> str:
     return ",".join(sorted(word for word in options.split(",") if not _NOT_OWN.match(word)))
+
+
+def has_inner(cgroup: Path) -> bool:
+    """Return whether there are cgroups below one."""
+    try:
+        with os.scandir(cgroup) as entries:
+            return any(entry.is_dir(follow_symlinks=False) for entry in entries)
+    except OSError:
+        return False
 
 
 def read_cgroups(directory: Path | None) -> Iterator[tuple[str, Values]]:

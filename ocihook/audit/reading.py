@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ocihook.audit.mapped import TASK_POLICY, Allowance, read_mapped, read_task_policy
 from ocihook.audit.opened import OpenFiles
-from ocihook.audit.places import CGROUP, read_cgroups, read_files, read_mounts
+from ocihook.audit.places import CGROUP, has_inner, read_cgroups, read_files, read_mounts
 from ocihook.audit.state import ContainerState, ProcessState, Values
 from ocihook.errors import printable
 from ocihook.linux.task_state import (
@@ -37,6 +37,7 @@ _NO_VALUES = frozenset({"Cpus_allowed", "Cpus_allowed_list", "SigPnd", "ShdPnd"}
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
 THREADS_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "uts")  # others are of whole processes
 _SHARED = {"files": KCMP_FILES, "fs": KCMP_FS}
+_CGROUP = re.compile(rb"^0::(/.*)$", re.MULTILINE)
 _AUTOGROUP = re.compile(rb"nice (-?[0-9]+)")
 _TIMER_OWNER = re.compile(r"\.\d+$", re.MULTILINE)
 _CAP_SYS_ADMIN = 1 << 21  # linux/capability.h
@@ -80,6 +81,7 @@ class Reader:
         self._first: dict[str, str] = {}  # thread that was met first in a namespace, by its name
         self._leader_may_leave = True  # the namespaces of the first process, of the process that is being read
         self._cgroup = cgroup
+        self._has_inner = cgroup is not None and has_inner(cgroup)
         self._allowance = allowance or Allowance(_FOR_MEMORY_S, _MOST_MEMORY_BYTES)
         self._unread: list[str] = []  # processes whose memory was too much
         self._files = OpenFiles(self._owner, proc)
@@ -157,6 +159,8 @@ class Reader:
                 threads[own_key] = self._thread(pid, tid, own_key, of_thread)
         own = {**self._own(pid, status), **self._mapped(pid, key, status)}
         own[TASK_POLICY] = read_task_policy(f"{self._proc}/{pid}")
+        if self._has_inner:
+            own["cgroup"] = self._cgroup_of(pid)
         return ProcessState(name=_name(status), own=own, threads=threads, files=self._files.of(pid, key))
 
     def _mapped(self, pid: int, key: str, status: bytes) -> Values:
@@ -248,6 +252,12 @@ class Reader:
         """Return user and group as the first process sees them."""
         maps = (self._maps["uid_map"], self._maps["gid_map"])
         return " ".join(_mapped(str(number), id_map) for number, id_map in zip(ids, maps, strict=True))
+
+    def _cgroup_of(self, pid: int) -> str:
+        """Return the cgroup (v2) of a process, from that of the first one."""
+        paths = [_CGROUP.search(self._read(one, "cgroup")) for one in (pid, self.init_pid)]
+        found = [os.fsdecode(match[1]) for match in paths if match]
+        return os.path.relpath(*found) if len(found) == len(paths) else "."
 
     def _read(self, pid: int, name: str) -> bytes:
         return read_file(f"{self._proc}/{pid}/{name}")

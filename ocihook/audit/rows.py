@@ -238,6 +238,7 @@ _PROCESS_ROWS = (
         seen="coredump_filter"),
     Row("autogroup nice", "nice of its autogroup", _writing("autogroup"), seen="autogroup"),
     Row("loginuid", "login uid", criu="kept where it may be set", seen="loginuid"),
+    Row("cgroup", "cgroup (v2) of its own", criu="kept, but not with manage-cgroups ignore", absent=".", seen="cgroup"),
     Row("POSIX timers", "POSIX timers", criu="kept", seen="timers"),
     *(Row(f"SELinux {name}", f"SELinux label ({name})", criu="lost", seen=f"attr/{name}")
       for name in ("exec", "fscreate", "keycreate", "sockcreate")),

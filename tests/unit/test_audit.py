@@ -452,6 +452,19 @@ def test_attributes_of_files_in_memory_are_put_back(in_memory: Path, tmp_path: P
     assert in_words([lost]) == [f"extended attributes and ACLs of file /tmp/a (was {wanted}, is empty)"]
 
 
+def test_processes_in_cgroups_of_their_own(proc: FakeProc, tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    (own / "init").mkdir(parents=True)
+    proc.add(CHILD, 5)
+    proc.write(INIT, cgroup="4:cpu:/x\n0::/pod/init\n")
+    proc.write(CHILD, cgroup="0::/pod/service/a\n")
+    before = Reader(INIT, "", str(proc.root), cgroup=own).read([INIT, CHILD])
+    assert {pid: one.own["cgroup"] for pid, one in before.processes.items()} == {"1": ".", "5": "../service/a"}
+    proc.write(CHILD, cgroup="0::/pod/init\n")
+    again = Reader(INIT, "", str(proc.root), cgroup=own / "init").read([INIT, CHILD])
+    assert in_words(compare(before, again)) == ["cgroup (v2) of its own of job 5 (was ../service/a, is .)"]
+
+
 def test_waiting_signals_may_become_more() -> None:
     assert compare(one({"pending": "200"}), one({"pending": "201"})) == []
     assert compare(one({"pending": "201"}), one({"pending": "200"})) != []
