@@ -29,7 +29,7 @@ from ocihook.session.record import from_json, to_json
 
 LONGEST_WATCH_S = 5.0  # that a node's waits for a call
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_VERBS = ("join", "meet", "vote", "leave", "settle", "ended", "watch")
+_VERBS = ("join", "meet", "vote", "leave", "settle", "ended", "unrestored", "watch")
 _OF_MEMBERS = ("meet", "vote")  # who asks these takes part
 _LONGEST_END_S = 7200.0  # that a node may say the end of a container takes
 _Key = tuple[str, str]  # a gang's namespace and name
@@ -225,8 +225,9 @@ def _ask(gang: Gang, node: str, request: Mapping[str, Any], silence_s: float) ->
     verb, life = request["verb"], str(request.get("life", ""))
     if verb == "settle":
         return gang.settle(silence_s, (str(request["member"]), node))
-    if verb == "ended":
-        return gang.report_end(Life(str(request["member"]), life, node), str(request.get("why", "")))
+    if verb in ("ended", "unrestored"):
+        report = gang.report_end if verb == "ended" else gang.report_unrestored
+        return report(Life(str(request["member"]), life, node), str(request.get("why", "")))
     claim = Claim(str(request["member"]), str(request["session"]), node, int(request.get("epoch", 0)), life)
     if verb == "join":
         after = request.get("after")

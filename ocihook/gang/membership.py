@@ -50,6 +50,7 @@ class GangJoined(Effect, kind="gang-joined"):
     attempt: str = ""  # its id
     timeout_s: float = 60.0
     life: str = ""  # the container that takes part
+    has_chosen: bool = False  # a restore: all have chosen what is restored, and come as soon as they have got it
     ends_within_s: float = 0.0  # a dump of a container that is stopped: how long it takes at most to end after it
 
     @cached_property
@@ -144,7 +145,7 @@ class GangJoined(Effect, kind="gang-joined"):
             answer = self.ask({"wait_s": waiting.left_s, **request, "calls": calls}, patience, waiting.longest_s)
 
     def _limits(self, phase: str) -> "Gather":
-        if phase in _AT_WORK:
+        if phase in _AT_WORK or (phase == Phase.ADDRESSES and self.has_chosen):
             return Gather(max(self.timeout_s, _WORK_LIMIT_S), 0.0, "")
         return Gather(self.timeout_s, 0.0, "gang_timeout_s")
 
@@ -326,6 +327,7 @@ class Coming(NamedTuple):
     called: str = ""  # to which attempt by its id; "": to whichever is open
     container: str = ""  # its id
     ends_within_s: float = 0.0  # after the attempt, if it is stopped; else 0
+    has_chosen: bool = False  # it is restored, and all have chosen from what
 
 
 _COMING = Coming()
@@ -357,6 +359,7 @@ def join(
             timeout_s=timeout_s,
             life=coming.container,
             ends_within_s=ends_within_s,
+            has_chosen=coming.has_chosen,
         )
     )
     effect.enter(act, patience, coming.called)

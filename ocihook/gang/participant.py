@@ -3,7 +3,9 @@
 import logging
 from dataclasses import dataclass, field
 from ipaddress import ip_interface
+from pathlib import Path
 
+from ocihook import wire
 from ocihook.checkpoints.belongings import note_alone, read_call, stopping_place
 from ocihook.checkpoints.gang_note import GANG_NAME, GangNote, read_note, write_note
 from ocihook.errors import MembersMissing
@@ -173,10 +175,16 @@ def _gather(dump: Dump) -> Gather:
     return Gather(policy.gang_timeout_s, 0.0, "gang_timeout_s")
 
 
+def _is_handled(container_id: str) -> bool:
+    """Return whether the runtime handler restores a container: its gang has chosen from what."""
+    return (Path(wire.RUNTIME_DIR) / wire.CONTAINERS_NAME / container_id / wire.RESTORING_NAME).exists()
+
+
 def _join(act: Act, gang: GangRef, what: str, called: str = "", *, is_stopped: bool = False) -> Attendance:
     call = act.call()
     ends_within_s = (call.grace_s or _GRACE_S) + _END_SLACK_S if is_stopped else 0.0
     with act.journal.phase("gang joined"):
         link, timeout_s = Link(*call.coordinator), call.policy.gang_timeout_s
-        coming = Coming(called, act.journal.container.id if act.journal.container else "", ends_within_s)
+        container_id = act.journal.container.id if act.journal.container else ""
+        coming = Coming(called, container_id, ends_within_s, has_chosen=what == "restore" and _is_handled(container_id))
         return join(act.journal, act.patience, gang, what, link=link, timeout_s=timeout_s, coming=coming)

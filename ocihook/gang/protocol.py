@@ -265,6 +265,7 @@ class Gang:
         self._over: dict[str, Answer] = {}  # by session
         self._dumped = epoch  # no dump was begun after this one
         self._ended: dict[str, str] = {}  # why, by member: ended without a dump, and not seen since
+        self._unrestored: dict[str, str] = {}  # why, by member: of those that have chosen last
         self.ending: set[Life] = set()  # containers that are being stopped, until their node reports their end
 
     def join(
@@ -300,6 +301,7 @@ class Gang:
         known = self._known(claim)
         if known is not None:
             return known
+        self._unrestored.pop(claim.member, None)
         if wanted.act != "choose":  # who chooses does not run yet
             self._ended.pop(claim.member, None)
         if stops and claim.life:
@@ -338,6 +340,8 @@ class Gang:
         if wanted.act == "choose" and (_is_dump(attempt) or (after is not None and after < self._dumped)):
             reason = f"a dump of the gang, attempt {self._dumped}, has begun"
             return self._over.setdefault(claim.session, Answer(State.OVER, reason=reason, again=True))
+        if wanted.act == "restore" and self._unrestored:
+            return Answer(State.OVER, reason="; ".join(map(_unrestored, [*self._unrestored.items()][:_SHOWN])))
         if attempt is not None and _is_of_another(attempt, claim, wanted):
             return Answer(State.WAIT, reason=f"another container of {claim.member} is in attempt {attempt.epoch}")
         return None
@@ -360,6 +364,8 @@ class Gang:
         self.epoch += 1
         self._retire()
         self._dumped = self.epoch if wanted.act == "dump" else self._dumped
+        if wanted.act == "choose":
+            self._unrestored.clear()
         self.attempt = Attempt(self.epoch, wanted, id=attempt_id)
         return self.attempt
 
@@ -462,6 +468,16 @@ class Gang:
             self._ended[life.member] = why = printable(why)[:_MAX_REASON]
             if attempt is not None and _is_dump(attempt):
                 self._end(attempt, f"{life.member} {_fate(why)}", is_short=True)
+        return Answer(State.MET)
+
+    def report_unrestored(self, life: Life, why: str) -> Answer:
+        """Take a node's report that a container which has chosen is not restored: no restore of the others succeeds."""
+        attempt = self._open
+        seat = attempt.seats.get(life.member) if attempt is not None else None
+        if seat is None or (seat.life, seat.node) == (life.container, life.node):
+            self._unrestored[life.member] = why = printable(why)[:_MAX_REASON]
+            if attempt is not None and attempt.join.act == "restore":
+                self._end(attempt, _unrestored((life.member, why)))
         return Answer(State.MET)
 
     def is_at_dump(self, life: Life) -> bool:
@@ -578,6 +594,10 @@ def _is_of_another(attempt: Attempt, claim: Claim, wanted: Join) -> bool:
 def _fate(why: str | None) -> str:
     """Return what became of a member that is missing, in words."""
     return "never joined" if why is None else f"has ended without a checkpoint: {why}"
+
+
+def _unrestored(member: tuple[str, str]) -> str:
+    return f"{member[0]} is not restored: {member[1]}"
 
 
 def _contradiction(attempt: Attempt, claim: Claim, wanted: Join) -> str:

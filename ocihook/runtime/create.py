@@ -29,6 +29,7 @@ from ocihook.errors import (
 )
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
+from ocihook.model import GangRef
 from ocihook.runtime import containers, waiting
 from ocihook.runtime.attempts import keep, record
 from ocihook.runtime.call import Call
@@ -36,6 +37,7 @@ from ocihook.runtime.choice import choose
 from ocihook.runtime.claims import is_claimed
 from ocihook.runtime.containers import Kept
 from ocihook.runtime.left_behind import leave_behind
+from ocihook.runtime.member_end import report_unrestored
 from ocihook.runtime.restoring import discard, is_unsettled, restore, running_from, settle
 from ocihook.runtime.stop_record import checkpoint_signals
 from ocihook.store.lineage import domain_name, has_identity
@@ -129,13 +131,14 @@ def _is_restored(
     wake: Callable[[], object],
 ) -> bool:
     """Restore, if there is something to restore; False: it starts from scratch, as if nothing had been tried."""
-    chosen, began_s = None, time.time()
+    gang, chosen, began_s = None, None, time.time()
     try:
         gang = gang_ref(annotations_of(config), kept.container)
         if gang is not None and not settings.coordinator:
             wake()
         while True:
-            chosen = choose(kept, policy, settings, _patience(), gang, partial(_tell, call))
+            if chosen is None or gang is None:  # the others of a gang restore what was chosen
+                chosen = choose(kept, policy, settings, _patience(), gang, partial(_tell, call))
             if chosen.is_restart and not policy.restore_on_restart:
                 _leave_behind(call, kept, settings, chosen.thin)
                 return False
@@ -155,10 +158,8 @@ def _is_restored(
                 hint="remove it, or run `ocihook recover`",
             ) from error
         why = plain(error).rstrip(".")
-        if chosen is not None and isinstance(error, CheckpointInUse | ProgramChanged):  # retention treats it as before
-            record(chosen.thin, settings, kept.container, error, began_s)
-        elif chosen is not None:
-            why = f"{why}. {keep(chosen.thin, settings, kept.container, why, began_s)}"
+        if chosen is not None:
+            why += _note_unrestored(kept, gang, chosen.thin, settings, error, began_s)
         if _is_to_fail(error, policy):
             raise OcihookError(f"container {kept.container} is not restored: {why}. Nothing was started") from error
         message = f"container {kept.container} is not restored and starts from scratch: {why}"
@@ -166,6 +167,19 @@ def _is_restored(
         call.say(message, "warning")
         return False
     return True
+
+
+def _note_unrestored(
+    kept: Kept, gang: GangRef | None, chosen: Thin, settings: Settings, error: Exception, began_s: float
+) -> str:
+    """Tell the gang of a container that it is not restored, and note that; return a sentence about its checkpoint."""
+    why = plain(error).rstrip(".")
+    if gang is not None:
+        report_unrestored(kept, gang, why)
+    if isinstance(error, CheckpointInUse | ProgramChanged):  # retention treats it as before
+        record(chosen, settings, kept.container, error, began_s)
+        return ""
+    return f". {keep(chosen, settings, kept.container, why, began_s)}"
 
 
 def _leave_behind(call: Call, kept: Kept, settings: Settings, chosen: Thin | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A container of a gang has ended: its node reports that to the coordinator, so that no dump waits for it.
+"""A container of a gang has ended, or is not restored: its node reports that, so that no other member waits for it.
 
 Engines have the runtime delete a container as soon as it has ended, whether an agent runs or not. A process of its own
 reports it then: `delete` waits for no coordinator. A report that is lost costs the other members gang_gather_s.
@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,6 @@ from ocihook.runtime.containers import Kept
 from ocihook.runtime.stop_record import read_config, read_stop
 
 if TYPE_CHECKING:
-    from ocihook.gang.link import Link
     from ocihook.model import GangRef
 
 _REPORT_S = 30.0  # for a coordinator that cannot be reached
@@ -62,40 +61,49 @@ class MemberEnd:
 
     def report(self) -> None:
         """Have a process of its own report it."""
-        if os.fork() == 0:
-            try:
-                os.closerange(0, _FIRST_DESCRIPTORS)  # for whose end the engine may wait
-                for _ in range(3):
-                    os.open("/dev/null", os.O_RDWR)
-                os.setsid()
-                self._report()
-            finally:
-                os._exit(0)
+        _detached(self._report)
 
     def _report(self) -> None:
-        from ocihook.gang.link import Link
-
-        link = Link.of(load_settings())
-        self._tell(link, self._why)
+        tell = partial(_tell, self._gang, self._kept.container.id, "ended")
+        tell(self._why)
         if self._why == _UNKNOWN:
             codes = partial(_exit_codes, self._kept.container.id)
             Patience(timeout_s=_CODE_S).until(lambda: any(codes()))
             for code in islice(codes(), 1):
-                self._tell(link, code)
+                tell(code)
 
-    def _tell(self, link: "Link", why: str) -> None:
-        gang, life = self._gang, self._kept.container.id
-        who: dict[str, Any] = {"namespace": gang.namespace, "gang": gang.name, "member": gang.member}
-        limit = Patience(timeout_s=_REPORT_S)
-        while not limit.is_over:
-            try:
-                link.ask({"verb": "ended", **who, "life": life, "why": why}, limit)
-            except GangError:  # a coordinator of an earlier release
-                return
-            except OSError:
-                limit.sleep(_RETRY_S)
-            else:
-                return
+
+def report_unrestored(kept: Kept, gang: "GangRef", why: str) -> None:
+    """Have a process of its own report that a container which has chosen with its gang is not restored."""
+    _detached(partial(_tell, gang, kept.container.id, "unrestored", why))
+
+
+def _detached(act: Callable[[], object]) -> None:
+    if os.fork() == 0:
+        try:
+            os.closerange(0, _FIRST_DESCRIPTORS)  # for whose end the engine may wait
+            for _ in range(3):
+                os.open("/dev/null", os.O_RDWR)
+            os.setsid()
+            act()
+        finally:
+            os._exit(0)
+
+
+def _tell(gang: "GangRef", life: str, verb: str, why: str) -> None:
+    from ocihook.gang.link import Link
+
+    link, limit = Link.of(load_settings()), Patience(timeout_s=_REPORT_S)
+    who: dict[str, Any] = {"namespace": gang.namespace, "gang": gang.name, "member": gang.member}
+    while not limit.is_over:
+        try:
+            link.ask({"verb": verb, **who, "life": life, "why": why}, limit)
+        except GangError:  # a coordinator of an earlier release
+            return
+        except OSError:
+            limit.sleep(_RETRY_S)
+        else:
+            return
 
 
 def _why(call: Call) -> str:

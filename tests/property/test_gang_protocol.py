@@ -584,6 +584,17 @@ def test_a_member_that_has_ended_is_named_and_not_waited_for() -> None:
     assert gang.meet(Claim("0", "00", epoch=2), Phase.ARRIVED).ended == ""
 
 
+def test_who_is_not_restored_is_waited_for_by_nobody() -> None:
+    gang, wanted = make_gang(), Join("restore", 3, 1)
+    gang.join(Claim("a", "a0"), wanted)
+    gang.report_unrestored(Life("b", "x", ""), "the remote is away")
+    over = gang.meet(Claim("a", "a0", epoch=1), Phase.ADDRESSES)
+    assert (over.state, over.reason) == (State.OVER, "b is not restored: the remote is away")
+    assert gang.join(Claim("c", "c0"), wanted).reason == over.reason, "it comes later"
+    gang.join(Claim("a", "a1"), Join("choose", 3))
+    assert gang.join(Claim("a", "a2"), wanted).state is State.MET, "all choose again"
+
+
 def test_an_end_of_an_earlier_container_ends_no_dump_of_the_next() -> None:
     gang, wanted = make_gang(), Join("dump", 2)
     gang.join(Claim("a", "a1", "n1", life="new"), wanted)
