@@ -19,7 +19,9 @@ _PORT = 7443
 def limit_members(node: NetPodman, timeout_s: float = LIMIT_S, *, coordinator: str = "", tls: Path = Path()) -> None:
     """Say how long members of a node wait for one another, and which coordinator they have if it is not the agent."""
     text = f'coordinator = "{coordinator}"\ntls_dir = "{tls}"\n' if coordinator else ""
-    node.configure(f"[agent]\nidle_timeout_s = 2\n{text}[policy]\ngang_timeout_s = {timeout_s}\n")
+    node.configure(
+        f"[agent]\nidle_timeout_s = 2\n{text}[policy]\ngang_timeout_s = {timeout_s}\ngang_gather_s = {timeout_s}\n"
+    )
 
 
 def link_nodes(nodes: Sequence[NetPodman]) -> list[str]:

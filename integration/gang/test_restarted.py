@@ -29,7 +29,7 @@ def node(scratch: Path, forky_root: Path, wheels: Path, workload: Path) -> Itera
     """A containerd with ocihook installed."""
     node = HandledContainerd(scratch, forky_root, wheels, workload)
     node.install()
-    node.configure("[agent]\nidle_timeout_s = 60\n[policy]\ngang_timeout_s = 110\n")
+    node.configure("[agent]\nidle_timeout_s = 60\n[policy]\ngang_timeout_s = 110\ngang_gather_s = 110\n")
     yield node
     node.close()
 

@@ -792,3 +792,28 @@ def test_a_malformed_end_changes_nothing(serving: Serving, journals: list[Journa
     assert member.attempt
     other = stopped(serving, journals[1], "b")
     assert both([member, other], "dumped", {n: {"ends": [], "checkpoint": {}} for n in (0, 1)}) == [{}, {}]
+
+
+def test_members_that_have_chosen_wait_for_one_that_fetches(serving: Serving, journals: list[Journal]) -> None:
+    def restored(journal: Journal, name: str) -> Attendance:
+        gang, patience = GangRef("", "job", name, 2, 1, "x"), Patience(timeout_s=LIMIT_S)
+        coming = Coming(has_chosen=True)
+        return join(journal, patience, gang, "restore", link=serving.link, timeout_s=0.1, coming=coming)
+
+    first = restored(journals[0], "a")
+    with ThreadPoolExecutor() as pool:
+        met = pool.submit(first.meet, "addresses")
+        time.sleep(0.5)  # waits: for longer than gang_timeout_s
+        assert not met.done()
+        assert restored(journals[1], "b").meet("addresses") == {}
+        assert met.result(LIMIT_S) == {}
+
+
+def test_members_that_have_chosen_hear_of_one_that_cannot_fetch(serving: Serving, journals: list[Journal]) -> None:
+    gang, patience = GangRef("", "job", "a", 2, 1, "x"), Patience(timeout_s=LIMIT_S)
+    coming = Coming(has_chosen=True)
+    first = join(journals[0], patience, gang, "restore", link=serving.link, timeout_s=0.1, coming=coming)
+    request = {"verb": "unrestored", "namespace": "", "gang": "job", "member": "b", "life": "x", "why": "it is damaged"}
+    serving.link.ask(request, patience)
+    with pytest.raises(GangError, match="b is not restored: it is damaged"):
+        first.meet("addresses")
