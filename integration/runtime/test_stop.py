@@ -210,7 +210,8 @@ def test_a_member_that_is_stopped_alone_waits_and_gets_its_signal(make_handled: 
     pair = {**AGAIN, "gang": "job", "gang_size": "2"}
 
     def limit(waits_s: float) -> None:
-        podman.configure(f"[agent]\nidle_timeout_s = 2\n[policy]\ngang_timeout_s = {waits_s}\n")
+        limits = f"gang_timeout_s = {waits_s}\ngang_gather_s = {waits_s}\n"
+        podman.configure(f"[agent]\nidle_timeout_s = 2\n[policy]\n{limits}")
 
     def both(call: Callable[[str], int | None]) -> dict[str, int | None]:
         with ThreadPoolExecutor() as pool:
