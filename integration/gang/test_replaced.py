@@ -66,7 +66,7 @@ def test_who_is_made_while_others_are_dumped_continues_from_that(make_node: Make
         wait_for("all to be stored, and reported", lambda: len(epochs(node)[0]) == 1)
 
         first = pool.submit(mesh.make, 0, 2)  # before the others are stopped
-        wait_for("it to ask", lambda: (attempt(node)["act"], _members(node)) == ("choose", {"0": "joined"}))
+        wait_for("it to ask", lambda: (attempt(node)["act"], _members(node)) == ("choose", {"0": "chosen"}))
         _finish(*[pool.submit(mesh.stop, number, 1) for number in range(2)])
         _finish(first, pool.submit(mesh.make, 1, 2))
     mesh.assert_flows()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from integration.cri.engine import POD_NETWORK
-from integration.gang.nodes import attempt, epochs
+from integration.gang.nodes import epochs
 from integration.namespace import wait_for
 from integration.runtime.engine import HandledContainerd
 
@@ -69,9 +69,7 @@ def test_a_job_whose_pod_has_crashed_goes_on_from_its_last_epoch(node: HandledCo
     os.kill(node.init_pid(containers[-1]), signal.SIGKILL)
     _stop(node, containers[:-1])
     print(f"the others were gone {time.monotonic() - began:.1f} s after the crash")
-    reason = attempt(node)["reason"]
-    assert "2 " in reason, reason
-    assert "has ended without a checkpoint: " in reason, reason
+    assert "2 has ended without a checkpoint: " in node.namespace.path("/run/ocihook/agent.log").read_text()
     node.remove(containers[-1])
     third = _start(node, "third")
     print(f"all count again {time.monotonic() - began:.1f} s after the crash")
