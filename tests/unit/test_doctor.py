@@ -67,6 +67,7 @@ def only(findings: Iterator[Finding]) -> Finding:
         ((3, 19), "Looks good.", Status.WARN),
         ((4, 1, 1), "Looks good.", Status.OK),
         ((4, 1, 1), "Error (criu/x.c:1): no luck", Status.FAIL),
+        ((4, 1, 1), "Error (criu/tun.c:85): tun: Unable to create tun\nError (criu/x.c:1): no luck", Status.FAIL),
         ((4, 2, 1), "Looks good.", Status.OK),
     ],
 )
@@ -84,6 +85,7 @@ def test_criu(
     finding = only(node._check_criu())
     assert finding.status is status
     assert finding.remedy or status is Status.OK
+    assert "tun" not in finding.detail
 
 
 @pytest.mark.parametrize(

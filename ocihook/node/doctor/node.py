@@ -60,6 +60,7 @@ _HARMFUL_OPTIONS = {
     "auto-dedup": "a restore punches holes into the page images that it reads",
 }
 _TRACKING = {line.split()[0] for line in TRACKING}
+_NO_TUN = "tun: Unable to create tun"  # printed wherever there is no /dev/net/tun, and no reason to fail (criu/tun.c)
 _BAD_CRUN = ((1, 29), (1, 29, 0))  # its NEWS: corrected by 1.29.1
 _TAKE_JOINED_VALUES_ONLY = ("cpu-cap", "ext-unix-sk", "manage-cgroups", "verbosity")
 _NETWORK_LOCK_CRASHES_UP_TO = (4, 2)  # an option that CRIU parses once more than there are arguments (config.c)
@@ -75,10 +76,10 @@ def _check_criu() -> Iterator[Finding]:
         yield Finding("criu", Status.FAIL, criu.version_text, remedy)
         return
     if os.geteuid() == 0 and "Looks good" not in (output := run_output(criu.path, "check")):
-        problem = next((line for line in output.splitlines() if "rror" in line), output.strip() or "no answer")
-        yield Finding(
-            "criu", Status.FAIL, f"{criu.version_text}: {problem}", "install CRIU 4.1.1 or later; `criu check`"
-        )
+        errors = (line for line in output.splitlines() if "rror" in line and _NO_TUN not in line)
+        problem = next(errors, output.strip() or "no answer")
+        remedy = "see `criu check`" if criu.version >= (4, 1, 1) else "install CRIU 4.1.1 or later; `criu check`"
+        yield Finding("criu", Status.FAIL, f"{criu.version_text}: {problem}", remedy)
     elif criu.version < (4, 1, 1):
         yield Finding("criu", Status.WARN, criu.version_text, "CRIU 4.1.1 or later is what this is tested with")
     else:
