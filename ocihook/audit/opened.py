@@ -24,7 +24,7 @@ _DETAILS = {
 }
 _COUNT = re.compile(r"^eventfd-count:\s+(\w+)", re.MULTILINE)
 _TICKS_WHEN_OFF = re.compile(r"^ticks: (\d+)\n(?:.*\n)*?it_value: \(0, 0\)\nit_interval: \(0, 0\)", re.MULTILINE)
-_MEMFD = "/memfd:"
+_MEMFD, _TERMINAL = "/memfd:", re.compile(r"(/dev/pts)?/[0-9]+")
 # To close a copy of another file may write it back, or wait for a server that is stopped (NFS, FUSE).
 _COPIED = ("socket", "pipe", "memfd")
 _MOST_TEXT = 4000  # characters of a value
@@ -86,16 +86,17 @@ class OpenFiles:
             return met.again
         if self._left:
             self._left -= 1
-            values = self._read(pid, fd, kind, copies, is_memfd=link.startswith(_MEMFD))
+            values = self._read(pid, fd, kind, copies, link)
         else:
             self.unread += 1
             values = {"kind": kind}
         return self._known.setdefault(tuple(values.items()), values)
 
-    def _read(self, pid: int, fd: int, kind: str, copies: "_Copies", *, is_memfd: bool) -> dict[str, str]:
+    def _read(self, pid: int, fd: int, kind: str, copies: "_Copies", link: str) -> dict[str, str]:
         info = read_file(f"{self._proc}/{pid}/fdinfo/{fd}").decode(errors="replace")
-        values = {"kind": kind} | {name: _fit(text) for name, text in read_info(info).items()} | _details(kind, info)
-        copied = "memfd" if is_memfd else kind
+        found = read_info(info, is_terminal=bool(_TERMINAL.fullmatch(link)))
+        values = {"kind": kind} | {name: _fit(text) for name, text in found.items()} | _details(kind, info)
+        copied = "memfd" if link.startswith(_MEMFD) else kind
         if copied in _COPIED:
             with contextlib.suppress(OSError), copies.copy(fd) as copy:  # it may be no one's to copy
                 values |= read_copy(copy, copied)

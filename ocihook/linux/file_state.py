@@ -24,11 +24,18 @@ _OF_LOCK = {"READ": fcntl.F_RDLCK, "WRITE": fcntl.F_WRLCK}
 _OF_FLOCK = {"READ": fcntl.LOCK_SH, "WRITE": fcntl.LOCK_EX}
 
 
-def read_info(info: str) -> dict[str, str]:
-    """Return what proc_pid_fdinfo(5) says of any file: its flags, and the locks that are held through it."""
+def read_info(info: str, *, is_terminal: bool = False) -> dict[str, str]:
+    """Return what proc_pid_fdinfo(5) says of any file: its flags, and the locks that are held through it.
+
+    Args:
+        info: the text.
+        is_terminal: it is a program's end of a terminal. Runtimes open it by TIOCGPTPEER with O_CLOEXEC, and the kernel
+            shows that flag of all copies.
+    """
     found = {}
     if match := _FLAGS.search(info):
-        found["flags"] = f"{int(match[1], 8) & _SHOWN:o}"
+        shown = _SHOWN & ~os.O_CLOEXEC if is_terminal else _SHOWN
+        found["flags"] = f"{int(match[1], 8) & shown:o}"
     found["locks"] = ", ".join(sorted(" ".join(match) for match in _HELD.findall(info)))
     return found
 

@@ -258,6 +258,18 @@ def test_what_fcntl_shows_is_put_back(tmp_path: Path) -> None:
     os.close(writer)
 
 
+def test_flags_of_a_terminal_are_its_own() -> None:
+    """The kernel keeps O_CLOEXEC with the open file, where this opened the other end (ioctl_tty(2), TIOCGPTPEER)."""
+    master, named = os.openpty()
+    peer = fcntl.ioctl(master, 0x5441, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    copy = os.dup(peer)
+    os.set_inheritable(copy, True)
+    found = files_of_this_process()
+    assert found[str(peer)]["flags"] == "2"
+    for fd in (master, named, peer, copy):
+        os.close(fd)
+
+
 def test_counters_and_expired_timers_are_put_back() -> None:
     counter, timer = os.eventfd(7), ctypes.CDLL(None).timerfd_create(1, os.O_NONBLOCK)
     number = str(timer)
