@@ -45,14 +45,15 @@ class _Met(NamedTuple):
 class OpenFiles:
     """Reads the descriptors of processes of one container."""
 
-    def __init__(self, owner: Owner, proc: str) -> None:
+    def __init__(self, owner: Owner, proc: str, *, with_options: bool = True) -> None:
         """Prepare to read.
 
         Args:
             owner: returns user and group as the container's first process sees them.
             proc: where /proc is.
+            with_options: whether options of sockets are read, some fifty calls for each.
         """
-        self._owner, self._proc = owner, proc
+        self._owner, self._proc, self._with_options = owner, proc, with_options
         self._known: dict[object, Values] = {}
         self._met: dict[object, _Met] = {}  # by number, and by what they are called in /proc
         self._left = _MOST_FILES
@@ -104,7 +105,7 @@ class OpenFiles:
         return values
 
     def _socket(self, copy: int) -> dict[str, str]:
-        values, peer = read_options(copy), peer_ids(copy)
+        values, peer = read_options(copy) if self._with_options else {}, peer_ids(copy)
         return values | {"peer": self._owner(peer)} if peer else values
 
 

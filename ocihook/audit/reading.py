@@ -64,6 +64,7 @@ class Reader:
         *,
         cgroup: Path | None = None,
         allowance: Allowance | None = None,
+        with_options: bool = True,
     ) -> None:
         """Prepare to read.
 
@@ -73,6 +74,7 @@ class Reader:
             proc: where /proc is.
             cgroup: the container's own, of v2; None: it has none.
             allowance: for the memory of its processes; None: what is right while they are stopped.
+            with_options: whether options of sockets are read.
         """
         self.init_pid, self._proc = init_pid, proc
         self._cpus = cpus or online_cpus()
@@ -84,7 +86,7 @@ class Reader:
         self._has_inner = cgroup is not None and has_inner(cgroup)
         self._allowance = allowance or Allowance(_FOR_MEMORY_S, _MOST_MEMORY_BYTES)
         self._unread: list[str] = []  # processes whose memory was too much
-        self._files = OpenFiles(self._owner, proc)
+        self._files = OpenFiles(self._owner, proc, with_options=with_options)
         self._selinux = Path(_SELINUX).exists()
         self._maps = {name: _id_map(read_file(f"{proc}/{init_pid}/{name}")) for name in ("uid_map", "gid_map")}
         status = read_file(f"{proc}/{init_pid}/status")

@@ -259,9 +259,7 @@ def observe(
         init_pid=init_pid,
         processes=processes,
         outside=tuple(seen for pid in others if (seen := _read_briefly(pid)) is not None),
-        tasks=Reader(init_pid, allowed_cpus(init_pid), allowance=Allowance(_FOR_MEMORY_S, _MOST_MEMORY_BYTES)).read(
-            pids
-        ),
+        tasks=_read_tasks(init_pid, pids),
         criu=criu,
         options=options,
         container=container,
@@ -274,6 +272,12 @@ def observe(
         swap_bytes=free_swap_bytes(),
         hides_socket_options=hides_socket_options(),
     )
+
+
+def _read_tasks(init_pid: int, pids: Sequence[int]) -> ContainerState:
+    """Return the state that a restore may lose; options of sockets are put back."""
+    allowance = Allowance(_FOR_MEMORY_S, _MOST_MEMORY_BYTES)
+    return Reader(init_pid, allowed_cpus(init_pid), allowance=allowance, with_options=False).read(pids)
 
 
 def _is_of_snapshot(pid: int) -> bool:
