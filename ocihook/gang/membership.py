@@ -154,7 +154,7 @@ class GangJoined(Effect, kind="gang-joined"):
 
         Args:
             act: that it takes part in.
-            patience: with whoever waits for it.
+            patience: with the caller.
             called: to which attempt.
             after: as `settle` has returned it, of who comes for a choice.
 
@@ -177,11 +177,11 @@ class GangJoined(Effect, kind="gang-joined"):
     def settle(self, patience: Patience) -> int | None:
         """Wait until no dump of the gang is under way, and who is being stopped has ended; return the epoch until then.
 
-        Whoever is lost meanwhile is waited for as long as its node has said, and not longer. It is None if the
-        coordinator cannot be asked, or is too old for it.
+        It waits for a container on a lost node as long as that node has announced, and not longer. It returns None if
+        the coordinator cannot be asked, or is of an earlier release.
 
         Raises:
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: as soon as the caller no longer waits.
         """
         who = {"namespace": self.gang.namespace, "gang": self.gang.name, "member": self.gang.member}
         limit, said = patience.within(_SETTLE_S), ""
@@ -375,7 +375,7 @@ class Choice:
 
         Args:
             gang: with the member that asks.
-            patience: with whoever waits for it.
+            patience: with the caller.
             link: to the coordinator.
             timeout_s: for the next member to ask.
         """
@@ -391,10 +391,10 @@ class Choice:
         self._after = self._member().settle(self._patience)
 
     def ask(self, dumps: Sequence[str]) -> str:
-        """Return which dump all members are restored from: the last that all of them have; "" if there is none.
+        """Return the dump that all members are restored from: the last that all of them have; "" without one.
 
         Args:
-            dumps: that this one has, the oldest first, as GangNote names them. Without any it waits for nobody.
+            dumps: that this one has, the oldest first, as GangNote names them. Without any it does not wait.
 
         Raises:
             DumpUnderWay: if one has begun meanwhile: settle, and look again for what there is.

@@ -180,7 +180,7 @@ class Attempt:
 
     @property
     def over(self) -> Answer:
-        """What its members are told when it is over."""
+        """The answer to its members when it is over."""
         return Answer(State.OVER, self.epoch, self.reason, again=self.is_displaced, short=self.is_short)
 
     def unseat(self, member: str) -> Seat:
@@ -535,7 +535,7 @@ class Gang:
         """End the open attempt if its members have asked nothing for too long."""
         attempt = self._open
         if attempt is not None and silence_s > (GATHERING_S if attempt.is_gathering else AT_WORK_S):
-            self._end(attempt, f"nobody of it was heard of for {silence_s:.0f} s")
+            self._end(attempt, f"its members have asked nothing for {silence_s:.0f} s")
 
     def _settle(self, attempt: Attempt) -> None:
         """Decide: from here on nothing can end the attempt."""

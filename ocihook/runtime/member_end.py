@@ -50,7 +50,7 @@ class MemberEnd:
 
     @classmethod
     def of(cls, call: Call, kept: Kept | None) -> "MemberEnd | None":
-        """Return the end of the container that a call deletes; None if it is no member, or nobody knows."""
+        """Return the end of the container that a call deletes; None if it is no member, or if that is not known."""
         try:
             notes = read_config(kept).get("annotations") or {} if kept is not None else {}
             gang = gang_ref(notes, kept.container) if kept is not None else None
@@ -110,7 +110,7 @@ def _why(call: Call) -> str:
     stop = read_stop(call.container_id)
     if stop is not None and stop.is_over:
         return "it was stopped"
-    with contextlib.suppress(OcihookError, OSError):  # the runtime may not know it any more
+    with contextlib.suppress(OcihookError, OSError):  # the runtime may have forgotten it
         if any(_was_out_of_memory(directory) for directory in cgroups_of(call)):
             return "it ran out of memory"
     return next(_exit_codes(call.container_id), _UNKNOWN)

@@ -207,7 +207,7 @@ def test_a_member_whose_node_has_lost_power_is_waited_for_no_longer(
     now_s[0] += 2
     assert join("b") == join("c") == 2
     over = ask("a", verb="meet", phase="arrived", epoch=1)
-    assert (over["state"], over["reason"]) == ("over", "nobody of it was heard of for 31 s")
+    assert (over["state"], over["reason"]) == ("over", "its members have asked nothing for 31 s")
 
 
 def test_a_restarted_coordinator_knows_what_was_chosen(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ _CHECK = "coordinator"
 
 
 def _check_coordinator() -> Iterator[Finding]:
-    """What a member of a gang on this node would meet; without a name of one the agent coordinates."""
+    """Ask the coordinator as a member of a gang on this node would; without an address the agent coordinates."""
     settings = _settings()
     if not settings.coordinator:
         return
@@ -37,7 +37,7 @@ def _check_coordinator() -> Iterator[Finding]:
 
 
 def check_gang(seen: Observation) -> Iterator[Finding]:
-    """What the coordinator knows of the gang that a container is a member of."""
+    """Report what the coordinator knows of the gang that a container is a member of."""
     if seen.container is None:
         return
     notes = seen.container.annotations
