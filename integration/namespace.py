@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ocihook.linux.procfs import parent_pid
+from ocihook.session import history
 
 TIMEOUT_S = 120.0
+_HISTORY = "/var/lib/ocihook/history"
+_UNEXPLAINED = ("criu-unknown", "unknown")  # as session/failure.py records it
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -114,7 +117,26 @@ class Namespace:
         return process
 
     def close(self) -> None:
-        """End everything that was started here."""
+        """End everything that was started here.
+
+        Raises:
+            AssertionError: if CRIU failed here for a cause that the catalogue lacks: each such failure needs an entry.
+        """
+        unexplained = self._unexplained()
+        self._end()
+        if unexplained:
+            raise AssertionError(f"criu/causes.toml has no entry for: {unexplained}")
+
+    def _unexplained(self) -> list[str]:
+        """Return the failures of CRIU without a known cause, of an ocihook whose history is this namespace's own."""
+        place = self.path(_HISTORY)
+        with contextlib.suppress(OSError):  # it has none, or has ended
+            is_own = not Path(_HISTORY).exists() or not place.samefile(_HISTORY)
+            records = history.read(place) if is_own else []
+            return [text for code, text in map(history.error_of, records) if code in _UNEXPLAINED]
+        return []
+
+    def _end(self) -> None:
         processes: list[subprocess.Popen[bytes] | subprocess.Popen[str]] = [*self._spawned, self._holder]
         for process in processes:
             process.terminate()
