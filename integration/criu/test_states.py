@@ -79,6 +79,12 @@ ended_pipe broken_pipe large_pipe full_pipe terminal_of_its_own terminal_by_name
 _CONNECTIONS = {"half_open_connection": True, "urgent_byte": False, "zero_copy": False}
 
 
+def build(program: Path) -> None:
+    """Compile the program of the states."""
+    strict = ["-O1", "-Wall", "-Wextra", "-Werror", "-static", "-pthread", "-s"]
+    subprocess.run(["gcc", *strict, "-o", program, SOURCE], check=True, timeout=120)
+
+
 class Node:
     """A machine with one CRIU, and what became of the states on it."""
 
@@ -96,8 +102,7 @@ class Node:
         else:
             shutil.copytree(HERE.parents[1] / "ocihook", site / "ocihook")
         shutil.copy(HERE / "state_runner.py", site)
-        strict = ["-O1", "-Wall", "-Wextra", "-Werror", "-static", "-pthread", "-s"]
-        subprocess.run(["gcc", *strict, "-o", directory / "states", SOURCE], check=True, timeout=120)
+        build(directory / "states")
 
     def run(self, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Have containers go through their lives."""

@@ -1,16 +1,22 @@
 """A dump or restore that fails is explained: to the engine, in the journal, and beforehand by doctor."""
 
+import contextlib
 import json
+import subprocess
+import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from integration.criu.logs import record
 from integration.criu.mount_behind import mount_behind
+from integration.criu.test_states import build
 from integration.journals import last_session
+from integration.namespace import wait_for
 from integration.podman.conftest import MakePodman
-from integration.podman.engine import Podman
+from integration.podman.engine import IMAGE, Podman
 
 
 def init_pid(podman: Podman, name: str) -> str:
@@ -35,6 +41,107 @@ def test_dump_that_doctor_foresaw(podman: Podman) -> None:
     assert found["remedy"] in output
     assert "The dump is refused, the container runs on" in output
     podman.assert_counts("c")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "names"),
+    [
+        (lambda file: file.unlink(), "/data/config was open when the checkpoint was made, and is missing here"),
+        (lambda file: file.write_text("longer"), "/data/config has 6 bytes, when the checkpoint was made it had 4"),
+        (lambda file: file.chmod(0o600), "/data/config has mode 100600, when the checkpoint was made it had 100644"),
+    ],
+    ids=["missing", "size", "mode"],
+)
+def test_a_restore_that_its_node_does_not_allow(podman: Podman, spoil: Callable[[Path], object], names: str) -> None:
+    """It is refused before CRIU makes a process, as doctor says; with the file as it was, it succeeds."""
+    data, archive = podman.scratch / "data", podman.scratch / "c.tar"
+    data.mkdir()
+    file = data / "config"
+    file.write_text("here")
+    file.chmod(0o644)
+    command = ["run", "--detach", "--name", "c", "--network", "host", "--pids-limit", "0", f"--volume={data}:/data"]
+    podman(*command, IMAGE, "/workload", "hold-open", "/data", "24")
+    wait_for("c to count", lambda: podman.count("c")[0] > 2)
+    podman.checkpoint("c", archive)
+    podman.remove("c")
+    spoil(file)
+    answer = json.loads(podman.ocihook("doctor", "--json", "--archive", str(archive), check=False))
+    assert names in [found["detail"] for found in answer["findings"] if found["status"] == "fail"]
+    output = podman.restore(archive, check=False)
+    assert names in output
+    session = last_session(podman.namespace, "pre-restore")
+    assert session["error_code"] == "preflight"
+    assert list(session["stages"]) == ["pre-restore"]
+    podman.remove("c")  # which podman leaves
+    file.write_text("here")
+    file.chmod(0o644)
+    podman.restore(archive)
+    podman.assert_counts("c")
+
+
+_TRACER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.ptrace(0x4206, int(sys.argv[1]), 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_traced_container_is_refused_before_criu_stops_it(podman: Podman) -> None:
+    """CRIU would try for 10 s to stop it; its log shows that it has not begun to."""
+    podman.start("c")
+    init = init_pid(podman, "c")
+    command = [sys.executable, "-c", _TRACER, init]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tracer:
+        assert tracer.stdout is not None
+        tracer.stdout.readline()
+        output = podman.checkpoint("c", podman.scratch / "c.tar", check=False)
+        assert f"is traced by process {tracer.pid}" in output
+        assert f"kill {tracer.pid}" in output
+    session = last_session(podman.namespace, "pre-dump")
+    assert session["error_code"] == "preflight"
+    log = kept_log(podman, session["facts"]["failure"])
+    assert "Running pre-dump scripts" in log
+    assert not [word for word in ("Seized task", "SEIZE ", "freezing processes", "interrupt task") if word in log]
+    podman.checkpoint("c", podman.scratch / "c.tar")
+
+
+def test_a_restore_that_fails_late_ends(podman: Podman) -> None:
+    """CRIU kills the first process and waits for that alone, which waits for CRIU to wait for the others."""
+    program, archive = podman.scratch / "states", podman.scratch / "c.tar"
+    build(program)
+    command = [
+        "run",
+        "--detach",
+        "--name",
+        "c",
+        "--network",
+        "host",
+        "--pids-limit",
+        "0",
+        f"--volume={program}:/states",
+    ]
+    podman(*command, IMAGE, "/states", "ambient_without_raise")
+    said = Path(f"/proc/{init_pid(podman, 'c')}/root/said")
+    wait_for("the state to be made", lambda: said.exists() and said.read_text().endswith(" ok\n"))
+    podman.checkpoint("c", archive)
+    podman.remove("c")
+    output = podman.restore(archive, check=False)
+    session = last_session(podman.namespace, "pre-restore")
+    assert session["error_code"] == "criu-capabilities", output
+    assert "SECBIT_NO_CAP_AMBIENT_RAISE" in output
+    left = [
+        path for path in Path("/proc").glob("[0-9]*/cmdline") if is_called(path, b"/states\0ambient_without_raise\0")
+    ]
+    assert left == []
+    podman.start("d")
+
+
+def is_called(path: Path, command: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return path.read_bytes() == command
+    return False
 
 
 def test_dump_at_the_users_risk(podman: Podman) -> None:

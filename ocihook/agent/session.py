@@ -23,7 +23,7 @@ from ocihook.session.undo import undo_all, undo_interrupted
 from ocihook.stages import dump, restore
 from ocihook.stages.awaited_memory import AwaitsMemory
 from ocihook.stages.detached import KeptFromEnd, is_due, is_kept_from_end
-from ocihook.stages.lost_container import LostContainer
+from ocihook.stages.lost_container import FailedRestore, LostContainer
 
 _LOOK_S = 0.01  # whether CRIU has detached, which nobody reports
 _LOOK_AT_CONTAINER_S = 1.0  # whether it was killed: likewise
@@ -70,7 +70,7 @@ class Session:
     def __init__(self, journal: Journal, load: Callable[[], Settings] = load_settings) -> None:
         self.journal = journal
         self._load = load
-        self._lost = LostContainer(journal)
+        self._lost, self._failed = LostContainer(journal), FailedRestore(journal)
         self._killed: Explanation | None = None  # why we have ended CRIU, which cannot know
         self._waiting: list[socket.socket] = []  # hooks that get their verdict once the container runs and all is done
 
@@ -235,7 +235,7 @@ class Session:
     def _look_s(self) -> float | None:
         if is_kept_from_end(self.journal):
             return _LOOK_S
-        return _LOOK_AT_CONTAINER_S if self._lost.may_be() else None
+        return _LOOK_AT_CONTAINER_S if self._lost.may_be() or self._failed.may_be() else None
 
     def _give_up(self) -> None:
         """Note that the runtime has ended before CRIU."""
@@ -252,7 +252,9 @@ class Session:
                 self._send(connection, verdict)
 
     def _end_stuck(self, attempt: Attempt) -> None:
-        """End CRIU if its container was killed, and it does not notice."""
+        """End CRIU if its container was killed, or its restore has failed, and it does not end."""
+        if self._failed.may_be() and attempt.has_given_up:
+            self._failed.end_criu()
         if self._killed is None and self._lost.may_be() and (why := self._lost.end_criu()):
             self._killed = why
             attempt.report(message_of(self.journal, why))

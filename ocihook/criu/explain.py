@@ -63,6 +63,11 @@ def _not_stopped(line: str, before: "_Before", log: str) -> Explanation | None:
     return None
 
 
+def has_given_up(log: str) -> bool:
+    """Return whether CRIU has failed by its log and has only to end its processes and itself."""
+    return bool(_HAS_GIVEN_UP.search(log))
+
+
 def container_killed(pid: int) -> Explanation:
     """Return why a dump failed that CRIU itself would not have ended: a process of the container was killed."""
     what = f"process {pid} of the container was killed while CRIU dumped it, which CRIU does not notice: it was ended"
@@ -131,6 +136,7 @@ _STAGE = re.compile(r"Running \S+ scripts")
 _SCRIPT_FAILED = re.compile(r"Script \S+ exited with")
 _HAS_SUCCEEDED = re.compile(r"(?:Dumping|Restore) finished successfully")
 _IS_VERBOSE = re.compile(r"^\([0-9.]+\) (?:Running \S+ scripts|Version: )", re.MULTILINE)
+_HAS_GIVEN_UP = re.compile(r"Killing processes because of failure on restore|(?:Dumping|Restoring) FAILED")
 _HAS_ENDED = re.compile(r"(?:Dumping|Restoring) FAILED")
 # CRIU logs these before anything is wrong, or after every failure.
 _NOISE = re.compile(

@@ -91,7 +91,7 @@ def read_needs(images: Mapping[str, bytes], names: Iterable[str] = ()) -> Needs:
     vmas = [vma for mm in areas for vma in mm.vmas]
     return Needs(
         files=tuple(_files(images, remapped)),
-        mounts={m.mnt_id: _mount(m) for m in _of(images, "mountpoints", _MOUNTS, "mnt_entry")},
+        mounts={m.mnt_id: _mount(m) for m in _of(_first_mounts(images), "mountpoints", _MOUNTS, "mnt_entry")},
         pids=frozenset(pid for process in processes for pid in (process.pid, *process.threads)),
         highest_descriptor=max((one.fd for one in _of(images, "fdinfo", _FDINFO, "fdinfo_entry")), default=-1),
         rings=frozenset((ring.nr_req, ring.ring_len) for mm in areas for ring in mm.aios),
@@ -133,9 +133,16 @@ def _files(images: Mapping[str, bytes], remapped: Collection[int]) -> Iterator[N
             yield NeededFile(os.fsdecode(reg.name), reg.flags, size, mode, reg.mnt_id)
 
 
+def _first_mounts(images: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Return the image of the first process's mounts: in other mount namespaces paths may lead elsewhere."""
+    names = [name for name in images if name.startswith("mountpoints-")]
+    first = min(names, key=lambda name: int(re.findall(r"\d+", name)[0]), default="")
+    return {first: images[first]} if first else {}
+
+
 def _mount(entry: _Message) -> NeededMount:
     place = os.fsdecode(entry.mountpoint).removeprefix(".")
-    return NeededMount(place if place.startswith("/") else f"/{place}", entry.ext_mount)
+    return NeededMount(place if place.startswith("/") else f"/{place}", entry.ext_mount or bool(entry.ext_key))
 
 
 def _huge(vmas: Iterable[Any]) -> Mapping[int, int]:

@@ -47,7 +47,8 @@ _NAMED = 3  # findings of one check
 
 def run(seen: SeenT, checks: Iterable[Check[SeenT]]) -> list[Finding]:
     """Return the findings of those checks that hold for the CRIU and the options of the dump or restore."""
-    return [finding for check in checks if check.holds(seen) for finding in check.findings(seen)]
+    found = (finding for check in checks if check.holds(seen) for finding in check.findings(seen))
+    return list(dict.fromkeys(found))  # each once: a file may be open and mapped
 
 
 def lasting(observe: Callable[[], SeenT], patience: Patience, checks: Iterable[Check[SeenT]]) -> list[Finding]:

@@ -96,16 +96,24 @@ def _replaced_file(seen: Observation) -> Iterator[Problem]:
 
 
 def _link_gone(seen: Observation) -> Iterator[Problem]:
-    """Where the container goes on, CRIU removes its links at the end of a dump (criu/cr-dump.c, cr_dump_finish)."""
-    kinds = {mount.id: mount.kind for process in seen.processes for mount in process.mounts}
+    """Where the container goes on, CRIU removes its links at the end of a dump (criu/cr-dump.c, cr_dump_finish).
+
+    What is archived afterwards lacks them, and so does a volume; CRIU itself has the content of a tmpfs. On an overlay
+    CRIU copies a file of the image for which it can make no link, and the kernel does not show for which.
+    """
+    mounts = {mount.id: mount for process in seen.processes for mount in process.mounts}
     for file in linked_files(seen.files) if seen.options.has("leave-running") else ():
-        if kinds.get(file.mount_id) != "tmpfs":
-            detail = (
-                f"{seen.who(file.pid)} uses a file by a name that it no longer has, {file.name}, and is left running"
-            )
-            yield warn(
-                f"{detail}: what is copied afterwards lacks CRIU's link to it", "checkpoint it without --leave-running"
-            )
+        mount = mounts.get(file.mount_id)
+        is_bound = mount is not None and mount.place in seen.configured_places.get("bind", ())
+        kind = mount.kind if mount else ""
+        if kind == "tmpfs" and not is_bound:
+            continue
+        detail = f"{seen.who(file.pid)} uses a file by a name that it no longer has, {file.name}, and is left running"
+        problem = warn if kind in ("", "overlay") and not is_bound else fail
+        yield problem(
+            f"{detail}: a restore needs CRIU's link to it, which is removed at the end of the dump",
+            "checkpoint it without --leave-running, or have the application open the file anew",
+        )
 
 
 def _link_remap(seen: Observation) -> Iterator[Problem]:

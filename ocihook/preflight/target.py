@@ -102,7 +102,7 @@ def observe_restore(
         taken_pids=_taken(needs.pids, linux, view) if linux else frozenset(),
         security_module=1 if _SELINUX.exists() else 2 if _APPARMOR.exists() else 0,
         profiles=_profiles(),
-        is_filtered=status_fields(seen_from or os.getpid()).get("Seccomp", "0") != "0",
+        is_filtered=bool(seen_from) and status_fields(seen_from).get("Seccomp", "0") != "0",
         has_user_namespace=any(row.get("type") == "user" for row in _rows(linux, "namespaces")),
         most_tasks=limit if isinstance(limit, int) and limit > 0 else None,
         missing_programs=tuple(name for name in _PACKERS if shutil.which(name) is None),

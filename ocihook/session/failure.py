@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ocihook.container.runtime_call import find_error_log
-from ocihook.criu.explain import Explanation, explain
+from ocihook.criu.explain import Explanation, explain, has_given_up
 from ocihook.errors import CriuError
 from ocihook.linux.delayed_exit import DelayedExit
 from ocihook.linux.descriptors import copy_descriptor, write_at_once
@@ -31,6 +31,7 @@ from ocihook.session.journal import Journal
 
 LOGS_KEPT = 16
 _HEAD_BYTES, _TAIL_BYTES = 64 << 10, 192 << 10
+_END_BYTES = 4 << 10  # in which a failure's last line is
 _STDERR = 2
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,11 @@ class Attempt:
         """Return why CRIU has failed, and its log."""
         text = _read(self._log) if self._log >= 0 else ""
         return explain(text), text
+
+    @property
+    def has_given_up(self) -> bool:
+        """Return whether CRIU has failed by its log."""
+        return self._log >= 0 and has_given_up(_read_end(self._log))
 
     def release(self) -> None:
         """Release the runtime and the engine's standard error, on whose end the engine may wait."""
@@ -127,6 +133,11 @@ def _open_error_log(runtime_pid: int) -> int:
         return fd
     os.close(fd)
     return -1
+
+
+def _read_end(fd: int) -> str:
+    size = os.fstat(fd).st_size
+    return os.pread(fd, _END_BYTES, max(0, size - _END_BYTES)).decode(errors="replace")
 
 
 def _read(fd: int) -> str:

@@ -3,6 +3,9 @@
 The first process of a PID namespace ends once all others are waited for, and only CRIU can wait for those that it
 traces. CRIU, in turn, waits for the first process alone while that makes a call for it. So neither ends, nor the engine
 (seen with CRIU 4.1.1, when the kernel ended a container at its memory limit as CRIU put its parasite there).
+
+The same happens to a restore that fails when CRIU traces the processes that it has made, as for capabilities: it kills
+the first one and waits for that alone (criu/cr-restore.c, restore_root_task; 4.1.1 and 4.2).
 """
 
 import signal
@@ -14,6 +17,25 @@ from ocihook.session.participant import CallFacts
 from ocihook.stages.detached import is_kept_from_end
 
 _NOTICES_S = 10.0  # it does so at once, or never
+
+
+class FailedRestore:
+    """Ends a CRIU whose restore has failed and that does not end: by then nothing of it is of use."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._since_s = 0.0  # when CRIU was first seen to have failed, by the monotonic clock; 0: it has not been
+
+    def may_be(self) -> bool:
+        """Return whether it could happen now: CRIU restores."""
+        return self._journal.verdict_of("pre-restore") is not None
+
+    def end_criu(self) -> None:
+        """Kill CRIU if it has had time to end; it has failed."""
+        now_s = time.monotonic()
+        self._since_s = self._since_s or now_s
+        if now_s - self._since_s >= _NOTICES_S:
+            self._journal.criu.send(signal.SIGKILL)
 
 
 class LostContainer:

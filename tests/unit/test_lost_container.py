@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from ocihook.linux.procfs import Process, descendants, status_fields
+from ocihook.session.failure import Attempt
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts
 from ocihook.stages import lost_container
 from ocihook.stages.detached import KeptFromEnd
-from ocihook.stages.lost_container import LostContainer
+from ocihook.stages.lost_container import FailedRestore, LostContainer
 from tests.unit.test_ptrace import wait_until
 
 _PTRACE_SEIZE = 0x4206  # linux/ptrace.h
@@ -131,4 +132,44 @@ def test_nothing_is_looked_at_in_a_restore(tmp_path: Path, criu: Process) -> Non
     lost = LostContainer(journal_of(tmp_path, criu, None))
     assert not lost.may_be()
     assert lost.end_criu() is None
+    assert criu.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("log", "has_failed"),
+    [
+        (
+            "(00.04) Error (criu/cr-restore.c:2293): Killing processes because of failure on restore.\nThe Network ...",
+            True,
+        ),
+        ("(00.04) pie: 6: Error (criu/pie/restorer.c:346): Unable to restore capabilities: -1", False),
+        ("", False),
+    ],
+)
+def test_a_restore_that_has_failed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, *, has_failed: bool
+) -> None:
+    """CRIU waits for a process that waits for CRIU."""
+    monkeypatch.setattr(lost_container, "_NOTICES_S", 0.0)
+    path = tmp_path / "restore.log"
+    path.write_text(log)
+    with path.open("a") as file, subprocess.Popen(["sleep", "600"], pass_fds=[file.fileno()]) as program:
+        found = Process.find(program.pid)
+        assert found is not None
+        journal = journal_of(tmp_path, found, None)
+        failed, attempt = FailedRestore(journal), Attempt(found, None)
+        assert not failed.may_be()
+        journal.begin_stage("pre-restore")
+        journal.end_stage("pre-restore", 0, "")
+        assert failed.may_be()
+        assert attempt.has_given_up is has_failed
+        if has_failed:
+            failed.end_criu()
+            assert program.wait(60) == -signal.SIGKILL
+        attempt.close()
+        program.kill()
+
+
+def test_a_restore_that_has_failed_has_time_to_end(tmp_path: Path, criu: Process) -> None:
+    FailedRestore(journal_of(tmp_path, criu, None)).end_criu()
     assert criu.is_alive()

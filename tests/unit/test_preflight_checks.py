@@ -110,6 +110,17 @@ def with_options(names: tuple[str, ...], **changes: Any) -> Observation:
     return container(process(files=(FILE._replace(name="/nowhere/log", **changes),)), options=options(*names))
 
 
+def left_running(kind: str, *, is_bound: bool = False) -> Observation:
+    """Return a container that uses a file without its name, on a file system of a kind, and that is left running."""
+    mount = Mount(5, "0:9", "/", "/nowhere", kind, "source")
+    config = {"mounts": [{"destination": "/nowhere", "type": "bind" if is_bound else kind}]}
+    return container(
+        process(files=(FILE._replace(name="/nowhere/log", is_deleted=True, info="mnt_id:\t5\n"),), mounts=(mount,)),
+        options=options("link-remap", "leave-running"),
+        container=CONTAINER._replace(config=config),
+    )
+
+
 def proc_file(name: str) -> Observation:
     """Return a container whose process has a file of /proc open, as descriptor 3."""
     proc = Mount(5, "0:9", "/", "/proc", "proc", "proc")
@@ -229,6 +240,10 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t99\n"), "pidfd", Status.FAIL),
     (with_options(("link-remap",), is_deleted=True), "", None),
     (with_options(("link-remap", "leave-running"), is_deleted=True), "link-gone", Status.WARN),
+    (left_running("overlay"), "link-gone", Status.WARN),
+    (left_running("btrfs"), "link-gone", Status.FAIL),
+    (left_running("tmpfs"), "", None),
+    (left_running("tmpfs", is_bound=True), "link-gone", Status.FAIL),
     (with_options(("link-remap", "leave-running")), "", None),
     (with_file(name="anon_inode:[pidfd]", info="flags:\t02000202\nPid:\t7\n"), "pidfd", Status.FAIL),
     (with_file(name="anon_inode:[pidfd]", info="flags:\t02000002\nPid:\t7\n"), "", None),

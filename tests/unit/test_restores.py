@@ -147,7 +147,7 @@ def test_images_say_what_is_needed() -> None:
         "files.img": image(0x56303138, reg(1, b"/data/a", size=3, mnt_id=2), reg(2, b"/b"), reg(3, b"pipe", ext=True)),
         "remap-fpath.img": image(0x59133954, message("remap_file_path_entry", orig_id=2, remap_id=5)),
         "mountpoints-12.img": image(
-            0x55563928, message("mnt_entry", fstype=0, mnt_id=2, mountpoint=b"./data", ext_mount=True)
+            0x55563928, message("mnt_entry", fstype=0, mnt_id=2, mountpoint=b"./data", ext_key="/data")
         ),
         "pstree.img": image(0x50273030, message("pstree_entry", pid=1, ppid=0, pgid=1, sid=1, threads=[1, 8])),
         "fdinfo-2.img": image(0x56213732, message("fdinfo_entry", fd=40), message("fdinfo_entry", fd=3)),

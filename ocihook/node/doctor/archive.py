@@ -1,5 +1,6 @@
 """Whether a checkpoint can be restored on this node, before anybody tries: an archive, or an image directory."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,6 +46,7 @@ from ocihook.preflight.target import observe_restore
 from ocihook.store.stored_manifest import StoredImage
 from ocihook.store.thin import Thin, read_thin
 
+_OF_CONTAINER = re.compile(r"/userdata/|/_data$")  # podman's own files of a container, and named volumes
 _ANOTHER = "use another copy of the checkpoint"
 _CONNECTIONS = "tcp-stream-*.img"  # one for each established connection (criu/sk-tcp.c)
 
@@ -244,10 +246,22 @@ def _check_needs(checkpoint: _Checkpoint) -> Iterator[Finding]:
         needs,
         criu=parse_version(criu.version_text) if criu else (),
         options=options_for(Path(checkpoint.runtime).name),
-        config=checkpoint.config,
+        config=_with_lasting_binds(checkpoint.config, checkpoint.engine),
         has_root=False,
     )
     yield from alike_as_one(run(seen, CHECKS))
+
+
+def _with_lasting_binds(config: Mapping[str, Any], engine: str) -> Mapping[str, Any]:
+    """Return a configuration with only those bind mounts that the next container has again: of podman, by their paths.
+
+    What an engine makes for each container has another path then, as what a kubelet makes for a pod.
+    """
+    own = (*(f"{place}/" for place in image_set_places(engine)), "/run/", "/var/run/")
+    rows = [row for row in config.get("mounts") or () if isinstance(row, Mapping)]
+    sources = {str(row.get("source")): row for row in rows}
+    kept = [row for source, row in sources.items() if not source.startswith(own) and not _OF_CONTAINER.search(source)]
+    return {**config, "mounts": kept if engine == "podman" else []}
 
 
 def _check_gpus(checkpoint: _Checkpoint) -> Iterator[Finding]:
