@@ -138,9 +138,10 @@ _HAS_SUCCEEDED = re.compile(r"(?:Dumping|Restore) finished successfully")
 _IS_VERBOSE = re.compile(r"^\([0-9.]+\) (?:Running \S+ scripts|Version: )", re.MULTILINE)
 _HAS_GIVEN_UP = re.compile(r"Killing processes because of failure on restore|(?:Dumping|Restoring) FAILED")
 _HAS_ENDED = re.compile(r"(?:Dumping|Restoring) FAILED")
-# CRIU logs these before anything is wrong, or after every failure.
+# CRIU logs these before anything is wrong, or after every failure; the last one when it is killed.
 _NOISE = re.compile(
-    r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER_XT_MARK|exited, status=|No parent image found"
+    r"rlimit: Can't setup RLIMIT_NOFILE|BPF_MAP|CONFIG_NETFILTER_XT_MARK|exited, status=|No parent image found|"
+    r"cgroupd: recv req error"
 )
 _PROCESS = re.compile(r"(?:Dumping (?:task|opened files|path)|Collecting mappings|Dump files)[^(]*\(pid: ([0-9]+)")
 _PATH = re.compile(r"Dumping path for -?[0-9]+ fd via self -?[0-9]+ \[(.*)\]$")

@@ -1,5 +1,8 @@
 """Checks of processes and threads: namespaces, tracers, signals, sessions, terminals."""
 
+import contextlib
+import fcntl
+import os
 import signal
 from collections.abc import Iterator
 
@@ -8,6 +11,8 @@ from ocihook.preflight.finding import Problem, fail, warn
 from ocihook.preflight.observation import Observation, ProcessSeen, Task
 
 _TRACED_INSIDE_REMEDY = "have the application trace none of its own processes, as sandboxes and crash handlers do"
+_ENTERED = ("uts", "ipc", "mnt")
+_NS_GET_USERNS = 0xB701  # linux/nsfs.h
 _NOT_NESTED = ("pid", "ipc", "uts", "user", "time", "cgroup")  # CRIU has but one of these for a tree
 
 
@@ -38,6 +43,42 @@ def _nested_network(seen: Observation) -> Iterator[Problem]:
         if process.namespaces.get("net", own) != own:
             detail = f"{seen.who(process.pid)} is in a network namespace of its own, which runc cannot have CRIU dump"
             yield fail(detail, "run the container by crun, or have the application make no network namespace")
+
+
+def _foreign_namespace(seen: Observation) -> Iterator[Problem]:
+    """CRIU must be able to enter them from the container's user namespace (criu/namespaces.c, check_user_ns)."""
+    own = seen.init.namespaces.get("user", "")
+    for kind in _ENTERED if own and seen.has_own("user") else ():
+        if seen.has_own(kind) and _maker_of(seen.init_pid, kind) not in ("", own):
+            detail = f"the {kind} namespace of {seen.who(seen.init_pid)} was made outside its user namespace"
+            yield fail(
+                f"{detail}: CRIU cannot dump that",
+                "give the container namespaces of its own; have its engine make the user namespace",
+            )
+            return
+
+
+def _maker_of(pid: int, kind: str) -> str:
+    """Return the user namespace in which a namespace of a process was made, as /proc names it; "" if it is unknown."""
+    with contextlib.suppress(OSError):  # it has exited, or may not be read
+        fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            made_in = fcntl.ioctl(fd, _NS_GET_USERNS)
+            try:
+                return f"user:[{os.fstat(made_in).st_ino}]"
+            finally:
+                os.close(made_in)
+        finally:
+            os.close(fd)
+    return ""
+
+
+def _first_root(seen: Observation) -> Iterator[Problem]:
+    """CRIU looks for mounts below the first process's root directory, which must be one (criu/proc_parse.c)."""
+    root = seen.init.used.get("root")
+    if root and root.name != "/" and all(mount.place != "/" for mount in seen.init.mounts):
+        detail = f"{seen.who(seen.init_pid)}, the first process, has a root directory that is no mount (chroot)"
+        yield fail(f"{detail}: CRIU cannot dump that", "have a process without chroot start it, or use pivot_root")
 
 
 def _traced(seen: Observation) -> Iterator[Problem]:
@@ -137,6 +178,8 @@ CHECKS = (
     Check(name="pending-sigtrap", find=_pending_sigtrap),
     Check(name="stopped", find=_stopped),
     Check(name="no-first-process", find=_no_first_process),
+    Check(name="first-root", find=_first_root),
+    Check(name="nested-namespace", find=_foreign_namespace),
     Check(name="session-leader", find=_session_leader),
     Check(name="session-leader", find=_session_of_a_process, unless=("shell-job",)),
     Check(name="pid-taken", find=_pid_taken),

@@ -356,6 +356,10 @@ def test_killed() -> None:
     assert explanation is not None
     assert explanation.name == "killed"
     assert explanation.what.startswith("CRIU was killed after it wrote «")
+    helper = "(00.05) Error (criu/cgroup.c:1289): cg: cgroupd: recv req error: No such file or directory\n"
+    explanation = explain(log + helper)
+    assert explanation is not None
+    assert explanation.name == "killed"
 
 
 def test_what_our_hook_said_earlier_is_not_the_cause() -> None:
