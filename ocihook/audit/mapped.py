@@ -44,6 +44,8 @@ _NAMED = re.compile(rb"\[anon(?:_shmem)?:(.*)\]")
 _READ_BYTES, _LINE_BYTES = 1 << 16, 64
 _MOST_TEXT = 4000  # characters of a value
 _USUAL = (b"default", b"local")
+_OF_THREAD_S = 12e-6  # to read its stack and the pages that guard it
+_THREADS = re.compile(rb"^Threads:\s+(\d+)$", re.MULTILINE)
 _RESIDENT = re.compile(rb"^VmRSS:\s+(\d+) kB", re.MULTILINE)
 
 
@@ -62,8 +64,10 @@ class Allowance:
 
     def has(self, status: bytes) -> bool:
         """Return whether a process with such a proc_pid_status(5) may be read."""
-        match = _RESIDENT.search(status)
-        return bool(match and int(match[1]) <= self._memory_kib and self._left_s > 0)
+        resident, threads = _RESIDENT.search(status), _THREADS.search(status)
+        if resident is None or int(resident[1]) > self._memory_kib:
+            return False
+        return self._left_s > (int(threads[1]) if threads else 0) * _OF_THREAD_S  # else what is begun is for nothing
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -335,6 +335,8 @@ def test_what_is_set_for_memory(tmp_path: Path) -> None:
     assert found.keys() <= PROCESS.keys()
     assert read_mapped(str(tmp_path), status, Allowance(60, 1 << 10)) is None, "it has too much memory"
     assert read_mapped(str(tmp_path), status, Allowance(0, 1 << 20)) is None, "there is no time"
+    crowded = status + b"Threads:\t5000000\n"
+    assert read_mapped(str(tmp_path), crowded, Allowance(59, 1 << 20)) is None, "there is no time for its stacks"
     assert read_mapped(str(tmp_path / "gone"), status, Allowance(60, 1 << 20)) is None
 
 
