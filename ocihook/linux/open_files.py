@@ -29,6 +29,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 _FLAGS = re.compile(r"^flags:\s+([0-7]+)", re.MULTILINE)
 _GET_ATTRIBUTES, _IMMUTABLE, _APPEND_ONLY = 0x80086601, 0x10, 0x20  # linux/fs.h: FS_IOC_GETFLAGS, FS_*_FL
 _MAPPING = re.compile(r"^(\S+) (\S{4}) \S+ (\w+):(\w+) (\d+) +(/.*|anon_inode:.*)$", re.MULTILINE)
+_NS_GET_USERNS = 0xB701  # linux/nsfs.h
 _MAX_LINKS = 40  # the kernel's own limit
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -323,6 +324,21 @@ def _resolve(root: str, path: str) -> str:
         left = target.split("/") + left
         done = "" if target.startswith("/") else done
     return done or "/"
+
+
+def makers_of_namespaces(pid: int) -> dict[str, str]:
+    """Return the user namespaces in which a process's namespaces were made, by kind, each as /proc names it."""
+    found = {}
+    for kind in ("ipc", "mnt", "net", "pid", "uts"):
+        with contextlib.suppress(OSError):  # it has exited, or may not be read
+            fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                made_in = fcntl.ioctl(fd, _NS_GET_USERNS)
+            finally:
+                os.close(fd)
+            found[kind] = f"user:[{os.fstat(made_in).st_ino}]"
+            os.close(made_in)
+    return found
 
 
 def namespaces(pid: int) -> dict[str, str]:

@@ -28,6 +28,7 @@ from ocihook.linux.open_files import (
     Mount,
     OpenFile,
     file_mappings,
+    makers_of_namespaces,
     mapped_files,
     mounts,
     namespaces,
@@ -108,6 +109,7 @@ class Observation:
     sharing_memory: Sequence[Sequence[int]] = ()  # groups of processes that are no threads (CLONE_VM), parents first
     sharing_directory: Sequence[Sequence[int]] = ()  # likewise (CLONE_FS)
     unix: Mapping[int, UnixSocket] = field(default_factory=dict)  # of its network namespace, by inode
+    made_in: Mapping[str, str] = field(default_factory=dict)  # by kind: the user namespace of the first process's own
     node: Mapping[str, str] = field(default_factory=dict)  # namespaces of the node
     freezer_version: int = 0  # of its cgroups; 0: it has no freezer, or is in no container
     room_bytes: int | None = None  # that the container's memory limits leave; None: no limit
@@ -266,6 +268,7 @@ def observe(
         sharing_memory=sharing(living, Kind.MEMORY),
         sharing_directory=sharing(living, Kind.DIRECTORY),
         unix=_unix_sockets(init_pid) if has_unix else {},
+        made_in=makers_of_namespaces(init_pid),
         node=namespaces(os.getpid()),
         freezer_version=freezer.version if freezer else 0,
         room_bytes=memory_headroom_bytes(init_pid, reclaims_all=True),

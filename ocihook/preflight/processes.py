@@ -1,8 +1,5 @@
 """Checks of processes and threads: namespaces, tracers, signals, sessions, terminals."""
 
-import contextlib
-import fcntl
-import os
 import signal
 from collections.abc import Iterator
 
@@ -12,7 +9,6 @@ from ocihook.preflight.observation import Observation, ProcessSeen, Task
 
 _TRACED_INSIDE_REMEDY = "have the application trace none of its own processes, as sandboxes and crash handlers do"
 _ENTERED = ("uts", "ipc", "mnt")
-_NS_GET_USERNS = 0xB701  # linux/nsfs.h
 _NOT_NESTED = ("pid", "ipc", "uts", "user", "time", "cgroup")  # CRIU has but one of these for a tree
 
 
@@ -49,28 +45,13 @@ def _foreign_namespace(seen: Observation) -> Iterator[Problem]:
     """CRIU must be able to enter them from the container's user namespace (criu/namespaces.c, check_user_ns)."""
     own = seen.init.namespaces.get("user", "")
     for kind in _ENTERED if own and seen.has_own("user") else ():
-        if seen.has_own(kind) and _maker_of(seen.init_pid, kind) not in ("", own):
+        if seen.has_own(kind) and seen.made_in.get(kind, own) != own:
             detail = f"the {kind} namespace of {seen.who(seen.init_pid)} was made outside its user namespace"
             yield fail(
                 f"{detail}: CRIU cannot dump that",
                 "give the container namespaces of its own; have its engine make the user namespace",
             )
             return
-
-
-def _maker_of(pid: int, kind: str) -> str:
-    """Return the user namespace in which a namespace of a process was made, as /proc names it; "" if it is unknown."""
-    with contextlib.suppress(OSError):  # it has exited, or may not be read
-        fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            made_in = fcntl.ioctl(fd, _NS_GET_USERNS)
-            try:
-                return f"user:[{os.fstat(made_in).st_ino}]"
-            finally:
-                os.close(made_in)
-        finally:
-            os.close(fd)
-    return ""
 
 
 def _first_root(seen: Observation) -> Iterator[Problem]:

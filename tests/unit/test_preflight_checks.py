@@ -325,6 +325,8 @@ ROWS: list[tuple[Observation, str, Status | None]] = [
     (container(process(maps="7f00-7f01 rw-s 0 00:01 5 /SYSV00000000\n")), "", None),
     (container(process(used={"root": FILE._replace(name="/srv/root")})), "first-root", Status.FAIL),
     (container(process(used={"root": FILE._replace(name="/")})), "", None),
+    (container(made_in={"uts": "user:[1]", "ipc": "own"}), "nested-namespace", Status.FAIL),
+    (container(made_in={"uts": "own", "net": "user:[1]"}), "", None),
     (with_socket(network="net:[9]"), "lost-namespace", Status.FAIL),
     (with_socket(network="own"), "", None),
     (with_socket(kind=socket.SOCK_DGRAM, protocol=17, unread_bytes=9), "unread-datagrams", Status.WARN),
