@@ -1,0 +1,89 @@
+"""Connections over paths that lose packets and translate addresses."""
+
+from functools import partial
+
+from integration.journals import sessions
+from integration.net.conftest import MakeNode
+from integration.net.engine import BRIDGE, NetPodman, Place
+from integration.net.pair import NAMES, Pair
+from integration.net.traffic import assert_flows
+
+OUTSIDE = Place.of(8, 1)
+INSIDE, GATEWAY = "10.78.0.2", "10.78.0.1"
+_LOSES = """table bridge loss {
+    chain forward { type filter hook forward priority 0; meta l4proto tcp numgen random mod 100 < 4 counter drop; }
+}"""
+_TRANSLATES = """table ip translated {
+    chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; }
+    chain in { type nat hook prerouting priority -100; iifname "eth0" tcp dport 7000 dnat to %s; }
+}"""
+
+
+def test_a_path_that_loses_packets(make_node: MakeNode) -> None:
+    """Whatever was acknowledged selectively, or came out of order, is sent again after a restore."""
+    pair = Pair(make_node())
+    node = pair.node
+    node.run("ip", "netns", "exec", BRIDGE, "nft", _LOSES)
+    pair.assert_flows()
+    pair.checkpoint("--leave-running")
+    pair.assert_flows()
+    old = dict(pair.places)
+    pair.checkpoint()
+    pair.assert_whole()
+    pair.remove()
+    pair.remove_places()
+    pair.make_places(1, is_plugged=False)
+    moves = [f"{a}={b}" for name in NAMES for a, b in zip(old[name], pair.places[name], strict=True)]
+    node.configure_policy(address_map=",".join(moves))
+    pair.restore()
+    pair.assert_flows()
+    pair.assert_nothing_is_left()
+    assert "counter packets 0 " not in node.run("ip", "netns", "exec", BRIDGE, "nft", "list", "ruleset")
+
+
+def make_inside(node: NetPodman, *, is_plugged: bool = True) -> None:
+    """Make a network behind the node `router`, which translates its addresses; it is reached once `inner` is up."""
+    ip = ["ip", "-n", "inside"]
+    for command in (
+        ["ip", "netns", "add", "inside"],
+        [*ip, "link", "set", "lo", "up"],
+        [*ip, "link", "add", "eth0", "type", "veth", "peer", "name", "inner", "netns", "router"],
+        [*ip, "addr", "add", f"{INSIDE}/24", "dev", "eth0"],
+        [*ip, "link", "set", "eth0", "up"],
+        ["ip", "-n", "router", "addr", "add", f"{GATEWAY}/24", "dev", "inner"],
+        ["ip", "-n", "router", "link", "set", "inner", "up" if is_plugged else "down"],
+        [*ip, "route", "add", "default", "via", GATEWAY],
+    ):
+        node.run(*command)
+
+
+def test_a_path_that_translates_addresses(make_node: MakeNode) -> None:
+    """Connections in both directions through a router whose conntrack knows them, while the network is made anew."""
+    node = make_node()
+    router = node.make_place("router", Place.of(7, 1))
+    node.make_place("outside", OUTSIDE)
+    node.inside("router", "nft", _TRANSLATES % INSIDE)
+    node.inside("router", "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+    make_inside(node)
+    outside = node.spawn_peer("outside", "member", f"{OUTSIDE.four}/7000")
+    node.start_peer("job", "inside", "member", f"{INSIDE}/7000", f"{OUTSIDE.four}/7000", tcp="established")
+    caller = node.spawn_peer("outside", "client", "-k", "2", f"{router.four}/7000")
+    peers = {"outside": outside.read_text, "caller": caller.read_text}
+
+    def flows() -> None:
+        assert_flows(peers, connections=1)
+        assert_flows({"job": partial(node.said, "job")}, connections=2)
+
+    flows()
+    archive = node.scratch / "job.tar"
+    node.checkpoint("job", archive, "--leave-running")
+    flows()
+    node.checkpoint("job", archive)
+    node.remove("job")
+    node.run("ip", "-n", "router", "link", "delete", "inner")
+    node.run("ip", "netns", "delete", "inside")
+    make_inside(node, is_plugged=False)
+    node.restore(archive)
+    node.run("ip", "-n", "router", "link", "set", "inner", "up")
+    flows()
+    assert all(session["effects"] == [] for session in sessions(node.namespace))
