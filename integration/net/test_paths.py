@@ -1,4 +1,4 @@
-"""Connections over paths that lose packets and translate addresses."""
+"""Connections over paths that lose packets and translate addresses, and many at a time."""
 
 from functools import partial
 
@@ -10,6 +10,9 @@ from integration.net.traffic import assert_flows
 
 OUTSIDE = Place.of(8, 1)
 INSIDE, GATEWAY = "10.78.0.2", "10.78.0.1"
+MANY = 500
+FILES = "--ulimit=nofile=8192:8192"
+SLOWLY = ("-r", "0.02")
 _LOSES = """table bridge loss {
     chain forward { type filter hook forward priority 0; meta l4proto tcp numgen random mod 100 < 4 counter drop; }
 }"""
@@ -87,3 +90,50 @@ def test_a_path_that_translates_addresses(make_node: MakeNode) -> None:
     node.run("ip", "-n", "router", "link", "set", "inner", "up")
     flows()
     assert all(session["effects"] == [] for session in sessions(node.namespace))
+
+
+def test_many_on_loopback(make_node: MakeNode) -> None:
+    """Both ends are in the container, each with data on its way."""
+    node = make_node()
+    node.make_place("job", Place.of(1, 1))
+    node.start_peer(
+        "job",
+        "job",
+        "member",
+        *SLOWLY,
+        "127.0.0.1/7000",
+        *["127.0.0.1/7000"] * MANY,
+        options=[FILES],
+        tcp="established",
+    )
+    flows = partial(assert_flows, {"job": partial(node.said, "job")}, connections=MANY, enough_bytes=500)
+    flows()
+    archive = node.scratch / "job.tar"
+    node.checkpoint("job", archive, "--leave-running")
+    flows()
+    node.checkpoint("job", archive)
+    node.remove("job")
+    node.restore(archive)
+    flows()
+    assert node.holds("job") == []
+
+
+def test_many_between_nodes(make_node: MakeNode) -> None:
+    node = make_node()
+    places = {name: node.make_place(name, Place.of(0, host)) for host, name in enumerate(NAMES, 1)}
+    target = f"{places['server'].four}/7000"
+    node.start_peer("server", "server", "server", *SLOWLY, target, options=[FILES], tcp="established")
+    node.start_peer("client", "client", "client", *SLOWLY, *[target] * MANY, options=[FILES])
+    peers = {name: partial(node.said, name) for name in NAMES}
+    flows = partial(assert_flows, peers, connections=MANY, enough_bytes=500)
+    flows()
+    archive = node.scratch / "server.tar"
+    node.checkpoint("server", archive, "--leave-running")
+    flows()
+    node.unplug("server")
+    node.checkpoint("server", archive)
+    node.remove("server")
+    node.restore(archive)
+    node.plug("server")
+    flows()
+    assert node.holds("server") == []
