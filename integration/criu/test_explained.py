@@ -10,7 +10,8 @@ _OWN_HISTORY = "mkdir -p /var/lib/ocihook\nmount -t tmpfs tmpfs /var/lib/ocihook
 
 
 @pytest.mark.parametrize("code", ["criu-unknown", "criu-io-uring"])
-def test_an_unknown_cause_is_a_fault(code: str) -> None:
+def test_an_unknown_cause_is_a_fault(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setenv("OCIHOOK_NIGHTLY", "1")
     namespace = Namespace(_OWN_HISTORY)
     facts = {"failure": {"name": code.removeprefix("criu-"), "what": "CRIU says «odd»", "remedy": ""}}
     record = {"id": "1", "began": 1, "ended": 2, "stages": {}, "phases": [], "facts": facts}
