@@ -84,14 +84,18 @@ class Node:
         self.script.chmod(0o755)
 
     def annotate(self, annotations: dict[str, str]) -> None:
-        spec = {"annotations": {"io.container.manager": "libpod", **annotations}}
+        ours = {
+            "io.container.manager": "libpod",
+            "ocihook.io/preflight": "warn",
+        }  # its init shares the machine's mounts
+        spec = {"annotations": {**ours, **annotations}}
         (self.bundle / "config.json").write_text(json.dumps(spec))
 
-    def criu_command(self, verb: str, stages: list[str], images: Path | None = None) -> list[str]:
+    def criu_command(self, verb: str, stages: list[str], images: Path | None = None, container: str = ID) -> list[str]:
         """Return the command of a shell that looks like runc and runs the stand-in as its child."""
         arguments = [str(FAKE_CRIU), str(self.script), str(images or self.images), str(self.init_pid), *stages]
         inner = f"{sys.executable} {' '.join(arguments)}; true"
-        runc = f"exec -a runc sh -s -- {verb} --bundle {self.bundle} {ID}"
+        runc = f"exec -a runc sh -s -- {verb} --bundle {self.bundle} {container}"
         return ["bash", "-c", f"{runc} <<'EOF'\n{inner}\nEOF"]
 
     def criu(self, verb: str, *stages: str, images: Path | None = None) -> str:
@@ -251,8 +255,8 @@ def test_hooks_at_once_share_one_agent_and_do_not_meet(node: Node) -> None:
         make_image_set(images, {1: mixed_pages(200, seed=number)})
     logs = [node.scratch / f"{images.name}.log" for images in sets]
     criu = [
-        node.namespace.spawn(*node.criu_command("checkpoint", ["pre-dump", "post-dump"], images), log=log)
-        for images, log in zip(sets, logs, strict=True)
+        node.namespace.spawn(*node.criu_command("checkpoint", ["pre-dump", "post-dump"], images, container), log=log)
+        for images, log, container in zip(sets, logs, ("ab" * 32, "bc" * 32, "de" * 32, "ef" * 32), strict=True)
     ]
     for process in criu:
         assert process.wait(60) == 0

@@ -27,9 +27,16 @@ class Meeting:
         self.told = other
 
     def meet(
-        self, _phase: str, message: dict[str, str], about: Collection[str] = (), *, calls: bool = False
+        self,
+        _phase: str,
+        message: dict[str, str],
+        about: Collection[str] = (),
+        *,
+        calls: bool = False,
+        gather: object = None,
     ) -> dict[str, str]:
         assert not calls
+        assert gather is None, "it is not stopped"
         self.told = message | self.told
         return {key: value for key, value in self.told.items() if key in about}
 
@@ -58,12 +65,12 @@ def test_none_for_a_member_of_a_gang_of_which_another_stops(tmp_path: Path, monk
     """When all are dumped that one is gone, and the others' memory must not be lost any more."""
     for number, leave_running in enumerate((True, False)):
         other = Meeting({})
-        monkeypatch.setattr(gang, "_join", lambda *_, other=other: other)
+        monkeypatch.setattr(gang, "_join", lambda *_, other=other, **__: other)
         (tmp_path / str(number)).mkdir()
         gang.Membership().refuse(dump_of(tmp_path / str(number), leave_running=leave_running))
 
         met = Meeting(other.told)
-        monkeypatch.setattr(gang, "_join", lambda *_, met=met: met)
+        monkeypatch.setattr(gang, "_join", lambda *_, met=met, **__: met)
         (tmp_path / f"{number}-ours").mkdir()
         dump = dump_of(tmp_path / f"{number}-ours")
         gang.Membership().refuse(dump)
