@@ -47,7 +47,7 @@ from ocihook.net.survey import Survey
 
 _UNIX = 1  # AF_UNIX
 _CONSOLE = {"/dev/console", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"}
-_FOR_MEMORY_S, _MOST_MEMORY_BYTES = 0.2, 8 << 30  # to look at what is set for it, while the container may run
+_FOR_MEMORY_S, _MOST_MEMORY_BYTES = 0.05, 2 << 30  # to look at what is set for it, while the container may run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
