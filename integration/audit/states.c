@@ -6,6 +6,7 @@
 #include <linux/futex.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -216,6 +217,35 @@ MAPPED(in_no_order, "rr", 0, madvise(a, 1 << 16, MADV_RANDOM)) MAPPED(merged, "m
 MAPPED(grows_down, "gd", MAP_GROWSDOWN, 0) MAPPED(not_reserved, "nr", MAP_NORESERVE, 0)
 MAPPED(sealed, "sl", 0, syscall(462, a, 1 << 16, 0))
 
+/* Children that are in a call which no signal ends, and which ends them */
+static pid_t waiting[4];
+static void wait_in(int number)
+{
+    struct timespec far = { .tv_sec = 1000000 };
+    int word = 0;
+    switch (number) {
+    case 0: poll(NULL, 0, -1); break;
+    case 1: poll(NULL, 0, 1000000000); break;
+    case 2: syscall(SYS_nanosleep, &far, NULL); break;
+    case 3: syscall(SYS_futex, &word, FUTEX_WAIT, 0, &far); break;
+    }
+    _exit(1);
+}
+static int do_waits(void)
+{
+    for (int i = 0; i < 4; i++)
+        if (!(waiting[i] = fork()))
+            wait_in(i);
+    return waiting[3] > 0;
+}
+static int look_waits(void)
+{
+    for (int i = 0; i < 4; i++)
+        if (waitpid(waiting[i], NULL, WNOHANG))
+            return 0;
+    return 1;
+}
+
 /* Of one thread alone: the same, in a thread */
 #define THREAD(name) static struct worker *worker_##name; \
     static int do_thread_##name(void) { worker_##name = new_worker(); return tell(worker_##name, do_##name); } \
@@ -234,7 +264,7 @@ static const struct { const char *name; int (*make)(void), (*look)(void); } STAT
     STATE(event_counter), STATE(semaphore), STATE(timer_descriptor), STATE(posix_timer), STATE(interval_timer), STATE(watch), STATE(watch_once),
     STATE(pipe_size), STATE(stream_options), STATE(datagram_options), STATE(locked), STATE(not_forked), STATE(not_dumped),
     STATE(append_mode), STATE(close_on_exec), STATE(input_signal), STATE(seals), STATE(shared_file), STATE(large_counter),
-    STATE(expired_timer), STATE(epoll), STATE(epoll_once), STATE(attributes), STATE(waiting_signal), STATE(ended_child), STATE(unusual_child), STATE(memory_policy),
+    STATE(expired_timer), STATE(epoll), STATE(epoll_once), STATE(attributes), STATE(waiting_signal), STATE(waits), STATE(ended_child), STATE(unusual_child), STATE(memory_policy),
     STATE(locked_on_use), STATE(wiped_on_fork), STATE(huge), STATE(not_huge), STATE(in_order), STATE(in_no_order), STATE(merged), STATE(grows_down),
     STATE(not_reserved), STATE(sealed), STATE(thread_personality), STATE(thread_waiting_signal),
     STATE(thread_affinity), STATE(thread_batch), STATE(thread_nice), STATE(thread_slice), STATE(thread_timer_slack), STATE(thread_io_priority),

@@ -98,7 +98,7 @@ def test_nor_with_a_newer_criu(new_podman: Podman, states: Path, seed: int) -> N
 
 def test_what_restores_lost_before_is_kept(podman: Podman) -> None:
     """With CRIU 4.1.1, by its images, by what tasks inherit from it, and on copies of descriptors."""
-    wanted = ["memory_policy", "personality", "wiped_on_fork", "expired_timer", "large_counter", "attributes"]
+    wanted = ["memory_policy", "personality", "wiped_on_fork", "expired_timer", "large_counter", "attributes", "waits"]
     start(podman, "job", wanted)
     assert lost_after_restore(podman, "job") == set()
     assert ": not restored: " not in podman.agent_log()

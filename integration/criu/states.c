@@ -18,6 +18,7 @@
 #include <mqueue.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -303,6 +304,18 @@ static void wait_for_vfork(void)
 static Look waits_for_vfork(void)
 {
     child = start(wait_for_vfork);
+    wait_until_ready();
+    return child_lives;
+}
+
+static void wait_in_poll(void) /* as `script` does, which takes EINTR for the end */
+{
+    ready();
+    poll(NULL, 0, -1);
+}
+static Look waits_in_poll(void)
+{
+    child = start(wait_in_poll);
     wait_until_ready();
     return child_lives;
 }
@@ -1756,7 +1769,7 @@ static const struct { const char *name; Look (*make)(void); } STATES[] = {
 #define ROW(name) {#name, name}
     ROW(nothing), ROW(program_of_memfd), ROW(program_that_is_deleted), ROW(program_without_execute_bit),
     ROW(program_on_noexec), ROW(shared_memory_space), ROW(shared_directory), ROW(shared_handlers), ROW(shared_descriptors),
-    ROW(shared_io_context), ROW(shared_undo), ROW(shared_descriptors_of_siblings), ROW(waits_for_vfork),
+    ROW(shared_io_context), ROW(shared_undo), ROW(shared_descriptors_of_siblings), ROW(waits_for_vfork), ROW(waits_in_poll),
     ROW(first_thread_ended), ROW(stopped_by_terminal), ROW(stopped_by_signal), ROW(zombie), ROW(session_of_dead_leader),
     ROW(session_below_subreaper), ROW(session_below_leader), ROW(session_of_grandparent), ROW(deadline), ROW(many_signals),
     ROW(blocked_trap), ROW(inheritable_beyond_bounds), ROW(ambient), ROW(ambient_without_raise), ROW(many_groups),

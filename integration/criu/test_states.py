@@ -52,7 +52,7 @@ NIGHTLY_ONLY = {
     *("waits_for_vfork", "stopped_by_signal", "stopped_by_terminal"),
 }
 # That ocihook puts back, where plain runc does not.
-PUT_BACK = {"affinity", "wiped_memory", "large_eventfd"}
+PUT_BACK = {"affinity", "wiped_memory", "large_eventfd", "waits_in_poll"}
 # That CRIU keeps, and that do not disturb one another: they are dumped together.
 _TOGETHER = """
 program_that_is_deleted shared_descriptors shared_io_context shared_undo shared_descriptors_of_siblings zombie

@@ -16,6 +16,7 @@ from ocihook.audit.rows import Target
 from ocihook.audit.state import STATE_NAME, ContainerState, read_state, write_state
 from ocihook.criu.mappings import mark_wiped
 from ocihook.criu.version import parse_version
+from ocihook.criu.waits import continue_waits
 from ocihook.errors import GivenUp, OcihookError, StateLost, plain
 from ocihook.linux.cgroup import allowed_cpus, unified_cgroup
 from ocihook.linux.procfs import descendants
@@ -58,6 +59,7 @@ class Audit(Participant):
             return ""
         dump.patience.check()
         _mark_wiped(dump)
+        _continue_waits(dump)
         try:
             with dump.journal.phase("record tasks") as phase:
                 state = _read_container(dump)
@@ -98,6 +100,13 @@ def _mark_wiped(dump: Dump) -> None:
             mark_wiped(dump.directory, int(key), parse_spans(spans))
         except _FAULTS as error:
             log.warning("container %s: MADV_WIPEONFORK of process %s is lost: %s", dump.container, key, plain(error))
+
+
+def _continue_waits(dump: Dump) -> None:
+    try:
+        continue_waits(dump.directory)
+    except _FAULTS as error:
+        log.warning("container %s: threads that wait are restored with EINTR: %s", dump.container, plain(error))
 
 
 def _read_container(dump: Dump) -> ContainerState:

@@ -59,7 +59,7 @@ class Process(NamedTuple):
 
     pid: int
     ppid: int
-    threads: int
+    tids: tuple[int, ...]  # of its threads
 
 
 class DumpStats(NamedTuple):
@@ -306,7 +306,7 @@ def parse_processes(data: bytes) -> list[Process]:
     if len(data) > _MAX_PSTREE_BYTES:
         raise ImageError(f"pstree.img is larger than {_MAX_PSTREE_BYTES} bytes")
     found = messages(data, "pstree.img", (COMMON_MAGIC, _PSTREE_MAGIC), ("pstree_entry", "pstree_entry"))
-    return [Process(m.pid, m.ppid, len(m.threads)) for m in found]  # type: ignore[attr-defined]
+    return [Process(m.pid, m.ppid, tuple(m.threads)) for m in found]  # type: ignore[attr-defined]
 
 
 def parse_dump_stats(data: bytes) -> DumpStats:

@@ -115,7 +115,7 @@ def test_processes() -> None:
         + message("pstree_entry", pid=1, ppid=0, pgid=1, sid=1, threads=[1, 5, 6])
         + message("pstree_entry", pid=7, ppid=1, pgid=1, sid=1, threads=[7])
     )
-    assert parse_processes(data) == [Process(1, 0, 3), Process(7, 1, 1)]
+    assert parse_processes(data) == [Process(1, 0, (1, 5, 6)), Process(7, 1, (7,))]
 
 
 def test_statistics_of_a_dump() -> None:
