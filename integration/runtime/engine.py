@@ -5,7 +5,7 @@ import os
 import re
 import select
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -99,6 +99,12 @@ def assert_streamed(*logs: str) -> None:
     assert found, "nothing"
     at = next((at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
     assert at is None, f"after {at} bytes: {found[at - 200 : at + 200]}"
+
+
+def _signal_all(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _is_full(pid: int, descriptor: int) -> bool:
@@ -240,6 +246,8 @@ class HandledPodman(Stalling, Podman):
 class HandledContainerd(Stalling, Containerd):
     """One containerd, whose runtimes the handler stands before."""
 
+    _is_lost = False
+
     def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as of a containerd
         self._configs: dict[str, dict[str, object]] = {}  # of pods, by their names
         super().__init__(*arguments, **options)
@@ -258,6 +266,43 @@ class HandledContainerd(Stalling, Containerd):
         self.write("/etc/criu/default.conf", _CRUN_CONF[2])
         self.runtime_prefix = _PREFIX
         return super().command()
+
+    def start_agent(self) -> None:
+        """Start an agent; it leaves if one runs."""
+        command = ("python3", "-c", "from ocihook.agent.server import main; main()")
+        self.namespace.spawn(*command, log=self.scratch / "agent.log", PYTHONPATH="/opt/ocihook")
+
+    def kill_agent(self) -> bool:
+        """Kill the agent with all that it does; return whether there was one."""
+        agents = self.namespace.pids("ocihook.agent.server")
+        _signal_all(agents, signal.SIGKILL)
+        return bool(agents)
+
+    def lose(self) -> None:
+        """End all processes of the node at once, as if its power had failed."""
+        stopped: set[int] = set()
+        while running := self._all_processes() - stopped:  # one that is killed first would be seen by the others
+            stopped |= running
+            _signal_all(running, signal.SIGSTOP)
+        _signal_all(stopped, signal.SIGKILL)
+        self._is_lost = True
+
+    def _all_processes(self) -> set[int]:
+        workloads = [pid for container in self._pods for pid in self.processes(container)]
+        return {*self.namespace.pids(""), *workloads} - {self.namespace.pid}
+
+    def come_back(self) -> None:
+        """Start its engine again."""
+        self._is_lost = False
+        self.go_on()
+        self.process = self.namespace.spawn("containerd", log=self.scratch / f"{self.name}.log")
+        wait_for(f"{self.name}'s CRI", self._is_ready)
+
+    def close(self) -> None:
+        """Remove everything, also of a node that was lost."""
+        if self._is_lost:
+            self.come_back()
+        super().close()
 
     def counts(self, container: str) -> list[int]:
         """Return all counts that a workload has printed, in their order."""

@@ -1,15 +1,18 @@
 """Two nodes with a slow remote: a pod that is created again on the other node waits for what its predecessor leaves."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from integration.namespace import wait_for
 from integration.runtime.engine import HandledContainerd
+from integration.slow_remote import MANIFESTS, PACKS, SlowRemote
 
 _AGAIN: dict[str, Any] = {"checkpoint_on_stop": "true", "restore_from": "latest", "member": "job"}
 _SETTINGS = """[agent]
@@ -19,32 +22,10 @@ remote = "{}"
 mode = "store"
 push = "always"
 """
+_IS_NIGHTLY = bool(os.environ.get("OCIHOOK_NIGHTLY"))
+# The stage at which CRIU waits when the agents are killed; or what the remote does not take of the checkpoint then.
+_KILLED = (("pre-dump", ""), ("post-dump", ""), ("post-dump", PACKS), ("post-dump", MANIFESTS))
 _ORDERS = (("created", "ended", "pushed"), ("ended", "created", "pushed"), ("ended", "pushed", "created"))
-
-
-class SlowRemote:
-    """A directory that takes no packs until it is told to."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self._packs = directory, directory / "domains/default/packs"
-        self._packs.parent.mkdir(parents=True)
-        self.hold()
-
-    def hold(self) -> None:
-        """Take no packs: where they go leads nowhere."""
-        if self._packs.exists():
-            self._packs.rename(self._packs.with_name("held"))
-        self._packs.symlink_to("nowhere")
-
-    def let_go(self) -> None:
-        """Take packs."""
-        self._packs.unlink()
-        if self._packs.with_name("held").exists():
-            self._packs.with_name("held").rename(self._packs)
-
-    def announced(self) -> list[Path]:
-        """Return the stops that are announced."""
-        return list(self.directory.glob("domains/default/claims/stop-*"))
 
 
 @pytest.fixture
@@ -73,12 +54,19 @@ def handler_log(node: HandledContainerd) -> str:
 class Move:
     """A pod that is stopped on one node and created again on another."""
 
-    def __init__(self, one: HandledContainerd, two: HandledContainerd, remote: SlowRemote, container: str) -> None:
-        """Begin the stop, which waits after its dump."""
+    def __init__(
+        self,
+        one: HandledContainerd,
+        two: HandledContainerd,
+        remote: SlowRemote,
+        container: str,
+        stage: str = "post-dump",
+    ) -> None:
+        """Begin the stop, whose CRIU waits at a stage."""
         self.one, self.two, self.remote, self.container = one, two, remote, container
         self._told = len(handler_log(two))
         self.started: list[str] = []
-        one.stall_at("post-dump")
+        one.stall_at(stage)
         stop = {"container_id": container, "timeout": 60}
         self._stopping = threading.Thread(target=one.call, args=("StopContainer",), kwargs=stop)
         self._stopping.start()
@@ -137,3 +125,89 @@ def test_every_order_of_end_creation_and_push(nodes: list[HandledContainerd], sc
                 move.pushed()
         container = move.end()
         one, two = two, one
+
+
+def pushed(remote: SlowRemote, node: HandledContainerd, held: str) -> None:
+    """Wait until a checkpoint is pushed as far as the remote takes it."""
+    remote.hold(held)
+    before = remote.packs()
+    node.go_on()
+    wait_for("it to be stored", lambda: remote.phases() == ["pushed"])
+    if held == MANIFESTS:
+        wait_for("it to be half pushed", lambda: remote.packs() > before)
+
+
+def test_agents_killed_at_each_step(nodes: list[HandledContainerd], scratch: Path) -> None:
+    """Those of both nodes: the new container waits until another agent has pushed, and goes on from that."""
+    one, two = nodes
+    remote = SlowRemote(scratch / "other/remote")
+    container = one.start("job-0", mib=4, container_name="main", **_AGAIN)
+    for number, (stage, held) in enumerate(_KILLED):
+        remote.let_go()
+        move = Move(one, two, remote, container, stage)
+        assert remote.phases() == ["dumped"]
+        if held:
+            pushed(remote, one, held)
+        else:
+            remote.hold()
+        assert one.kill_agent()
+        move.created(f"job-{number + 1}", is_to_wait=True)
+        two.kill_agent()
+        move.ended()  # before its end, the engine's call has another agent go on
+        one.start_agent()
+        move.pushed()
+        container = move.end()
+        one, two = two, one
+
+
+def lose(node: HandledContainerd, remote: SlowRemote, *members: str) -> None:
+    """Lose a node while it stops a container of each member."""
+    node.stall_at("pre-dump")
+    for member in members:
+        threading.Thread(target=_stop_in_vain, args=(node, member)).start()
+    wait_for("all to be announced", lambda: remote.phases() == ["dumped"] * len(members))
+    node.wait_for_stall()
+    node.lose()
+
+
+def _stop_in_vain(node: HandledContainerd, container: str) -> None:
+    with pytest.raises(grpc.RpcError):
+        node.call("StopContainer", container_id=container, timeout=60)
+
+
+def test_a_lost_node(nodes: list[HandledContainerd], scratch: Path) -> None:
+    """Its stops cost one wait, then the policy decides; once its claims are released, its containers go on at once."""
+    one, two = nodes
+    remote = SlowRemote(scratch / "other/remote")
+    remote.let_go()
+    last = one.stop(one.start("job-0", mib=4, container_name="main", **_AGAIN))
+    one.ocihook("wait")
+    one.ocihook("store", "push")
+    wait_for("the announcement to be withdrawn", lambda: remote.announced() == [])
+    job = two.start("job-1", mib=4, container_name="main", **_AGAIN)
+    assert two.counts(job)[0] == last + 1
+    new: dict[str, Any] = {**_AGAIN, "member": "new"}
+    lose(two, remote, job, two.start("new-0", mib=4, container_name="main", **new))
+    assert len(remote.claims()) == 1
+
+    short: dict[str, Any] = {"restore_wait_s": "1"}
+    with pytest.raises(grpc.RpcError, match="has not brought a checkpoint"):
+        one.start("new-1", mib=4, container_name="main", on_no_checkpoint="fail", **new, **short)
+    again = one.start("new-2", mib=4, container_name="main", **new, **({} if _IS_NIGHTLY else short))
+    assert one.counts(again)[0] == 1
+    assert len(remote.announced()) == 2 - _IS_NIGHTLY, "what has expired is removed"
+
+    told, started = len(handler_log(one)), list[str]()
+    creating = threading.Thread(
+        target=lambda: started.append(one.start("job-2", mib=4, container_name="main", **_AGAIN))
+    )
+    creating.start()
+    wait_for("it to wait", lambda: "waits for its checkpoint" in handler_log(one)[told:])
+    one.ocihook("store", "release", "--node", two.namespace.path("/var/lib/ocihook/store/claims/node").read_text())
+    creating.join()
+    assert one.counts(started[0])[0] == last + 1, handler_log(one)
+    assert remote.announced() == []
+    two.come_back()
+    two.start_agent()
+    wait_for("it to say that both have failed", lambda: remote.phases() == ["failed", "failed"])
+    assert len(remote.claims()) == 1, "of the container that goes on"

@@ -113,15 +113,19 @@ def _digest(text: str, part: str) -> str:
     return part if part == "*" else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def announce(kept: containers.Kept, gang: GangRef | None, settings: Settings) -> None:
+def announce(kept: containers.Kept, gang: GangRef | None, settings: Settings, again: str = "") -> str:
     """Announce a stop, before its dump begins. A remote that does not answer at once keeps no stop from its dump.
 
     Args:
         kept: the container that is stopped.
         gang: that it is in.
         settings: the node's; its checkpoints are pushed.
+        again: what this returned to an agent that was killed over the same stop.
+
+    Returns:
+        The token of the announcement.
     """
-    path = _record(kept, gang, settings)
+    path = _record(kept, gang, settings, again)
     (outcome,) = call_each(lambda one: _tend(one, settings), [path], Patience(timeout_s=_ANNOUNCE_S))
     if isinstance(outcome, Exception):
         why = "it does not answer" if isinstance(outcome, TimeoutError) else plain(outcome)
@@ -130,11 +134,15 @@ def announce(kept: containers.Kept, gang: GangRef | None, settings: Settings) ->
             "does not wait for its checkpoint until it is",
             *(kept.container, settings.remote, why),
         )
+    return path.stem
 
 
-def _record(kept: containers.Kept, gang: GangRef | None, settings: Settings) -> Path:
+def _record(kept: containers.Kept, gang: GangRef | None, settings: Settings, again: str) -> Path:
     """Record an announcement on this node; return where. An agent that follows a killed one finds the first one."""
     for path, known in _all(settings):
+        if known.token == again:  # a stop that has failed is tried again
+            _write(path, replace(known, failed=""))
+            return path
         if known.holder.container.id == kept.container.id and not (known.checkpoint or known.failed):
             return path
     directory = _directory(settings)

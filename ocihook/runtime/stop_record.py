@@ -34,6 +34,7 @@ class Stop:
     init: Process | None = None  # of the container
     outcome: str = ""  # CHECKPOINTED or SIGNALLED; "": it is under way
     message: str = ""  # why it was not checkpointed
+    announced: str = ""  # the token of its announcement at the remote (announced.py)
 
     @property
     def is_over(self) -> bool:

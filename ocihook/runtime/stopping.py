@@ -121,7 +121,8 @@ class Stopping:
             notes = read_config(self._kept).get("annotations") or {}
             policy = apply_annotations(settings, notes, in_pod=self._kept.container.is_in_pod).policy
             if policy.push == "always":
-                announce(self._kept, gang_ref(notes, self._kept.container), settings)
+                gang = gang_ref(notes, self._kept.container)
+                self._note(announced=announce(self._kept, gang, settings, self._stop.announced))
         except (OcihookError, OSError) as error:
             log.warning("the stop of container %s is not announced: %s", self._kept.container, plain(error))
 

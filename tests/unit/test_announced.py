@@ -465,6 +465,21 @@ def test_a_stop_announces_once_and_an_agent_that_follows_goes_on(nodes: tuple[No
     assert found.token in {each.token for each in one.found()}
 
 
+def test_an_agent_that_follows_one_killed_at_its_end_announces_no_second_stop(nodes: tuple[Node, Node]) -> None:
+    """The first one has noted how the dump has ended at the announcement, and not yet at the stop."""
+    one, _ = nodes
+    old = one.stop()
+    token = announce(kept(old.container), None, one.settings)
+    note_end(old.container.id, one.settings, failed="the disk is full")
+    assert announce(kept(old.container), None, one.settings, token) == token
+    (found,) = one.found()
+    assert (found.token, found.announced.failed) == (token, ""), "it is tried again"
+    old.dump()
+    assert announce(kept(old.container), None, one.settings, token) == token
+    (found,) = one.found()
+    assert found.announced.checkpoint == old.id
+
+
 def test_a_failure_is_forgotten_after_a_while(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = nodes
     old = one.stop()
