@@ -24,6 +24,7 @@ class ContainerRef:
     bundle: str = ""
     owner: str = ""  # whose checkpoints it shares in retention, where an annotation says so
     member: str = ""  # likewise, which of them are its own
+    owner_uid: str = ""  # of the JobSet or Job that made its pod
     gang: str = ""  # NAME/EPOCH/ATTEMPT of the dump of a gang that this is part of
     gang_member: str = ""  # what it is called there
     gang_size: str = ""  # a number: members of that dump

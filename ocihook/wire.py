@@ -11,6 +11,7 @@ RUNTIME_DIR = "/run/ocihook"
 SOCKET_NAME = "agent.sock"
 LOCK_NAME = "agent.lock"  # held by the agent, with its pid in it
 CONTAINERS_NAME = "containers"  # in RUNTIME_DIR: a directory for each container of the runtime handler, by its id
+CONTAINER_RECORD_NAME = "container.json"  # in it: who it is
 HANDLER_LOG_NAME = "handler.log"  # in RUNTIME_DIR, of the runtime handler and of the OCI hook
 RESTORING_NAME = "restoring.json"  # in it: the handler restores it, and holds it until it is started
 GANG_SOCKET_NAME = "gang.sock"  # of this node's coordinator of gangs, which speaks HTTP; not for the hook

@@ -250,6 +250,7 @@ class HandledContainerd(Stalling, Containerd):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as of a containerd
         self._configs: dict[str, dict[str, object]] = {}  # of pods, by their names
+        self.pod_labels: Mapping[str, str] = {}  # of pods that are made from now on
         super().__init__(*arguments, **options)
 
     def command(self) -> Sequence[str]:
@@ -326,10 +327,11 @@ class HandledContainerd(Stalling, Containerd):
         place.write_text(text)
 
     def make_pod(self, name: str, runtime: str = "runc", **annotations: str) -> str:
-        """Make a pod on the node's network; return its sandbox's id."""
+        """Make a pod on the node's network, with the labels of `pod_labels`; return its sandbox's id."""
         self._configs[name] = {
             "metadata": {"name": name, "uid": name, "namespace": "default"},
             "log_directory": f"/scratch/logs/{name}",
+            "labels": {**self.pod_labels},
             "annotations": {f"ocihook.io/{key.replace('_', '-')}": value for key, value in annotations.items()},
             "linux": {"cgroup_parent": "/ocihook-test", "security_context": {"namespace_options": _OWN_PIDS}},
         }

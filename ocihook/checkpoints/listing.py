@@ -47,6 +47,7 @@ class Listed(NamedTuple):
     gang: str = ""  # GANG/EPOCH/ATTEMPT of the dump of a gang that it is part of
     member: str = ""  # whose newest checkpoint `latest` means
     owner: str = ""  # of its pod
+    owner_uid: str = ""  # of the JobSet or Job that this is, where that is known
     gang_missing: int = 0  # members of that which are not complete here
     gang_elsewhere: int = 0  # of these, those that were dumped on other nodes: a node does not know what they have
 
@@ -175,6 +176,7 @@ def list_checkpoints(store: Store) -> list[Listed]:
                 gang_missing=epochs.missing(m.container),
                 member=lineage(m.container),
                 owner=owner_name(m.container),
+                owner_uid=m.container.owner_uid,
                 gang_elsewhere=epochs.missing(m.container) - epochs.missing_of_node(m.container),
             )
             for m in manifests
@@ -217,7 +219,12 @@ def pending_of(domain: Domain) -> Iterator[Listed]:
         yield (
             row
             if job is None
-            else row._replace(gang=job.container.gang, member=lineage(job.container), owner=owner_name(job.container))
+            else row._replace(
+                gang=job.container.gang,
+                member=lineage(job.container),
+                owner=owner_name(job.container),
+                owner_uid=job.container.owner_uid,
+            )
         )
 
 

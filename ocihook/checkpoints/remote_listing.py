@@ -150,6 +150,7 @@ def list_remote(location: str, keys: KeySource = NO_KEYS) -> list[Listed]:
                 gang_missing=epochs.missing(m.container),
                 member=lineage(m.container),
                 owner=owner_name(m.container),
+                owner_uid=m.container.owner_uid,
             )
             for m in manifests
         ]

@@ -136,8 +136,8 @@ def _print_listed(rows: list[listing.Listed], *, as_json: bool) -> None:
 
 
 def _whose(row: listing.Listed) -> str:
-    """Return the container, the member whose newest checkpoint `latest` means, and the owner of its pod."""
-    named = (("member", row.member), ("owner", row.owner))
+    """Return the container, the member whose newest checkpoint `latest` means, the owner of its pod, and its uid."""
+    named = (("member", row.member), ("owner", row.owner), ("uid", row.owner_uid))
     return "\n".join([row.container, *(f"{word} {name}" for word, name in named if name)])
 
 

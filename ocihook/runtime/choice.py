@@ -38,7 +38,7 @@ from ocihook.runtime.containers import Kept
 from ocihook.runtime.left_behind import is_restart
 from ocihook.runtime.stop_record import is_stopping
 from ocihook.store.domain import Domain
-from ocihook.store.lineage import domain_name, has_identity, lineage
+from ocihook.store.lineage import domain_name, has_identity, is_own, lineage, owner_name
 from ocihook.store.store import Store, store_workers
 from ocihook.store.stored_manifest import StoredManifest
 from ocihook.store.thin import Thin
@@ -145,6 +145,7 @@ def _choose(
             hint="name a checkpoint by its id, or a member by ocihook.io/member",
         )
     there, why, epochs = _Remote(), "", ""
+    seen: list[Known] = []
     if wanted == LATEST:  # a new pod may be made before the old one has ended
         there, why = _wait_for_stops(kept, policy, settings, patience, gang, say)
     limit = patience.within(MADE_S)
@@ -165,21 +166,55 @@ def _choose(
         found = _find(known, wanted, kept)
         if ask_gang is not None and not _is_restarted(found, kept, policy):
             found = _find_with_gang(known, kept, ask_gang)
-            epochs = "" if found is not None else describe_epochs(seen, kept.container)
+            epochs = "" if found is not None else _lacking(gang, describe_epochs(seen, kept.container))
         if found is not None:
-            if wanted == LATEST:  # the next checkpoint is the newer one, whatever the clocks of both nodes say
-                store.open(name, create=name not in store.names()).note_chosen(lineage(kept.container), found.created)
+            if wanted == LATEST:
+                _note(found, kept, store, name)
             return Chosen(Thin(name, found.id), is_restart(kept.container, found.container), found.archive)
-    of = lineage(kept.container) if wanted == LATEST else wanted
-    remote = f", nor at {settings.remote}" if settings.remote else ""
-    where = f"in domain {', '.join(names)} of this node's store{remote}, nor in an engine's archive here"
+    where = f"in domain {', '.join(names)} of this node's store"
+    raise _missing(
+        seen, kept, wanted, f"{where}{f', nor at {settings.remote}' if settings.remote else ''}", epochs, why
+    )
+
+
+def _lacking(gang: GangRef | None, epochs: str) -> str:
+    """Return that no epoch of a gang is complete; "" if there is no epoch."""
+    return f"no epoch of gang {gang} has a checkpoint of every member that is created now: {epochs}" if epochs else ""
+
+
+def _note(found: Known, kept: Kept, store: Store, name: str) -> None:
+    """Note what is the latest: the next checkpoint is the newer one, whatever the clocks of both nodes say."""
+    store.open(name, create=name not in store.names()).note_chosen(lineage(kept.container), found.created)
+    if kept.container.owner_uid and not (found.container.owner_uid or kept.container.owner):
+        log.warning("checkpoint %s does not say which job made it: it may be of an earlier one", found.id)
+
+
+def _missing(seen: Sequence[Known], kept: Kept, wanted: str, where: str, epochs: str, why: str) -> NoCheckpoint:
+    """Return why there is no checkpoint for a container.
+
+    Args:
+        seen: checkpoints that there are.
+        kept: the container.
+        wanted: as the policy has it.
+        where: it was looked for.
+        epochs: that its gang has none in common; "": that is not why.
+        why: a stop that is waited for has brought none; "": there was no such stop.
+    """
     if epochs:
-        raise NoCheckpoint(
-            f"no epoch of gang {gang} has a checkpoint of every member that is created now: "
-            + "; ".join(filter(None, [epochs, why])),
+        return NoCheckpoint(
+            "; ".join(filter(None, [epochs, why])),
             hint="an epoch counts once the checkpoints of all its members are at the remote, or on their nodes",
         )
-    raise NoCheckpoint(
+    other = _of_another_owner(seen, kept.container) if wanted == LATEST else ""
+    if other:
+        owner = owner_name(kept.container)
+        return NoCheckpoint(
+            "; ".join(filter(None, [other, why])),
+            hint=printable(f"to resume from it, name it by its id, or set ocihook.io/owner to {owner}"),
+        )
+    of = lineage(kept.container) if wanted == LATEST else wanted
+    where = f"{where}, nor in an engine's archive here"
+    return NoCheckpoint(
         f"there is no checkpoint {of} of a stopped container {where}{why and '; '}{why}",
         hint="one is made when a container is stopped that has ocihook.io/checkpoint-on-stop",
     )
@@ -209,7 +244,7 @@ def _wait_for_stops(
     awaited: list[Found] = []
     while True:
         here = patience.within(watch.left_s(policy.restore_wait_s, time.monotonic()))
-        is_here = not here.until(lambda: not is_stopping(kept.domain, lineage(kept.container)))
+        is_here = not here.until(lambda: not is_stopping(kept.domain, kept.container))
         try:
             remote = _ask_remote(settings, kept.domain, patience, of) if settings.remote else _Remote()
         except RemoteError as error:
@@ -218,7 +253,8 @@ def _wait_for_stops(
             log.warning("container %s waits on: %s", kept.container, error)
             patience.sleep(_LONGEST_POLL_S)
             continue
-        alive, dead = watch.look(remote.announced, time.monotonic())
+        stops = [one for one in remote.announced if not _is_of_another(one.announced.holder.container, kept.container)]
+        alive, dead = watch.look(stops, time.monotonic())
         for one in dead:
             why.append(f"{_stop(one)} was not renewed for {waiting.MISSED * one.announced.every_s:g} s")
             _forget(one, kept.domain, settings, patience)
@@ -231,15 +267,15 @@ def _wait_for_stops(
         waiting.keep(kept, waiting.STOPS, watch)
         if time.monotonic() - told_s >= _TOLD_EVERY_S:
             told_s = time.monotonic()
-            stops = ", ".join(map(_stop, awaited)) or "a stop on this node"
-            say(f"container {kept.container} waits for its checkpoint, for {left_s:.0f} s at most: {stops}")
+            on = ", ".join(map(_stop, awaited)) or "a stop on this node"
+            say(f"container {kept.container} waits for its checkpoint, for {left_s:.0f} s at most: {on}")
         patience.within(left_s).sleep(poll_s)
         poll_s = min(poll_s * 1.3, _LONGEST_POLL_S)
     failed = [one for one in alive if one.announced.failed and one.announced.holder.node != node_name(settings)]
     why += [f"{_stop(one)} has failed: {one.announced.failed}" for one in failed]
     if awaited or is_here:
-        stops = ", ".join(map(_stop, awaited)) or f"a stop of {lineage(kept.container)} on this node"
-        late = f"{stops} has not brought a checkpoint in {policy.restore_wait_s:g} s or the time of its push"
+        on = ", ".join(map(_stop, awaited)) or f"a stop of {lineage(kept.container)} on this node"
+        late = f"{on} has not brought a checkpoint in {policy.restore_wait_s:g} s or the time of its push"
         if policy.on_no_checkpoint == "fail":
             waiting.keep(kept, waiting.STOPS, watch)  # who is called again does not wait as long again
             raise NoCheckpoint(late, hint="raise restore_wait_s, or wait until it is at the remote")
@@ -266,6 +302,22 @@ def _forget(one: Found, name: str, settings: Settings, patience: Patience) -> No
     call_each(remove, [settings.remote], patience.within(_FORGET_S))
 
 
+def _is_of_another(one: ContainerRef, container: ContainerRef) -> bool:
+    """Return whether a container was the same member of another owner of that name."""
+    return lineage(one) == lineage(container) and not is_own(one, container)
+
+
+def _of_another_owner(known: Sequence[Known], container: ContainerRef) -> str:
+    """Return that the newest checkpoint is of another job, if all of the member's are; "" otherwise."""
+    if any(is_own(one.container, container) for one in known):
+        return ""
+    one = max((one for one in known if lineage(one.container) == lineage(container)), key=_age, default=None)
+    if one is None:
+        return ""
+    of = f"an earlier job of this name, uid {one.container.owner_uid}; this container is of uid {container.owner_uid}"
+    return printable(f"the checkpoint {one.id} is of {of}")
+
+
 def describe_epochs(known: Sequence[Known], container: ContainerRef) -> str:
     """Return which epochs of its gang a member has a checkpoint of, the newest first, and which members each lacks.
 
@@ -273,9 +325,7 @@ def describe_epochs(known: Sequence[Known], container: ContainerRef) -> str:
         known: checkpoints of a domain, as far as they are known on this node and at the remote.
         container: the member that is created.
     """
-    mine = sorted(
-        (one for one in known if one.container.gang and lineage(one.container) == lineage(container)), key=_age
-    )
+    mine = sorted((one for one in known if one.container.gang and is_own(one.container, container)), key=_age)
     gangs = {one.container.gang.partition("/")[0] for one in mine}
     others = [one.container for one in known if one.container.gang.partition("/")[0] in gangs]
     names = {each.gang_member for each in others}
@@ -326,9 +376,8 @@ def _usable(known: Sequence[Known], wanted: str, kept: Kept, store: Store, name:
 
 def _related(known: Sequence[Known], kept: Kept) -> list[Known]:
     """Return the checkpoints of the container's member, and of the others in the same dumps of its gang."""
-    mine = lineage(kept.container)
-    dumps = {one.container.gang for one in known if lineage(one.container) == mine} - {""}
-    return [one for one in known if lineage(one.container) == mine or one.container.gang in dumps]
+    dumps = {one.container.gang for one in known if is_own(one.container, kept.container)} - {""}
+    return [one for one in known if is_own(one.container, kept.container) or one.container.gang in dumps]
 
 
 def _choosable(known: list[Known], wanted: str, kept: Kept, policy: Policy, store: Store, name: str) -> list[Known]:

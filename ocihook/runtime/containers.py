@@ -17,7 +17,7 @@ from ocihook.linux.procfs import Process
 from ocihook.model import ContainerRef
 from ocihook.session.record import from_json, to_json
 
-RECORD_NAME = "container.json"
+RECORD_NAME = wire.CONTAINER_RECORD_NAME
 HELD_NAME = "held"  # restored, and frozen until it is started: its first process, and what thaws it
 LOG_NAME = "runtime.log"  # of calls of the runtime that are our own
 ENDED_NAME = "ended"  # checkpointed and gone: the runtime has nothing of it any more

@@ -17,6 +17,7 @@ from ocihook.config import Policy, Settings, apply_annotations, load_settings
 from ocihook.container.conmon import conmon_name
 from ocihook.container.descriptors import check_image_files
 from ocihook.container.identity import container_ref, gang_ref
+from ocihook.container.pod_owner import find_owner_uid
 from ocihook.errors import (
     CheckpointInUse,
     ConfigError,
@@ -25,6 +26,7 @@ from ocihook.errors import (
     OcihookError,
     ProgramChanged,
     RestoreError,
+    UnsupportedError,
     plain,
 )
 from ocihook.linux.patience import Patience
@@ -71,7 +73,7 @@ def create(call: Call, wake: Callable[[], object]) -> int:
     policy = read_policy(settings, notes, in_pod=kept.container.is_in_pod)
     if not (policy.restore_from or policy.checkpoint_on_stop):
         call.pass_on()
-    kept = replace(kept, stop_signals=checkpoint_signals(config, policy, kept.container))
+    kept = _with_owner(replace(kept, stop_signals=checkpoint_signals(config, policy, kept.container)), notes)
     if policy.checkpoint_on_stop and not has_identity(kept.container):
         call.say(
             f"container {kept.container} is not checkpointed when it is stopped: its pod is one of many that are alike "
@@ -114,7 +116,8 @@ def keep_restored(call: Call) -> NoReturn:
     if not _is_sandbox(notes):
         policy = read_policy(load_settings(), notes, in_pod=kept.container.is_in_pod)
         if policy.checkpoint_on_stop:
-            containers.keep(replace(kept, stop_signals=checkpoint_signals(config, policy, kept.container)))
+            kept = replace(kept, stop_signals=checkpoint_signals(config, policy, kept.container))
+            containers.keep(_with_owner(kept, notes))
     call.pass_on()
 
 
@@ -286,3 +289,13 @@ def _kept(call: Call, notes: Mapping[str, str]) -> Kept:
         prefix=call.prefix,
         domain=domain_name(container),
     )
+
+
+def _with_owner(kept: Kept, notes: Mapping[str, str]) -> Kept:
+    """Return the container with the uid of the JobSet or Job that made its pod, as far as its engine says so."""
+    try:
+        uid = find_owner_uid(kept.container, notes)
+    except UnsupportedError as error:
+        log.warning("container %s may resume from an earlier job of its name: %s", kept.container, plain(error))
+        return kept
+    return replace(kept, container=replace(kept.container, owner_uid=uid))

@@ -16,7 +16,7 @@ from ocihook.model import ContainerRef
 from ocihook.runtime import containers
 from ocihook.runtime.call import Call
 from ocihook.session.record import from_json, to_json
-from ocihook.store.lineage import has_identity, lineage
+from ocihook.store.lineage import has_identity, is_own
 
 STOP_NAME = "stop.json"  # in the directory of a container
 CHECKPOINTED, SIGNALLED = "checkpointed", "signalled"
@@ -73,10 +73,10 @@ def stops_under_way() -> Iterator[str]:
             yield path.parent.name
 
 
-def is_stopping(domain: str, member: str) -> bool:
-    """Return whether a container of a lineage is being checkpointed, as it is stopped."""
+def is_stopping(domain: str, container: ContainerRef) -> bool:
+    """Return whether a container whose checkpoint would be this one's own is being checkpointed, as it is stopped."""
     kept = (containers.read(container_id) for container_id in stops_under_way())
-    return any(each and each.domain == domain and lineage(each.container) == member for each in kept)
+    return any(each and each.domain == domain and is_own(each.container, container) for each in kept)
 
 
 def stop_signals(config: Mapping[str, Any]) -> tuple[str, ...]:

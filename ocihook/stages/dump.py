@@ -16,7 +16,9 @@ from ocihook.gpu.dump import keep_still
 from ocihook.linux.patience import Patience
 from ocihook.linux.procfs import Process
 from ocihook.memory.standstill import Paused
+from ocihook.model import ContainerRef
 from ocihook.packs.cipher import KeySource
+from ocihook.packs.frame import load_json
 from ocihook.packs.packing import AGENT_BYTES, workers_within
 from ocihook.session.journal import Journal
 from ocihook.session.participant import CallFacts, Dump
@@ -24,7 +26,7 @@ from ocihook.session.undo import undo_all, undo_holding
 from ocihook.stages.awaited_memory import AwaitsMemory, read_snapshot, take_snapshot
 from ocihook.stages.detached import KeptFromEnd, forget_earlier
 from ocihook.stages.order import participants
-from ocihook.wire import Request
+from ocihook.wire import CONTAINER_RECORD_NAME, CONTAINERS_NAME, Request
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +159,7 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Se
     container = container_ref(
         annotations, container_id=call.container_id, runtime=call.runtime, bundle=call.bundle, name=name
     )
+    container = dataclasses.replace(container, owner_uid=_owner_uid(journal, container))
     journal.identify(container, os.readlink(request.image_dir))
     policy, refused, unknown = apply_annotations(settings, annotations, in_pod=container.is_in_pod)
     facts = dataclasses.replace(call_facts(settings, request.criu_pid), policy=policy, verb=call.verb)
@@ -177,6 +180,16 @@ def identify(journal: Journal, request: Request, call: RuntimeCall, settings: Se
         log.warning("container %s: %s", container, reason)
     if refused and call.verb == "checkpoint":
         raise refused[0]
+
+
+def _owner_uid(journal: Journal, container: ContainerRef) -> str:
+    """Return the uid of a container's owner, as the runtime handler has it on record; "": it is not known."""
+    directory = journal.path.parents[1] / CONTAINERS_NAME / container.id.replace("/", "")
+    try:
+        kept = load_json((directory / CONTAINER_RECORD_NAME).read_bytes())
+        return ContainerRef.from_json(kept["container"]).owner_uid
+    except (OSError, ValueError, TypeError, KeyError):  # not a container of the handler, or the handler reports it
+        return ""
 
 
 def call_facts(settings: Settings, criu_pid: int) -> CallFacts:

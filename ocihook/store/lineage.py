@@ -1,6 +1,6 @@
 """Whose a checkpoint is: its domain, and the one container, however often recreated, that it counts for.
 
-A node knows the name of a pod, not its owner: no engine passes a pod's labels on. But controllers make names by rules
+A pod's name says most of whose it is, and its labels the rest (container/pod_owner.py). Controllers make names by rules
 (Kubernetes: names/generate.go, util/rand, job, replicaset and statefulset controllers; JobSet):
 
     Job                JOB-RANDOM            indexed: JOB-INDEX-RANDOM
@@ -44,6 +44,15 @@ def lineage(container: ContainerRef) -> str:
         named = container.name if container.engine == "podman" else ""
         return container.member or container.owner or named or container.id
     return f"{container.pod_namespace}/{container.member or _member_of_owner(container)}/{container.name}"
+
+
+def is_own(checkpoint: ContainerRef, container: ContainerRef) -> bool:
+    """Return whether a checkpoint is one that a container goes on from by `latest`: of the same member and owner.
+
+    Owners of one name differ by their uids, where both are known and no annotation of the container names its owner.
+    """
+    uids = {checkpoint.owner_uid, container.owner_uid} - {""}
+    return lineage(checkpoint) == lineage(container) and (bool(container.owner) or len(uids) <= 1)
 
 
 def owner_name(container: ContainerRef) -> str:

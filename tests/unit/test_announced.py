@@ -6,9 +6,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ from tests.unit.test_stored_belongings import stop as stop_in_store
 
 OLD = "train-0-bcdfg"
 NEW = "train-0-zzxww"
+NOBODY: Mapping[str, str] = MappingProxyType({})
 
 
 @pytest.fixture
@@ -73,10 +75,9 @@ def location(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             yield make_bucket(stack.enter_context(object_storage()), "checkpoints")
 
 
-def pod(name: str, uid: str = "u") -> ContainerRef:
-    return ContainerRef(
-        id=f"{name}-{uid}", engine="containerd", name="main", pod_name=name, pod_namespace="team", pod_uid=uid
-    )
+def pod(name: str, uid: str = "u", **owner: str) -> ContainerRef:
+    names = {"name": "main", "pod_name": name, "pod_namespace": "team", "pod_uid": uid}
+    return ContainerRef(id=f"{name}-{uid}", engine="containerd", **names, **owner)
 
 
 def kept(container: ContainerRef) -> Kept:
@@ -97,12 +98,13 @@ class Node:
         """Do what follows on this node."""
         self._monkeypatch.setattr(wire, "RUNTIME_DIR", str(self.root / "run"))
 
-    def stop(self, name: str = OLD) -> "Stopped":
+    def stop(self, name: str = OLD, **owner: str) -> "Stopped":
         """Begin to stop a container."""
         self.here()
-        containers.keep(kept(pod(name)))
-        write_stop(pod(name).id, Stop(words=("kill", "15")))
-        return Stopped(self, pod(name))
+        container = pod(name, **owner)
+        containers.keep(kept(container))
+        write_stop(container.id, Stop(words=("kill", "15")))
+        return Stopped(self, container)
 
     def checkpoint(self, container: ContainerRef) -> str:
         """Do what a dump of a container does, which the store has completed."""
@@ -113,11 +115,13 @@ class Node:
         keyring = Keyring(KeySource.of(self.settings), "team")
         return find_announced(open_remote(self.settings.remote, "team"), keyring, "stop-*")
 
-    def choose(self, patience: Patience, name: str = NEW, uid: str = "new", **policy: Any) -> str:
+    def choose(
+        self, patience: Patience, name: str = NEW, uid: str = "new", owner: Mapping[str, str] = NOBODY, **policy: Any
+    ) -> str:
         """Return what a new container resumes from."""
         self.here()
-        wanted = Policy(restore_from="latest", **policy)
-        return choose(kept(pod(name, uid)), wanted, self.settings, patience).thin.checkpoint_id
+        wanted = Policy(**{"restore_from": "latest", **policy})
+        return choose(kept(pod(name, uid, **owner)), wanted, self.settings, patience).thin.checkpoint_id
 
 
 class Stopped:
@@ -344,6 +348,35 @@ def test_what_is_malformed_counts_for_nothing(nodes: tuple[Node, Node], forged: 
     open_remote(one.settings.remote, "team").write_claim(of, "x", forged)
     with pytest.raises(NoCheckpoint):
         two.choose(Stepping(two, []))
+
+
+def test_a_stop_of_an_earlier_job_of_the_name_is_not_waited_for_nor_resumed_from(nodes: tuple[Node, Node]) -> None:
+    one, two = nodes
+    old = one.stop(owner_uid="uid-1")
+    old.announce()
+    for node in nodes:
+        with pytest.raises(NoCheckpoint, match="there is no checkpoint team/train-0/main"):
+            node.choose(Stepping(node, []), owner={"owner_uid": "uid-2"})
+    old.dump()
+    old.push()
+    old.tend()
+    for node in nodes:
+        with pytest.raises(NoCheckpoint, match=f"{old.id} is of an earlier job of this name, uid uid-1; .* uid-2"):
+            node.choose(Stepping(node, []), owner={"owner_uid": "uid-2"})
+    told = [({"owner_uid": "uid-2"}, old.id), ({"owner_uid": "uid-2", "owner": "train"}, "latest")]
+    same = [({"owner_uid": "uid-1"}, "latest"), ({}, "latest")]
+    for owner, wanted in [*told, *same]:
+        assert two.choose(Stepping(two, []), owner=owner, restore_from=wanted) == old.id
+
+
+def test_a_checkpoint_that_does_not_name_its_owner_counts_as_before(
+    nodes: tuple[Node, Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, _ = nodes
+    old = one.stop()
+    old.dump()
+    assert one.choose(Stepping(one, []), owner={"owner_uid": "uid-2"}) == old.id
+    assert caplog.text.count(f"checkpoint {old.id} does not say which job made it") == 1
 
 
 def test_a_stop_of_another_member_or_namespace_is_not_waited_for(nodes: tuple[Node, Node]) -> None:

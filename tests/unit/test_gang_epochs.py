@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -261,15 +262,16 @@ class Node:
         self.store = Store.of(self.settings)
         (directory / "upper").mkdir(parents=True)
 
-    def dump(self, epoch: int, *, name: str = "", here: int = 1) -> str:
+    def dump(self, epoch: int, *, name: str = "", here: int = 1, owner_uid: str = "") -> str:
         """Do what a dump of a member that is stopped does."""
-        container = member(name or self.name, epoch, here=here)
+        container = dataclasses.replace(member(name or self.name, epoch, here=here), owner_uid=owner_uid)
         images = self.directory / f"images-{container.id}"
         return stop_in_store(self.store, images, self.directory / "upper", container)[1].id
 
-    def choose(self, name: str = "", uid: str = "new") -> str:
+    def choose(self, name: str = "", uid: str = "new", owner_uid: str = "") -> str:
         """Return what the member is restored from, or the name of the error."""
         pod = dataclasses.replace(member(name or self.name, 9), gang="", gang_member="", pod_uid=uid)
+        pod = dataclasses.replace(pod, owner_uid=owner_uid)
         kept = Kept(container=pod, bundle=Path("/"), program=Path("/"), prefix=(), domain="team")
         gang = GangRef("team", "job", pod.pod_name, 2)
         policy = Policy(restore_from="latest", gang_timeout_s=LIMIT_S)
@@ -319,6 +321,23 @@ def test_members_are_restored_from_the_last_dump_that_all_have(tmp_path: Path) -
     assert together(a.choose, b.choose) == first
     assert together(a.choose, b.choose) == first
     assert [second, b.dump(2)] == together(a.choose, b.choose)
+
+
+@pytest.mark.usefixtures("coordinated")
+def test_epochs_of_another_owner_do_not_count(tmp_path: Path) -> None:
+    a, b = Node(tmp_path / "a", "a"), Node(tmp_path / "b", "b")
+    new = (functools.partial(node.choose, owner_uid="uid-2") for node in (a, b))
+    a_new, b_new = new
+    old = [node.dump(1, owner_uid="uid-1") for node in (a, b)]
+    assert together(a_new, b_new) == ["none", "none"]
+    a.choose_error = b.choose_error = True
+    assert all("an earlier job of this name, uid uid-1" in error for error in together(a_new, b_new))
+    a.choose_error = b.choose_error = False
+    assert together(*(functools.partial(node.choose, owner_uid="uid-1") for node in (a, b))) == old
+    own = [node.dump(2, owner_uid="uid-2") for node in (a, b)]
+    a.dump(3, owner_uid="uid-1"), b.dump(3, owner_uid="uid-1")
+    assert together(a_new, b_new) == own
+    assert together(a_new, functools.partial(b.choose, owner_uid="")) == own, "what one member does not know, others do"
 
 
 def test_without_a_common_epoch_each_that_there_is_is_named_with_the_member_that_lacks_it() -> None:

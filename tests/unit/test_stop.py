@@ -35,7 +35,6 @@ from ocihook.runtime.stop_record import (
     write_stop,
 )
 from ocihook.runtime.stopping import Stopping, remove_stale, withdraw
-from ocihook.store.lineage import lineage
 from ocihook.store.store import Store
 from ocihook.store.thin import Thin
 from tests.unit.test_stored_belongings import stop as stop_in_store
@@ -113,8 +112,8 @@ def test_the_stop_signal_becomes_a_checkpoint(node: Path, signal: tuple[str, ...
     assert stop.kill(call(node, "kill", ID, *signal), answer(0)) == 0
     assert read_stop(ID) == Stop(words=("kill", ID, *signal))
     assert list(stops_under_way()) == [ID]
-    assert is_stopping("_node", lineage(CONTAINER))
-    assert not is_stopping("team", lineage(CONTAINER))
+    assert is_stopping("_node", CONTAINER)
+    assert not is_stopping("team", CONTAINER)
     assert called(node) == []
 
 
@@ -183,7 +182,7 @@ def test_a_damaged_record_of_a_stop_is_one_that_is_under_way(node: Path, damage:
     """Else a new container would resume from an older checkpoint meanwhile."""
     write_stop(ID, Stop(words=("kill", ID, "15")))
     record_of(ID).write_bytes(damage)
-    assert is_stopping("_node", lineage(CONTAINER))
+    assert is_stopping("_node", CONTAINER)
     assert read_stop(ID) == Stop(words=("kill", ID, "TERM"))
 
 
