@@ -17,7 +17,7 @@ class SlowRemote:
             directory: which nodes share.
             domain: the only one in it.
         """
-        self._domain = directory / "domains" / domain
+        self.directory, self._domain = directory, directory / "domains" / domain
         self._domain.mkdir(parents=True)
         self.hold()
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 from integration.gang.nodes import assert_ended
@@ -139,7 +140,7 @@ class Mesh(Members):
         self._commands: dict[str, list[str]] = {}  # of `podman run`, by member
         self._words: dict[str, list[str]] = {}  # of the program, likewise
         self._rate = rate
-        self._said = {name: engine.scratch / "said" / name for name, engine in self.engines.items()}
+        self._said = {name: self.place_of_files(engine) / "said" / name for name, engine in self.engines.items()}
         for number, name in enumerate(self.names):
             peers = [f"{self.places[peer].four}/7000" for peer in self.names[:number]]
             key = str(1 + number * (number - 1) // 2)
@@ -154,6 +155,10 @@ class Mesh(Members):
             self._commands[name] = engine.peer_command(name, name, *words, options=options, **given)
             engine.start_peer(name, name, *words, options=options, **given)
         self.assert_flows()
+
+    def place_of_files(self, engine: NetPodman) -> Path:
+        """Return the directory in which an engine's members write what they have done."""
+        return engine.scratch
 
     def notes_of(self, number: int) -> dict[str, str]:
         """Return the annotations of one member, without prefix."""

@@ -3,6 +3,7 @@
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from integration.namespace import wait_for
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman, Place
 from integration.podman.test_faults import start_agent
+from integration.slow_remote import SlowRemote
 
 _NOTES = {"checkpoint_on_stop": "true", "restore_from": "latest", "on_restore_error": "fail", "gang_gather_s": "60"}
 
@@ -26,18 +28,30 @@ class Replaced(Mesh):
         return self.notes | {"gang_index": str(number), "member": self.names[number]}
 
     def make(self, number: int, generation: int) -> str:
-        """Make a container of a member beside its earlier one, on a node and at an address of its own."""
+        """Make a container of a member beside its earlier one, with a network and an address of its own."""
         name = f"{self.names[number]}-{generation}"
         engine, old = self.engines[self.names[number]], self.names[number]
         engine.make_place(name, Place.of(generation, number + 1))
-        said = engine.scratch / "said"
-        options = [f"--volume={said}:/said"]
+        options = [f"--volume={self._said[old].parent}:/said"]
         return engine(*engine.peer_command(name, name, *self._words[old], options=options, **self.notes_of(number)))
 
     def stop(self, number: int, generation: int = 0) -> str:
         """Stop a member's container."""
         name = self.names[number] + (f"-{generation}" if generation else "")
         return self.engines[self.names[number]]("stop", "--time", "600", name)
+
+
+class Swapped(Replaced):
+    """Members that each move to the other one's node."""
+
+    def place_of_files(self, engine: NetPodman) -> Path:
+        """Return that of the last engine: it is within that of the first, so both see it."""
+        del engine
+        return list(self.engines.values())[-1].scratch
+
+    def swap(self) -> None:
+        """Have each member's next container made on the other one's node."""
+        self.engines = dict(zip(self.names, reversed(self.engines.values()), strict=True))
 
 
 def _members(node: NetPodman) -> dict[str, str]:
@@ -71,6 +85,47 @@ def test_who_is_made_while_others_are_dumped_continues_from_that(make_node: Make
         _finish(first, pool.submit(mesh.make, 1, 2))
     mesh.assert_flows()
     wait_for("all to be stored, and reported", lambda: len(epochs(node)[0]) == 2)
+
+
+def _use(remote: SlowRemote, *nodes: NetPodman) -> None:
+    """Have nodes push all that they store."""
+    for node in nodes:
+        text = node.namespace.path("/etc/ocihook/config.toml").read_text()
+        place = f'[agent]\nremote = "{remote.directory}"\n'
+        node.configure(text.replace("[agent]\n", place) + 'mode = "store"\npush = "always"\n')
+
+
+def _push(node: NetPodman) -> None:
+    node.ocihook("wait")
+    node.ocihook("store", "push")
+
+
+@pytest.mark.parametrize("killed", ["", "between stop and creation", "while all wait"])
+def test_members_that_swap_nodes_wait_for_a_slow_remote(make_node: MakeNode, killed: str) -> None:
+    """They go on from one epoch, whenever their coordinator is killed and started again."""
+    nodes = [make_node(kind=HandledNetPodman), make_node(kind=HandledNetPodman)]
+    coordinator = serve_nodes(nodes, link_nodes(nodes)[0])
+    remote = SlowRemote(nodes[1].scratch / "remote", "_node")  # within that of the first
+    _use(remote, *nodes)
+    mesh = Swapped(nodes, 2, notes=_NOTES)
+    with ThreadPoolExecutor() as pool:
+        _finish(*[pool.submit(mesh.stop, number) for number in range(2)])
+        if killed.startswith("between"):
+            coordinator.restart()
+        mesh.swap()
+        made = [pool.submit(mesh.make, number, 1) for number in range(2)]
+        wait_for("both to wait", lambda: all("waits for its checkpoint" in node.agent_log() for node in nodes))
+        if killed.startswith("while"):
+            coordinator.restart()
+        assert not any(act.done() for act in made)
+        remote.let_go()
+        for node in nodes:
+            _push(node)
+        _finish(*made)
+    mesh.assert_flows()
+    wait_for("no stop to be announced", lambda: remote.announced() == [])
+    complete, incomplete = epochs(nodes[0])
+    assert (len(complete), incomplete) == (1, {})
 
 
 @pytest.mark.parametrize("order", ["while the other is stopped", "before the other is stopped"])
