@@ -14,6 +14,7 @@ from integration.gang.test_faults import MEETING_AGENT
 from integration.namespace import wait_for
 from integration.net.conftest import MakeNode
 from integration.net.engine import NetPodman, Place
+from integration.podman.engine import IMAGE
 from integration.podman.test_faults import start_agent
 from integration.slow_remote import SlowRemote
 
@@ -107,6 +108,9 @@ def test_members_that_swap_nodes_wait_for_a_slow_remote(make_node: MakeNode, kil
     coordinator = serve_nodes(nodes, link_nodes(nodes)[0])
     remote = SlowRemote(nodes[1].scratch / "remote", "_node")  # within that of the first
     _use(remote, *nodes)
+    saved = str(nodes[1].scratch / "saved.tar")  # the same image, for the gate
+    nodes[0]("save", "--output", saved, IMAGE)
+    nodes[1]("load", "--input", saved)
     mesh = Swapped(nodes, 2, notes=_NOTES)
     with ThreadPoolExecutor() as pool:
         _finish(*[pool.submit(mesh.stop, number) for number in range(2)])
