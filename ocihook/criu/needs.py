@@ -3,7 +3,7 @@
 import os
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ def read_needs(images: Mapping[str, bytes], names: Iterable[str] = ()) -> Needs:
     return Needs(
         files=tuple(_files(images, remapped)),
         mounts={m.mnt_id: _mount(m) for m in _of(_first_mounts(images), "mountpoints", _MOUNTS, "mnt_entry")},
-        pids=frozenset(pid for process in processes for pid in (process.pid, *process.threads)),
+        pids=frozenset(pid for process in processes for pid in (process.pid, *_threads(process))),
         highest_descriptor=max((one.fd for one in _of(images, "fdinfo", _FDINFO, "fdinfo_entry")), default=-1),
         rings=frozenset((ring.nr_req, ring.ring_len) for mm in areas for ring in mm.aios),
         memfd_modes=frozenset(one.mode for one in memfds if one.HasField("mode")),
@@ -143,6 +143,11 @@ def _first_mounts(images: Mapping[str, bytes]) -> Mapping[str, bytes]:
 def _mount(entry: _Message) -> NeededMount:
     place = os.fsdecode(entry.mountpoint).removeprefix(".")
     return NeededMount(place if place.startswith("/") else f"/{place}", entry.ext_mount or bool(entry.ext_key))
+
+
+def _threads(process: Any) -> Sequence[int]:  # noqa: ANN401 - a message
+    """Return the threads of a process; for a zombie CRIU writes any numbers (criu/pstree.c, dump_pstree)."""
+    return process.threads if process.pid in process.threads else ()
 
 
 def _huge(vmas: Iterable[Any]) -> Mapping[int, int]:

@@ -149,7 +149,11 @@ def test_images_say_what_is_needed() -> None:
         "mountpoints-12.img": image(
             0x55563928, message("mnt_entry", fstype=0, mnt_id=2, mountpoint=b"./data", ext_key="/data")
         ),
-        "pstree.img": image(0x50273030, message("pstree_entry", pid=1, ppid=0, pgid=1, sid=1, threads=[1, 8])),
+        "pstree.img": image(
+            0x50273030,
+            message("pstree_entry", pid=1, ppid=0, pgid=1, sid=1, threads=[1, 8]),
+            message("pstree_entry", pid=9, ppid=1, pgid=1, sid=1, threads=[2491920736]),  # a zombie
+        ),
         "fdinfo-2.img": image(0x56213732, message("fdinfo_entry", fd=40), message("fdinfo_entry", fd=3)),
         "core-1.img": image(
             0x55053847, message("core_entry", thread_core={"seccomp_mode": 2, "creds": {"lsm_profile": "p"}})
@@ -162,7 +166,7 @@ def test_images_say_what_is_needed() -> None:
     needs = read_needs(images, ["tmpfs-53.tar.gz.img"])
     assert [(one.path, one.size, one.mount) for one in needs.files] == [("/data/a", 3, 2)]
     assert needs.mounts == {2: NeededMount("/data", is_external=True)}
-    assert (sorted(needs.pids), needs.highest_descriptor, needs.largest_pipe_bytes) == ([1, 8], 40, 9)
+    assert (sorted(needs.pids), needs.highest_descriptor, needs.largest_pipe_bytes) == ([1, 8, 9], 40, 9)
     assert (needs.closes_tcp, needs.has_filters, needs.has_tmpfs) == (True, True, True)
     assert needs.profiles == {"p"}
     assert needs.memfd_modes == {0o777}
