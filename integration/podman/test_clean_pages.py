@@ -32,7 +32,7 @@ FAULTY_AGENT = Path(__file__).parents[1] / "faulty_agent.py"
 FAULTS = {
     "forgetful": "does not have all that is unchanged since",
     "missing": "the earlier dump that CRIU compares memory with is gone",
-    "damaged": "Magic doesn't match for inventory.img",
+    "damaged": "the image inventory.img is damaged",
     "unknown": "",
     "cut-short": "",
     "refused": "",

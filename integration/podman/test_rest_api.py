@@ -27,12 +27,17 @@ def service(podman: Podman) -> Iterator[PodmanClient]:
     command = ("podman", *podman.options(), "system", "service", "--time", "0", address)
     process = podman.namespace.spawn(*command, log=podman.scratch / "service.log", TMPDIR=str(podman.scratch))
     try:
-        wait_for("the service to listen", (podman.scratch / "api.sock").exists)
+        wait_for("the service to listen", lambda: _listens(podman.scratch / "api.sock"))
         with PodmanClient(base_url=address, timeout=TIMEOUT_S) as client:
             yield client
     finally:
         process.terminate()
         process.wait(TIMEOUT_S)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 def checkpoint(client: PodmanClient, name: str, **options: bool | str) -> bytes:
@@ -178,5 +183,5 @@ def test_the_cause_of_a_failed_restore_reaches_the_client(podman: Podman) -> Non
         archive.write_bytes(checkpoint(client, "c", export=True))
         client.containers.get("c").remove(force=True)
         (shared / "file").unlink()
-        with pytest.raises(APIError, match=r"ocihook: the restore of container .*/shared/file"):
+        with pytest.raises(APIError, match=r"ocihook: pre-restore of container .*/shared/file .* is missing here"):
             restore(client, "c", archive)

@@ -206,7 +206,7 @@ def test_what_a_restore_meets(make_handled: MakeHandled) -> None:
     assert not attempts.exists()
 
     first = podman("inspect", "--type", "image", "--format", "{{.Id}}", IMAGE).strip()
-    podman("import", "--change", "ENV changed=1", str(podman.scratch / "image.tar"), IMAGE)
+    podman("import", "--change", "LABEL changed=1", str(podman.scratch / "image.tar"), IMAGE)
     refused(podman, "image was", **MEMBER)
     podman("tag", first, IMAGE)
     podman.make("run", "job", **MEMBER)

@@ -49,6 +49,7 @@ def test_fewer_rights_are_refused_by_name(make_handled: MakeHandled, runtime: st
         "tmpfs": "--tmpfs=/small:size=2m",
         "rule": "--device-cgroup-rule=c 10:* rw",
         "sysctl": "--sysctl=kernel.msgmax=9000",
+        "home": "--env=HOME=/",  # podman sets it by the user: another program starts from scratch
     }
     podman.make("run", "job", *wide.values(), **STOPPED)
     podman.wait_to_count("job")
@@ -63,7 +64,7 @@ def test_fewer_rights_are_refused_by_name(make_handled: MakeHandled, runtime: st
         "source of mount /data was .*/one', is .*/two'": {"volume": f"--volume={two}:/data"},
         "size of mount /small was 2097152, is 1048576": {"tmpfs": "--tmpfs=/small:size=1m"},
         r"access to device c 10:\* that are missing: w": {"rule": "--device-cgroup-rule=c 10:* r"},
-        "sysctls that are missing: kernel.msgmax": {"sysctl": "--env=A=1"},
+        "sysctls that are missing: kernel.msgmax": {"sysctl": "--label=A=1"},
         "no_new_privileges was False, is True": {"more": "--security-opt=no-new-privileges"},
         "read-only root was False, is True": {"more": "--read-only"},
         "user was '0:0.*', is '7:0": {"more": "--user=7"},

@@ -307,6 +307,12 @@ def test_a_stopped_process_for_which_criu_waited_without_end_is_named() -> None:
         ("mnt: No mapping for 651:/srv/x mountpoint", "mount"),
         ("Unable to connect a transport socket: Permission denied", "lsm"),
         ("mnt-v2: Failed to copy sharing from 21 to 22: Invalid argument", "copy-sharing"),
+        ("Magic doesn't match for inventory.img", "image-damaged"),
+        ("Can't send response: Broken pipe", "runtime-gone"),
+        ("Unable to seek freezer FD: No such device", "cgroup-gone"),
+        ("cg: Can't move 1 into unified//pod/c/cgroup.procs (-1/-1): No such file or directory", "cgroup-gone"),
+        ("cg: bad cgroup path: pids/c/pids.max: No such file or directory", "cgroup-gone"),
+        ("mnt-v2: Can't stat mountpoint /tmp/.criu.mntns.Q/mnt-157/word: No such file or directory", "mount-point"),
     ],
 )
 def test_quoted_messages(error: str, name: str) -> None:
