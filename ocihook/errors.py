@@ -110,7 +110,7 @@ class GangError(OcihookError):
 
 
 class MembersMissing(GangError):
-    """Members of the gang do not come: they have ended, or nobody stops them."""
+    """Members of the gang do not come: they have ended, or are not stopped."""
 
 
 class DumpUnderWay(GangError):

@@ -339,7 +339,7 @@ def wait_complete(
     Raises:
         StoreError: if there is no such checkpoint, or it takes too long.
         OcihookError: if it cannot be completed.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     patience = domain.patience
     while checkpoint_id not in domain.checkpoint_ids():

@@ -25,7 +25,7 @@ def report_complete(container: ContainerRef, link: Link, patience: Patience) -> 
         patience: how long to try: the attempt may not be decided yet.
 
     Raises:
-        GivenUp: as soon as nobody waits for it any more.
+        GivenUp: once its caller has given up.
     """
     name, epoch, attempt = container.gang.split("/")
     dump = {"namespace": container.pod_namespace, "gang": name, "epoch": int(epoch), "attempt": attempt}

@@ -49,7 +49,7 @@ class Link(NamedTuple):
         Raises:
             GangError: if the coordinator refuses, or is not the one that the certificates name.
             OSError: if it cannot be reached, or does not answer; it can be asked again.
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         with contextlib.closing(Line(self)) as line:
             return line.ask(request, patience)

@@ -80,7 +80,7 @@ class GangJoined(Effect, kind="gang-joined"):
 
         Raises:
             GangError: if it cannot be reached, or refuses.
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         who = {
             "namespace": self.gang.namespace,
@@ -124,7 +124,7 @@ class GangJoined(Effect, kind="gang-joined"):
             MembersMissing: if the attempt is over as members do not come.
             DumpUnderWay: if a choice is over as a dump has begun.
             GangError: if it is over for another reason.
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         waiting = _Waiting(gather or self._limits(phase), patience)
         first = {"wait_s": patience.within(_CALL_AFTER_S).left_s} if calls else {}
@@ -161,7 +161,7 @@ class GangJoined(Effect, kind="gang-joined"):
         Raises:
             DumpUnderWay: if it comes for a choice, and a dump has begun since it has looked for its own.
             GangError: if it cannot be joined, or there is no coordinator.
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         wanted = to_json(Join(act, self.gang.size, self.gang.epoch, self.gang.attempt))
         request: dict[str, Any] = {"verb": "join", "join": wanted, "called": called}
@@ -297,7 +297,7 @@ class Attendance:
         Raises:
             MembersMissing: if it is over as members do not come.
             GangError: if the attempt is over.
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         request = {"verb": "meet", "phase": phase, "message": to_json(message), "about": list(about)}
         with self._journal.phase(f"gang {phase}"):
@@ -310,7 +310,7 @@ class Attendance:
 
         Raises:
             GangError: if the attempt is over.
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         request = {"verb": "vote", "ballot": attempt, "is_locked": is_locked}
         return self._effect.wait(request, Phase.LOCKED, self._patience).state is State.MET
@@ -347,7 +347,7 @@ def join(
 
     Raises:
         GangError: if the container cannot join it, or there is no coordinator.
-        GivenUp: as soon as nobody waits for it any more.
+        GivenUp: once its caller has given up.
     """
     session = _session(journal.session_id)
     ends_within_s = coming.ends_within_s
@@ -386,7 +386,7 @@ class Choice:
         """Wait until no dump of the gang is under way: before one looks for what there is to be chosen.
 
         Raises:
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         self._after = self._member().settle(self._patience)
 
@@ -399,7 +399,7 @@ class Choice:
         Raises:
             DumpUnderWay: if one has begun meanwhile: settle, and look again for what there is.
             GangError: if not all members ask in time, or there is no coordinator.
-            GivenUp: as soon as nobody waits for it any more.
+            GivenUp: once its caller has given up.
         """
         member = self._member()
         member.enter("choose", self._patience, after=self._after)

@@ -356,7 +356,7 @@ class Gang:
             self._over[former.session] = Answer(State.OVER, attempt.epoch, f"{claim.member} has come again")
         if reason := _contradiction(attempt, claim, wanted):
             self._end(attempt, reason, is_displaced=attempt.join.act == "choose" and wanted.act == "dump")
-            if attempt.join.act == wanted.act and attempt.join.source != wanted.source:  # nobody knows which is stale
+            if attempt.join.act == wanted.act and attempt.join.source != wanted.source:  # which is stale is unknown
                 self._over[claim.session] = attempt.over
 
     def _begin_attempt(self, wanted: Join) -> Attempt:

@@ -51,7 +51,7 @@ def read_node(patience: Patience) -> tuple[str, list[Gpu]]:
 
     Raises:
         CudaUnsupported: if NVML does not answer.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     (outcome,) = call_each(lambda _: read_gpus(), [None], patience.within(CALL_TIMEOUT_S))
     if isinstance(outcome, Exception):
@@ -64,7 +64,7 @@ def states(driver: CudaDriver, processes: Sequence[Process], patience: Patience)
 
     Raises:
         CudaError: if the driver does not answer.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     outcomes = call_each(lambda process: driver.state(process.pid), processes, patience.within(CALL_TIMEOUT_S))
     found: dict[Process, CudaState | None] = {}
@@ -105,7 +105,7 @@ def lock_all(
     Raises:
         CudaLockTimeout: if their CUDA calls do not end in time.
         CudaError: on anything else. All are unlocked again.
-        GivenUp: if nobody waits for it any more; what is locked by then is left so.
+        GivenUp: if its caller has given up; what is locked by then is left so.
     """
     patience = patience.within(timeout_s)
     attempt_s = timeout_s if len(processes) == 1 and agree is None else min(_FIRST_LOCK_S, timeout_s)
@@ -134,7 +134,7 @@ def driver_threads(driver: CudaDriver, processes: Sequence[Process], patience: P
 
     Raises:
         CudaError: if the driver does not answer.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
         TraceError: if it names one that is not the process's: the driver's call would not return.
     """
     patience = patience.within(CALL_TIMEOUT_S)
@@ -169,7 +169,7 @@ def checkpoint_all(
     Raises:
         CudaError: if one cannot be checkpointed, keeps device files, or ends. Others may be checkpointed by then.
         TraceError: if the driver's thread is traced by somebody else.
-        GivenUp: if nobody waits for it any more; others may be checkpointed by then.
+        GivenUp: if its caller has given up; others may be checkpointed by then.
     """
 
     def checkpoint(process: Process) -> list[Span]:

@@ -295,7 +295,7 @@ def cut_pagemaps(directory: Path, cuts: Sequence[Cut], patience: Patience) -> No
 
     Raises:
         OSError: from the file system, a full one included; call `put_back` then.
-        GivenUp: if nobody waits for it any more; likewise.
+        GivenUp: if its caller has given up; likewise.
     """
     for cut in cuts:
         os.link(directory / cut.name, directory / f"ocihook-region-{cut.name}-{_digest(cut.pagemap)}.pack")

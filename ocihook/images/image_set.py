@@ -146,7 +146,7 @@ def take_in(moved: MovedRegions, source: Path, directory: Path, patience: Patien
     Raises:
         StoreFull: if there is no space for them; none is left.
         OSError: on anything else; likewise.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     here = {segment.pack for image in moved.images for segment in image.segments}  # read past CRIU (clean_pages.py)
     discard_packs(directory)

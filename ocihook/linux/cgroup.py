@@ -67,7 +67,7 @@ class Freezer:
 
         Raises:
             FreezeError: if an ancestor holds them frozen, or they do not run in time.
-            GivenUp: if nobody waits for it any more.
+            GivenUp: if its caller has given up.
         """
         if not self.directory.exists():
             return
@@ -88,7 +88,7 @@ class Freezer:
 
         Raises:
             FreezeError: if they do not stop in time.
-            GivenUp: if nobody waits for it any more.
+            GivenUp: if its caller has given up.
         """
         self._write("FROZEN" if self.version == 1 else "1")
         if meanwhile is not None:
@@ -258,7 +258,7 @@ def wait_until_released(process: Process, patience: Patience) -> None:
 
     Raises:
         FreezeError: if it does not in time.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     wait_until_let_go(process, patience)
     wait_until_thawed(process, patience)

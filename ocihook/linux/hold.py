@@ -30,7 +30,7 @@ class Hold:
 
         Raises:
             TraceError: if one cannot be held.
-            GivenUp: if nobody waits for it any more.
+            GivenUp: if its caller has given up.
         """
         for process, able in threads.items():
             found = self._stack.enter_context(held(process.pid, patience, without=able))
@@ -41,7 +41,7 @@ class Hold:
 
         Raises:
             TraceError: if one has not in time.
-            GivenUp: if nobody waits for it any more.
+            GivenUp: if its caller has given up.
         """
         threads = [thread for found in self.threads.values() for thread in found]
         if not patience.within(_STOP_TIMEOUT_S).until(lambda: all(thread.has_settled() for thread in threads)):

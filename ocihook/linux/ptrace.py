@@ -123,7 +123,7 @@ class HeldThread:
 
         Raises:
             OSError: if it is gone, another process traces it, or it does not stop in time.
-            GivenUp: if nobody waits for it any more. One that has not stopped is released when this process ends.
+            GivenUp: if its caller has given up. One that has not stopped is released when this process ends.
         """
         self.tid = tid
         _ptrace(_SEIZE, tid, 0, _O_TRACESYSGOOD)
@@ -539,7 +539,7 @@ def held(pid: int, patience: Patience | None, *, without: int = 0) -> Iterator[l
 
     Raises:
         TraceError: if a thread cannot be held, or does not stop in time; all are released then.
-        GivenUp: if nobody waits for it any more; likewise.
+        GivenUp: if its caller has given up; likewise.
     """
     threads: dict[int, HeldThread] = {}
     passed = {without}

@@ -206,7 +206,7 @@ class Call:
         """Return its result, an exception if it raised one; a TimeoutError if it has not ended in time.
 
         Raises:
-            GivenUp: if nobody waits for it any more.
+            GivenUp: if its caller has given up.
         """
         data = _read_to_end(self._reader, patience)
         if data is None:

@@ -114,7 +114,7 @@ def release(checkpointed: Sequence[CheckpointedProcess], patience: Patience, spa
 
     Raises:
         TraceError: if one cannot be made to; it may have dropped some.
-        GivenUp: if nobody waits for it any more; likewise.
+        GivenUp: if its caller has given up; likewise.
     """
 
     def let_go(one: CheckpointedProcess) -> None:

@@ -367,7 +367,7 @@ def _write(path: Path, announcement: Announcement) -> None:
 def _read_tended(path: Path) -> _Tended:
     try:
         return from_json(_Tended, load_json(path.with_suffix(_TENDED).read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # nobody has tended it yet
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not tended yet
         return _Tended()
 
 

@@ -115,7 +115,7 @@ def choose(
         UnsupportedError: if the container has no identity that says which checkpoints are its own.
         RemoteError: if the remote, which may have a newer one, does not answer in time.
         IntegrityError: if one is damaged.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     if gang is None or policy.restore_from != LATEST:
         return _choose(kept, policy, settings, patience, None, say)
@@ -236,7 +236,7 @@ def _wait_for_stops(
     Raises:
         NoCheckpoint: if a stop is still under way at the end of the wait, and that is to fail.
         RemoteError: if the remote does not answer in time.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     watch, poll_s, told_s = waiting.begin(kept, waiting.STOPS), _POLL_S, -math.inf
     of = name_of(kept.domain, "*" if gang else lineage(kept.container), gang.name if gang else "*")
@@ -549,7 +549,7 @@ def fetch(
     Raises:
         OcihookError: if it cannot be had.
         OSError: from the file system, a full one included.
-        GivenUp: if nobody waits for it any more; what has been pulled is kept for a while.
+        GivenUp: if its caller has given up; what has been pulled is kept for a while.
     """
     store = Store.of(settings, patience)
     keep_in_use(store, chosen, is_pulled=bool(settings.remote))

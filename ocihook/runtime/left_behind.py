@@ -91,7 +91,7 @@ def has_due_left(settings: Settings) -> bool:
 
 
 def _is_due(path: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # removed just now; nobody has tried it yet
+    with contextlib.suppress(OSError, ValueError):  # removed just now, or not tried yet
         return not 0 <= time.time() - float(path.read_bytes()) < _AGAIN_S
     return True
 

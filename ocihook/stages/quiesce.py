@@ -74,7 +74,7 @@ def ask_to_quiesce(init: Process, patience: Patience, *, signal_name: str, ack: 
 
     Raises:
         QuiesceError: if the process is gone, or does not answer in time.
-        GivenUp: if nobody waits for it any more.
+        GivenUp: if its caller has given up.
     """
     before = _identity(init.pid, ack)
     allowed_s = patience.left_s

@@ -504,7 +504,7 @@ class Replaced(Explorer):
 
 @pytest.mark.parametrize("crashed", ["", "a"])
 def test_who_comes_for_a_choice_waits_for_dumps_and_ends(crashed: str) -> None:
-    """Old containers are dumped and end, new ones come, in every order: nothing is lost, and nobody waits in vain."""
+    """Old containers are dumped and end, new ones come, in every order: nothing is lost, no member waits in vain."""
     explorer = Replaced("ab", crashed=crashed)
     assert explorer.run() > 1000
     assert explorer.last

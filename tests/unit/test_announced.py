@@ -330,7 +330,7 @@ def test_what_is_not_renewed_is_dead_by_the_clock_of_who_waits() -> None:
         for _ in range(7):
             assert watch.look([again], now_s) == ([again], [])
             now_s += 10
-        now_s += 1000  # the remote is away: nobody can renew it, nor see that
+        now_s += 1000  # the remote is away: no node can renew it, nor see that
     assert watch.look([again], now_s) == ([again], [])
     now_s += 0.1
     assert watch.look([again], now_s) == ([], [again])

@@ -522,7 +522,7 @@ def test_processes_that_have_ended_share_nothing() -> None:
 
 
 def test_a_pipe_whose_other_end_is_outside() -> None:
-    """One that has no other end any more stays as it is."""
+    """One whose other end is closed stays as it is."""
     reader, writer = os.pipe()
     me = os.getpid()
 

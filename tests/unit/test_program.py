@@ -86,7 +86,7 @@ def test_another_program_is_named_without_values(process: Process, message: str)
     with pytest.raises(ProgramChanged, match=message):
         check_spec(then, now)
     assert {one.kind for one in check_spec(then, now, restore_on_change=True)} == {Kind.PROGRAM}
-    assert issubclass(ProgramChanged, NoCheckpoint)  # `on-no-checkpoint` decides: there is none of this program
+    assert issubclass(ProgramChanged, NoCheckpoint)  # `on-no-checkpoint` decides: it has no checkpoint of this program
 
 
 SERVICE = [
