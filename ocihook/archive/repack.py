@@ -618,6 +618,9 @@ def to_json(inspection: Inspection) -> Mapping[str, Any]:
         "gpu": {**manifest.gpu, "memory_bytes": manifest.raw_bytes - manifest.image_bytes}
         if manifest and manifest.gpu
         else None,
-        "processes": [{**p.process._asdict(), "memory_bytes": p.memory_bytes} for p in inspection.processes],
+        "processes": [
+            {"pid": process.pid, "ppid": process.ppid, "threads": len(process.tids), "memory_bytes": memory_bytes}
+            for process, memory_bytes in inspection.processes
+        ],
         "stats": inspection.stats._asdict() if inspection.stats else None,
     }
