@@ -23,11 +23,11 @@ _JOIN_SESSION_KEYRING = 1  # linux/keyctl.h
 # linux/personality.h: ADDR_NO_RANDOMIZE, ADDR_COMPAT_LAYOUT, SHORT_INODE, WHOLE_SECONDS, STICKY_TIMEOUTS. The others
 # would change what CRIU itself maps, or the version of the kernel that it reads.
 _HARMLESS = 0x0040000 | 0x0200000 | 0x1000000 | 0x2000000 | 0x4000000
-# linux/mempolicy.h; the kernel reads as many bits of a mask as it is told, less one.
+# linux/mempolicy.h; the kernel reads one bit of a mask less than `maxnode` says.
 _POLICIES = {"prefer": 1, "bind": 2, "interleave": 3, "prefer (many)": 5, "weighted interleave": 6}
 _POLICY_FLAGS = {"": 0, "static": 1 << 15, "relative": 1 << 14}
 _MOST_NODES = 64
-# linux/prctl.h, and what proc_pid_status(5) calls them: only what is switched off need be said.
+# linux/prctl.h, and what proc_pid_status(5) calls them: only what is switched off.
 _SET_SPECULATION = 53
 _SPECULATIONS = {0: "Speculation_Store_Bypass", 1: "SpeculationIndirectBranch"}
 _SPECULATION_CONTROLS = {

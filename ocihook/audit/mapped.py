@@ -31,7 +31,7 @@ FLAGS = {
     "sl": "sealed memory (mseal)",
     "sf": "memory with synchronous page faults (MAP_SYNC)",
     "um": "memory whose missing pages another program provides (userfaultfd)",
-    "uw": "memory whose writes another program is told of (userfaultfd)",
+    "uw": "memory whose writes another program handles (userfaultfd)",
     "ui": "memory whose minor faults another program handles (userfaultfd)",
 }
 KEY, NAME, POLICY = "protection key", "memory name", "memory policy"

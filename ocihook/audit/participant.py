@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WipedFacts(Facts):
-    """What CRIU before 4.2 does not write."""
+    """Facts that CRIU before 4.2 does not write."""
 
     wiped: Mapping[str, str] | None = None  # addresses of memory with MADV_WIPEONFORK, by pids in the container
 

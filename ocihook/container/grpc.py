@@ -49,7 +49,7 @@ def call(path: str, method: str, request: bytes, timeout_s: float) -> bytes:
 
 
 class _Received:
-    """What has arrived of an answer."""
+    """The part of an answer that has arrived."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._connection, self._deadline_s = connection, deadline_s

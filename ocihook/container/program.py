@@ -61,7 +61,7 @@ class Value(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a container was told to run."""
+    """The program of a container."""
 
     arguments: tuple[Value, ...]
     directory: Value

@@ -1,4 +1,4 @@
-"""What an image set needs of the node of its restore, as far as CRIU's small images say it."""
+"""Needs of an image set on the node of its restore, as far as CRIU's small images show them."""
 
 import os
 import re
@@ -46,7 +46,7 @@ class NeededMount(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an image set needs."""
+    """Needs of an image set."""
 
     files: tuple[NeededFile, ...] = ()
     mounts: Mapping[int, NeededMount] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def read_needs(images: Mapping[str, bytes], names: Iterable[str] = ()) -> Needs:
 
 
 def _inventory(data: bytes) -> _Message:
-    """Return the inventory; an empty one if there is none. It begins with one magic."""
+    """Return the inventory; an empty one if it is missing. It begins with one magic."""
     if not data:
         return message_class("inventory_entry")(img_version=0)
     return decode("inventory_entry", data[_INVENTORY_HEAD.size :], "inventory.img", _INVENTORY_HEAD.size)

@@ -49,7 +49,7 @@ def _name(tid: int) -> str:
 
 
 def _read(path: Path) -> Message | None:
-    """Return what the image has of a thread; None if there is none, as of a child that has ended."""
+    """Return what the image has of a thread; None if it has no image, as a child that has ended."""
     if not path.exists():
         return None
     return next(messages(read_bounded(path), path.name, _MAGICS, _KINDS), None)

@@ -41,7 +41,7 @@ def since(*version: int) -> Versions:
 
 
 class Seen(Protocol):
-    """What checks look at: a container (observation.py), or a checkpoint on its node (target.py)."""
+    """The subject of checks: a container (observation.py), or a checkpoint on its node (target.py)."""
 
     @property
     def criu(self) -> Version:

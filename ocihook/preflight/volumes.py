@@ -22,7 +22,7 @@ _CLOSE = "have the application close it, or read a copy elsewhere"
 
 
 def _dated_path(seen: Observation) -> Iterator[Problem]:
-    """What cannot be moved to the volume of another pod, or is moved by the handler alone."""
+    """Files that cannot be moved to the volume of another pod, or that the handler alone moves."""
     config = seen.container.config if seen.container else {}
     places = dict(_places(seen.init_pid, config))
     volumes: dict[str, AtomicVolume] | None = None

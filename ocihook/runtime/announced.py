@@ -84,7 +84,7 @@ class Announcement:
     holder: Holder
     since: str
     checkpoint: str = ""  # its id, once it is dumped
-    failed: str = ""  # why there is none
+    failed: str = ""  # why the stop has made no checkpoint
 
 
 class _Tended(NamedTuple):

@@ -70,7 +70,10 @@ class Known(NamedTuple):
 
 
 class _Remote(NamedTuple):
-    """What a remote has of a domain: the announced stops were read first, since a push ends before it is withdrawn."""
+    """The checkpoints and announced stops of a domain at a remote.
+
+    Stops are read first, since a push ends before its announcement is withdrawn.
+    """
 
     known: Sequence[Known] = ()
     announced: Sequence[Found] = ()

@@ -31,7 +31,7 @@ STOPS, CLAIM = "stops", "claim"  # that are waited for
 
 @dataclass
 class Watch:
-    """What one container has seen of announced stops, by the monotonic clock."""
+    """Announced stops as one container has seen them, by the monotonic clock."""
 
     began_s: float
     seen: dict[str, tuple[int, float]] = field(default_factory=dict)  # renewals, and since when: by token

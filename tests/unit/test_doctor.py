@@ -778,7 +778,7 @@ def test_options_that_criu_would_have(
 
 
 def test_memory_counts_as_criu_writes_it() -> None:
-    """What is shared counts once, and what files have counts not at all."""
+    """Shared memory counts once, and mapped files do not count."""
     shared = os.memfd_create("shared")
     os.truncate(shared, 8 << 20)
     with mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE) as own, mmap.mmap(shared, 8 << 20) as once:

@@ -1,4 +1,4 @@
-"""What doctor says of the coordinator of gangs, and of a container's own gang."""
+"""Doctor's findings about the coordinator of gangs, and of a container's own gang."""
 
 import os
 from pathlib import Path

@@ -788,7 +788,7 @@ def test_a_malformed_end_changes_nothing(serving: Serving, journals: list[Journa
     for request in ({"why": "x"}, {"member": "b"}):
         with pytest.raises(GangError):
             serving.link.ask({"verb": "ended", "namespace": "", **request}, Patience(timeout_s=LIMIT_S))
-    report_end(serving, "a", "")  # it was dumped, it is said: the dump goes on without that
+    report_end(serving, "a", "")  # after it was dumped: the dump goes on
     assert member.attempt
     other = stopped(serving, journals[1], "b")
     assert both([member, other], "dumped", {n: {"ends": [], "checkpoint": {}} for n in (0, 1)}) == [{}, {}]

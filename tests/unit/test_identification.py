@@ -112,7 +112,7 @@ def test_runtimes_by_the_names_of_their_programs(name: str, expected: str) -> No
 
 
 def test_runtimes_under_any_name(tmp_path: Path) -> None:
-    """What is in the program decides, and a link's own name does not."""
+    """The content of the program decides, not the name of a link."""
     for kind, mark in (("runc", b"\0github.com/opencontainers/runc/libcontainer\0"), ("crun", b"[libcrun:%s]")):
         program = tmp_path / f"{kind[0]}-oci"
         program.write_bytes(b"\x7fELF" + bytes(5000) + mark)

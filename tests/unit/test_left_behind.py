@@ -1,4 +1,4 @@
-"""What a pod's container was checkpointed to before it was created again there: no new pod resumes from it."""
+"""Checkpoints of a container that its own pod has created again: no new pod resumes from them."""
 
 import itertools
 from pathlib import Path

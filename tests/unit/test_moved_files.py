@@ -123,7 +123,7 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, used: str, files: Mappi
 
 
 def test_a_place_behind_a_link_of_the_image(tmp_path: Path) -> None:
-    """/var/run leads to /run, which is in paths; two volumes that were written at once are told by their places."""
+    """/var/run leads to /run, which is in paths; volumes that were written at once differ by their places."""
     volumes = {
         f"/var/run/secrets/{name}": [
             write_volume(tmp_path / f"{name}{time}", time, {"token": f"{name}"}) for time in ("10", "12")

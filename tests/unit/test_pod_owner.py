@@ -1,4 +1,4 @@
-"""Which JobSet or Job made a pod: by its labels, as the engines tell them, and of a server that does not."""
+"""The JobSet or Job that made a pod, by the labels that engines have, and engines that do not answer."""
 
 import json
 import socket

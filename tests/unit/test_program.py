@@ -1,4 +1,4 @@
-"""Which changes of arguments, environment and working directory make another program, and which name another pod."""
+"""Changes of arguments, environment and working directory: of another program, or only of another pod."""
 
 import json
 import os
@@ -141,7 +141,7 @@ def test_the_own_names_within_values_do_not_count(tmp_path: Path) -> None:
             hosts=tmp_path / "hosts",
             args=words,
             env=env(f"SELF={address}", f"ID={uid}"),
-            cwd=f"/work/{name}",
+            cwd=f"/srv/{name}",
         )
 
     then, now = made("job-abcde", "0b1c-1", "10.1.0.5"), made("job-fghij", "0b1c-2", "10.1.0.50")
