@@ -65,7 +65,6 @@ def _finish(*acts: "Future[str]") -> None:
         act.result()
 
 
-@pytest.mark.skipif("OCIHOOK_NIGHTLY" not in os.environ, reason="two of four runs never see the epoch; cause unknown")
 def test_a_member_that_is_made_during_a_dump_continues_from_it(make_node: MakeNode) -> None:
     node = make_node(kind=HandledNetPodman)
     limit_members(node)

@@ -22,12 +22,12 @@ from typing import NamedTuple
 from ocihook import wire
 from ocihook.agent.listening import Listener, is_passed_by_systemd, turn_away, waiting
 from ocihook.agent.session import Session
-from ocihook.checkpoints.complete import complete_all, has_pending
+from ocihook.checkpoints.complete import complete_all, has_pending, unreported
 from ocihook.checkpoints.prune import prune_by_policy, prunes_archives
 from ocihook.checkpoints.pushing import has_due_pushes, next_push_s, push_due
 from ocihook.config import Settings, load_settings
 from ocihook.container.runtime_call import find_runtime
-from ocihook.errors import AgentError, ConfigError, OcihookError, plain
+from ocihook.errors import AgentError, ConfigError, IntegrityError, OcihookError, StoreError, plain
 from ocihook.gang.completion import report_complete
 from ocihook.gang.epochs import all_gangs
 from ocihook.gang.link import Link, load_http
@@ -71,12 +71,20 @@ class _Background(NamedTuple):
 
 
 def _complete(settings: Settings) -> None:
-    completed = complete_all(settings)
+    complete_all(settings)
     prune_by_policy(settings)
     patience = Patience(timeout_s=_REPORT_S)
-    for container in completed:
-        if container.gang:
-            report_complete(container, Link.of(settings), patience)
+    for domain, checkpoint_id in unreported(Store.of(settings)):  # by this process, or by one that needed it at once
+        try:
+            report_complete(domain.read(checkpoint_id).container, Link.of(settings), patience)
+        except (StoreError, IntegrityError) as error:  # removed just now, or damaged
+            log.warning("checkpoint %s in domain %s is not reported: %s", checkpoint_id, domain.name, error)
+        domain.marks.note_reported(checkpoint_id)
+
+
+def _has_to_complete(settings: Settings) -> bool:
+    store = Store.of(settings)
+    return has_pending(store) or bool(unreported(store))
 
 
 def _tend(settings: Settings) -> None:
@@ -93,7 +101,7 @@ def _has_listeners(settings: Settings) -> bool:
     return any(True for _ in members_that_listen(settings))
 
 
-_STORE = _Background("pending checkpoints", lambda settings: has_pending(Store.of(settings)), _complete)
+_STORE = _Background("pending checkpoints", _has_to_complete, _complete)
 _PUSH = _Background("pushes", lambda settings: has_due_pushes(Store.of(settings)), push_due)
 _CLAIMS = _Background(
     "claims of checkpoints",

@@ -77,6 +77,8 @@ def complete(
                 check_taken(job)
                 if job.is_pushed:
                     domain.pushes.note(checkpoint_id)
+                if job.container.gang:
+                    domain.marks.note_unreported(checkpoint_id)
                 _store(domain, job, pending, read_manifest(pending), workers=workers, progress=progress)
         domain.settle()  # the process that completed it may have been killed before it did
         discard_staged(pending, pins_of(checkpoint_id))
@@ -248,13 +250,21 @@ def has_pending(store: Store) -> bool:
     return any(pending_ids(domain) or half_removed(domain) or lost_in_memory(domain) for domain in store.domains())
 
 
-def complete_all(settings: Settings) -> list[ContainerRef]:
-    """Complete every pending checkpoint, also those that are added meanwhile. What fails is logged, and tried once.
+def unreported(store: Store) -> list[tuple[Domain, str]]:
+    """Return the complete checkpoints that a gang's coordinator does not know of yet."""
+    found = []
+    for domain in store.domains():
+        for checkpoint_id in sorted(domain.marks.unreported()):
+            is_pending = checkpoint_id in pending_ids(domain)  # first: it may be completed at any moment
+            if checkpoint_id in domain.checkpoint_ids():
+                found.append((domain, checkpoint_id))
+            elif not is_pending:  # it was given up
+                domain.marks.note_reported(checkpoint_id)
+    return found
 
-    Returns:
-        Of which containers.
-    """
-    completed = []
+
+def complete_all(settings: Settings) -> None:
+    """Complete every pending checkpoint, also those that are added meanwhile. What fails is logged, and tried once."""
     store, workers = Store.of(settings), store_workers(settings)
     finish_removals(store, workers)
     for domain in store.domains():
@@ -270,15 +280,12 @@ def complete_all(settings: Settings) -> list[ContainerRef]:
         domain, checkpoint_id = waiting[0]
         tried.add(checkpoint_id)
         try:
-            job = find_job(domain, checkpoint_id)
-            if complete(domain, checkpoint_id, workers=workers, settings=settings) and job is not None:
-                completed.append(job.container)
+            complete(domain, checkpoint_id, workers=workers, settings=settings)
         except (OcihookError, OSError) as error:
             if isinstance(error, SnapshotLost) and read_failure(domain, checkpoint_id):
                 continue  # which has been reported
             log.error("checkpoint %s in domain %s is not complete: %s", checkpoint_id, domain.name, error)
             _note_failure(domain, checkpoint_id, error)
-    return completed
 
 
 def _note_failure(domain: Domain, checkpoint_id: str, error: OcihookError | OSError) -> None:

@@ -1,10 +1,12 @@
-"""Marks on checkpoints of a domain: pinned, until that is taken off; in use, while that lasts; left behind, for good.
+"""Marks on checkpoints of a domain: pinned or unreported, until that is taken off; in use, while it lasts; left behind.
 
     checkpoints/<id>.pin    pinned; empty, or why, if no user did it
     checkpoints/<id>.use    empty: a reader of the checkpoint holds flock shared; what removes it or moves its
                             pages holds it alone, and only for that moment
     checkpoints/<id>.left   empty: its container was created again in its own pod, and started from scratch; no new
                             pod resumes from it, and it is not pushed
+    checkpoints/<id>.unreported  empty: the coordinator of its gang does not know yet that it is complete; made before
+                            it is, by the process that stores it
 
 What is in use keeps its manifest, its layout and so its packs. When a process dies, its use ends.
 """
@@ -65,6 +67,18 @@ class Marks:
         """Return all checkpoints that are left behind."""
         return {path.stem for path in self._directory.glob("*.left")}
 
+    def note_unreported(self, checkpoint_id: str) -> None:
+        """Remember that a gang's coordinator is to know of a checkpoint, durably."""
+        replace_file(self._unreported(checkpoint_id), b"", mode=0o600)
+
+    def unreported(self) -> set[str]:
+        """Return all checkpoints that a gang's coordinator is to know of, complete or not."""
+        return {path.stem for path in self._directory.glob("*.unreported")}
+
+    def note_reported(self, checkpoint_id: str) -> None:
+        """Forget that a gang's coordinator is to know of a checkpoint."""
+        self._unreported(checkpoint_id).unlink(missing_ok=True)
+
     def begin_use(self, checkpoint_id: str) -> int:
         """Use a checkpoint until the descriptor that is returned is closed, here and in all processes forked since.
 
@@ -104,6 +118,7 @@ class Marks:
         """Remove all marks of a checkpoint that is gone; call it in `unless_used`."""
         self._pin(checkpoint_id).unlink(missing_ok=True)
         self._left(checkpoint_id).unlink(missing_ok=True)
+        self.note_reported(checkpoint_id)
         self._use(checkpoint_id).unlink(missing_ok=True)
 
     def _open(self, checkpoint_id: str) -> int:
@@ -114,6 +129,9 @@ class Marks:
 
     def _left(self, checkpoint_id: str) -> Path:
         return self._directory / f"{checkpoint_id}.left"
+
+    def _unreported(self, checkpoint_id: str) -> Path:
+        return self._directory / f"{checkpoint_id}.unreported"
 
     def _use(self, checkpoint_id: str) -> Path:
         return self._directory / f"{checkpoint_id}.use"

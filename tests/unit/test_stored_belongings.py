@@ -9,7 +9,7 @@ import pytest
 from ocihook.belongings.bringing import read_members
 from ocihook.belongings.filesystems import Rootfs
 from ocihook.checkpoints.belongings import FACTS_NAME, IMAGES_DIR, Belongings, lay_out
-from ocihook.checkpoints.complete import wait_complete
+from ocihook.checkpoints.complete import unreported, wait_complete
 from ocihook.checkpoints.pulling import pull
 from ocihook.checkpoints.pushing import push
 from ocihook.checkpoints.stage import choose_place, stage
@@ -43,6 +43,21 @@ def stop(
     assert job.belongings_bytes > 0
     domain = store.open(place.domain)
     return domain, wait_complete(domain, job.id, workers=1)
+
+
+def test_a_checkpoint_of_a_gang_that_no_agent_completes_is_left_to_be_reported(tmp_path: Path, upper: Path) -> None:
+    """A gang's coordinator would never know of it, if only the process that completes it could report it."""
+    store = Store(tmp_path / "store")
+    _, alone = stop(store, tmp_path / "alone", upper)
+    domain, ours = stop(
+        store, tmp_path / "ours", upper, dataclasses.replace(CONTAINER, gang="job/1/a", gang_member="a")
+    )
+    domain.marks.note_unreported("given-up")  # its dump was lost before it was complete
+    assert alone.id != ours.id
+    assert [(place.name, checkpoint_id) for place, checkpoint_id in unreported(store)] == [(domain.name, ours.id)]
+    assert domain.marks.unreported() == {ours.id}
+    domain.marks.note_reported(ours.id)
+    assert unreported(store) == []
 
 
 @pytest.fixture
