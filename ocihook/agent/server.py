@@ -76,10 +76,12 @@ def _complete(settings: Settings) -> None:
     patience = Patience(timeout_s=_REPORT_S)
     for domain, checkpoint_id in unreported(Store.of(settings)):  # by this process, or by one that needed it at once
         try:
-            report_complete(domain.read(checkpoint_id).container, Link.of(settings), patience)
+            has_answered = report_complete(domain.read(checkpoint_id).container, Link.of(settings), patience)
         except (StoreError, IntegrityError) as error:  # removed just now, or damaged
             log.warning("checkpoint %s in domain %s is not reported: %s", checkpoint_id, domain.name, error)
-        domain.marks.note_reported(checkpoint_id)
+            continue
+        if has_answered:  # else it is reported after the next session, or by the next agent
+            domain.marks.note_reported(checkpoint_id)
 
 
 def _has_to_complete(settings: Settings) -> bool:

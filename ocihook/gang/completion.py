@@ -16,8 +16,8 @@ _RETRY_S = 0.5
 log = logging.getLogger(__name__)
 
 
-def report_complete(container: ContainerRef, link: Link, patience: Patience) -> None:
-    """Report the checkpoint of a container that was dumped with its gang; without a coordinator's answer, log that.
+def report_complete(container: ContainerRef, link: Link, patience: Patience) -> bool:
+    """Report the checkpoint of a container that was dumped with its gang; return whether the coordinator has answered.
 
     Args:
         container: as its dump has named it.
@@ -30,14 +30,15 @@ def report_complete(container: ContainerRef, link: Link, patience: Patience) -> 
     name, epoch, attempt = container.gang.split("/")
     dump = {"namespace": container.pod_namespace, "gang": name, "epoch": int(epoch), "attempt": attempt}
     request = {"verb": "complete", **dump, "member": container.gang_member}
-    reason = "it does not know of that"
     while True:
         try:
+            has_answered, reason = True, "it does not know of that"
             if link.ask(request, patience).get("is_known"):
-                return
+                return True
         except (GangError, OSError) as error:
-            reason = plain(error)
+            has_answered, reason = False, plain(error)
         if patience.is_over:
             break
         patience.sleep(_RETRY_S)
     log.warning("container %s: its complete checkpoint is not reported, epoch %s: %s", container, epoch, reason)
+    return has_answered

@@ -125,10 +125,10 @@ def test_an_epoch_is_complete_once_all_members_say_so(serving: Serving, journals
         assert serving.link.ask(known | wrong, Patience(timeout_s=LIMIT_S)) == {"is_known": False}
     assert not Epochs(serving.root, "", "job").note_complete(1, attempt, "b", "another node")
     dumped = ContainerRef(id="1", engine="podman", name="b", gang=f"job/1/{attempt}", gang_member="b")
-    report_complete(dumped, Link(socket="/nowhere"), Patience(timeout_s=0))
+    assert not report_complete(dumped, Link(socket="/nowhere"), Patience(timeout_s=0))
     assert status() == ([], {"1": ["b"]})
     for _ in range(2):
-        report_complete(dumped, serving.link, Patience(timeout_s=LIMIT_S))
+        assert report_complete(dumped, serving.link, Patience(timeout_s=LIMIT_S))
     assert status() == ([1], {})
 
 
